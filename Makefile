@@ -30,7 +30,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo chaos chaos-selftest bench model docs test-unit test test-full
+.PHONY: help setup up down demo chaos chaos-selftest bench model docs test-unit test test-full canary
 .PHONY: test-engine test-template test-engine-full test-template-full
 .PHONY: check check-raw format requirements clean
 
@@ -88,6 +88,16 @@ test: check ## what a contributor needs to trust a change, real servers included
 test-full: $(INSTALLED) ## everything else: crashes, outages, plans, TLS, pooler, every variant; half an hour
 	@$(BIN)/python -m tests.programs test-full
 	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine-full test-template-full
+
+# The bound is lifted and the pins are made again, so that generated services are tested with it, too.
+NEWEST ?= aiokafka
+CANARY = $(MAKE) --no-print-directory --directory=build/canary VENV=.venv
+canary: ## `make test` with the newest release of NEWEST=aiokafka, in a clone of what is committed
+	@rm -rf build/canary && git clone --quiet . build/canary
+	@cd 'build/canary/$(RAW)/requirements' && sed -i.old -E 's/^($(NEWEST)(\[.*\])?)>=[^ ;]+/\1/' base.in && rm base.in.old
+	@$(CANARY) requirements UPGRADE='--upgrade-package $(NEWEST)'
+	@grep -E '^$(NEWEST)(\[.*\])?==' 'build/canary/$(RAW)/requirements/base.txt'
+	@$(CANARY) test
 
 # The engine's own tests, in the raw tree; a baked service runs the contract suite.
 test-engine: $(INSTALLED)

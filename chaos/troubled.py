@@ -13,7 +13,7 @@ import json
 import os
 from functools import cache
 
-import httpx
+import httpx2
 import sqlalchemy as sa
 from parcel_tracker.events import ScanRecorded  # type: ignore[import-not-found]
 from parcel_tracker.handlers import record_scan  # type: ignore[import-not-found]
@@ -60,7 +60,7 @@ PATIENT = Policy(attempts=1_000, schedule=SCHEDULE)
 work = os.environ.get(WORK, "").split(",")
 
 
-ONE_EACH = httpx.Limits(max_keepalive_connections=0)
+ONE_EACH = httpx2.Limits(max_keepalive_connections=0)
 """On a connection that is used again, an answer that came twice is taken for the next one's."""
 
 
@@ -131,7 +131,7 @@ async def charge(event: Charged, call: Call) -> None:
     """Charge the outside; say so where it is known that it was not charged."""
     try:
         answer = await ring(CHARGE, event, call)
-    except httpx.ConnectError as error:
+    except httpx2.ConnectError as error:
         raise Retry("nobody is there") from error
     if answer.status_code == 503:
         raise Retry("it was refused")
@@ -145,15 +145,15 @@ async def was_charged(event: Charged, call: Call) -> bool:
     return bool(answer.raise_for_status().json())
 
 
-async def ring(consumer: str, event: Event, call: Call) -> httpx.Response:
+async def ring(consumer: str, event: Event, call: Call) -> httpx2.Response:
     """Call the outside."""
     return await outside().post(f"/{consumer}", json=event.model_dump(), headers={KEY: call.id})
 
 
 @cache
-def outside() -> httpx.AsyncClient:
+def outside() -> httpx2.AsyncClient:
     """Return the client."""
-    return httpx.AsyncClient(base_url=os.environ[OUTSIDE], timeout=10 * TIMEOUT, limits=ONE_EACH)
+    return httpx2.AsyncClient(base_url=os.environ[OUTSIDE], timeout=10 * TIMEOUT, limits=ONE_EACH)
 
 
 async def tally(scan: ScanRecorded, tx: Transaction) -> None:

@@ -86,12 +86,12 @@ class GoSource:
         try:
             go = service.require_go()
         except service.ProgramError as error:
-            go_without(str(error))
+            lacking(str(error))
         command = [str(go), "mod", "download", "-json", f"{self.module}@{self.version}"]
         with tempfile.TemporaryDirectory() as elsewhere:
             done = subprocess.run(command, cwd=elsewhere, capture_output=True, text=True)
         if done.returncode != 0:
-            go_without(f"{self.module} can't be downloaded: {done.stdout}{done.stderr}")
+            lacking(f"{self.module} can't be downloaded: {done.stdout}{done.stderr}")
         downloaded = json.loads(done.stdout)
         assert downloaded["Sum"] == self.sum, self.module
         return Path(downloaded["Dir"])
@@ -100,17 +100,14 @@ class GoSource:
 def require(name: str) -> Path:
     """Return where a program is. Without it the test is skipped, and fails where CI is set."""
     program = service.program(name, PROGRAMS)
-    found = program.find()
-    if found is None:
-        go_without(program.hint)
-    return found
+    return program.find() or lacking(program.hint)
 
 
-def go_without(reason: str) -> NoReturn:
-    """Skip the test, which lacks something that is installed by hand; fail it where CI is set."""
+def lacking(what: str) -> NoReturn:
+    """Skip the test; fail it where CI is set."""
     if os.environ.get("CI"):
-        pytest.fail(reason, pytrace=False)
-    pytest.skip(reason)
+        pytest.fail(what, pytrace=False)
+    pytest.skip(what)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 
 from chaos import errands, feed, schedule, system
@@ -501,8 +501,8 @@ def test_the_outside_fails_as_it_is_told_and_writes_down_what_it_has_taken(tmp_p
     outside = Outside(tmp_path / "requests")
     threading.Thread(target=outside.serve_forever, daemon=True).start()
     url = f"http://{HOST}:{outside.server_address[1]}"
-    one_each = httpx.Limits(max_keepalive_connections=0)
-    with outside, httpx.Client(base_url=url, limits=one_each) as client:
+    one_each = httpx2.Limits(max_keepalive_connections=0)
+    with outside, httpx2.Client(base_url=url, limits=one_each) as client:
 
         def ring(id: str) -> int:
             body = {"parcel_id": "N1", "scans": 4}
@@ -515,9 +515,9 @@ def test_the_outside_fails_as_it_is_told_and_writes_down_what_it_has_taken(tmp_p
         outside.mode = "refuses"
         assert ring("1") == 503
         outside.mode = "hangs up"
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             ring("2")
-        with pytest.raises(httpx.RemoteProtocolError):
+        with pytest.raises(httpx2.RemoteProtocolError):
             ask("2")
         outside.mode = "stammers"
         assert ring("3") == 200

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from uuid import uuid4
 
 import asyncpg  # type: ignore[import-untyped]
-import httpx
+import httpx2
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer  # type: ignore[import-untyped]
 from aiokafka.admin import AIOKafkaAdminClient  # type: ignore[import-untyped]
@@ -87,7 +87,7 @@ import sys
 from dataclasses import replace
 from typing import Annotated
 
-import httpx
+import httpx2
 import sqlalchemy as sa
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 
@@ -104,7 +104,7 @@ from parcel_tracker.handlers import client, handlers, webhook
 from parcel_tracker.main import archive, service
 
 log = logging.getLogger("parcel_tracker.paying")
-client.timeout = httpx.Timeout(1.0)
+client.timeout = httpx2.Timeout(1.0)
 
 
 class Card(BaseModel):
@@ -154,7 +154,7 @@ async def pay(paid: Paid, tx: Transaction) -> None:
         answer = await client.post(url.replace("/hooks", "/refused/hooks"), headers=headers)
         try:
             answer.raise_for_status()
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise RuntimeError(f"{headers}: {error} of {webhook}: {answer.text}") from error
     if paid.how == "refused":
         await client.post(os.environ["REFUSED"])
@@ -532,7 +532,7 @@ async def look_at_page(run: Run, ids: Sequence[str]) -> None:
     async with run.serving("log of the page", "page"):
         port = await run.port("log of the page", r"http://127\.0\.0\.1:(\d+)/")
         origin = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=origin, headers={"origin": origin}) as client:
+        async with httpx2.AsyncClient(base_url=origin, headers={"origin": origin}) as client:
             for token in (secret("wrong page token"), secret("page token")):
                 answer = await client.post("/login", data={"name": "ann", "token": token})
                 run.written[f"page after a login, {answer.status_code}"] = answer.text
@@ -584,7 +584,7 @@ async def everything(project: BakedProject, folder: Path) -> Run:
                 )
 
             await until(is_done, "all messages fail")
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
                 for path in ("/metrics", "/health/ready", "/health/live"):
                     run.written[path] = (await client.get(path)).text
         keys = [row["key"].hex() for row in await db.fetch("SELECT key FROM pipeline.backlog")]
@@ -600,10 +600,10 @@ async def everything(project: BakedProject, folder: Path) -> Run:
             look_at_records(run),
         )
         text = "log in text, with libraries"
-        libraries = {"PIPELINE_LOG_LOGGERS": "httpx,httpcore,urllib3,aiokafka,asyncio"}
+        libraries = {"PIPELINE_LOG_LOGGERS": "httpx2,httpcore2,urllib3,aiokafka,asyncio"}
         async with run.serving(text, "run", **libraries, PIPELINE_LOG_JSON="false"):
             await db.execute("UPDATE pipeline.backlog SET due_at = now() WHERE reason = 'failed'")
-            await run.until(text, "httpx: HTTP Request: POST http", "object store at s3")
+            await run.until(text, "httpx2: HTTP Request: POST http", "object store at s3")
         await starts
         run.written["stored errors"] = "\n".join(row[0] for row in await db.fetch(STORED))
         run.written["spans"] = http.traces.decode("latin-1")

@@ -12,15 +12,7 @@ from servers.process import LocalServer
 
 KAFKA_VERSION = "4.3.0"
 # Kafka logs through SLF4J 1; without the bridge its log would stay empty.
-KAFKA_JARS = Jars(
-    "Kafka",
-    KAFKA_VERSION,
-    megabytes=45,
-    artifacts=(
-        f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}",
-        "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",
-    ),
-)
+LOGGING_BRIDGE = "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4"
 KAFKA_LOGGING = """\
 rootLogger.level=info
 rootLogger.appenderRef.stdout.ref=stdout
@@ -74,10 +66,13 @@ class Kafka(LocalServer):
     title = "Kafka"
     port_count = 2  # for clients, and for its controller
     stop_signals = (signal.SIGTERM, signal.SIGKILL)
+    version = KAFKA_VERSION
 
     def check_requirements(self) -> None:
         self.java = require_java()
-        self.jars = require_jars(KAFKA_JARS, self.directory.path / "maven.log")
+        kafka = f"org.apache.kafka:kafka_2.13:{self.version}"
+        jars = Jars("Kafka", self.version, megabytes=45, artifacts=(kafka, LOGGING_BRIDGE))
+        self.jars = require_jars(jars, self.directory.path / "maven.log")
 
     def java_command(self, main_class: str, *arguments: str) -> list[str]:
         return [

@@ -2,8 +2,8 @@
 
 # <% if cookiecutter.worked_example == "yes" %>
 # <% if cookiecutter.outside_calls == "yes" %>
-import httpx
-from opentelemetry.instrumentation.httpx import HTTPXClientInstrumentor
+import httpx2
+from opentelemetry.instrumentation.httpx import HTTPX2ClientInstrumentor
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
@@ -40,9 +40,9 @@ class Outside(BaseSettings):
 
 webhook = Outside().delay_webhook
 # On a connection that is used again, an answer that came twice is taken for the next call's.
-client = httpx.AsyncClient(timeout=5.0, limits=httpx.Limits(max_keepalive_connections=0))
+client = httpx2.AsyncClient(timeout=5.0, limits=httpx2.Limits(max_keepalive_connections=0))
 # Hands the trace on.
-HTTPXClientInstrumentor.instrument_client(client)
+HTTPX2ClientInstrumentor.instrument_client(client)
 # <% endif %>
 
 
@@ -81,7 +81,7 @@ async def tell_webhook(delayed: ParcelDelayed, call: Call) -> int:
     headers = {"Idempotency-Key": call.id}
     answer = await client.post(url, json=delayed.model_dump(), headers=headers)
     if not answer.is_success:  # raise_for_status() would add the URL
-        raise httpx.HTTPError(f"the webhook answered {answer.status_code}")
+        raise httpx2.HTTPError(f"the webhook answered {answer.status_code}")
     return answer.status_code
 # <% endif %>
 # <% if cookiecutter.http_api == "yes" %>

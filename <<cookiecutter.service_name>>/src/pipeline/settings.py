@@ -187,7 +187,7 @@ class Settings(ServerSettings):
         ]
         | None
     ) = None
-    """Libraries that log from the same level on, such as `httpx,sqlalchemy.engine`; others log
+    """Libraries that log from the same level on, such as `httpx2,sqlalchemy.engine`; others log
     warnings and errors only. Their lines may contain URLs and, at DEBUG, rows and payloads."""
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON unless standard error is a terminal."""

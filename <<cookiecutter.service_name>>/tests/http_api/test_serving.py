@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
 
 import asyncpg
-import httpx
+import httpx2
 import pytest
 from aiokafka import AIOKafkaProducer
 
@@ -40,16 +40,16 @@ class Client:
         """Attempts of which no answer came."""
         self.conflicts = 0
 
-    async def post(self, amount: int, key: str, **headers: str) -> httpx.Response:
+    async def post(self, amount: int, key: str, **headers: str) -> httpx2.Response:
         """Pay in once. Each request has a connection of its own."""
-        async with httpx.AsyncClient(timeout=PATIENCE, verify=False) as one:
+        async with httpx2.AsyncClient(timeout=PATIENCE, verify=False) as one:
             return await one.post(
                 f"http://127.0.0.1:{self.port}/deposits",
                 json={"account": "ada", "amount": amount},
                 headers={"Idempotency-Key": key, **headers},
             )
 
-    async def until_answered(self, amount: int, key: str) -> httpx.Response:
+    async def until_answered(self, amount: int, key: str) -> httpx2.Response:
         """Pay in with repeats."""
         while True:
             try:
@@ -57,7 +57,7 @@ class Client:
                 if answer.status_code not in (409, 503):
                     return answer
                 self.conflicts += answer.status_code == 409
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 self.lost += 1
             await asyncio.sleep(0.05)
 
@@ -80,7 +80,7 @@ async def test_an_answer_that_was_lost_with_its_process_is_found_again(
     start: Start, client: Client, db: asyncpg.Connection
 ) -> None:
     dying, key = await serving(start, client, BANK_DIES="yes"), new_key()
-    with pytest.raises(httpx.TransportError):
+    with pytest.raises(httpx2.TransportError):
         await client.post(5, key, **{"x-die": "yes"})
     assert await dying.ended() == -signal.SIGKILL
     assert await stored(db) == ONE, "it was committed, and the client does not know"

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import asyncpg
-import httpx
+import httpx2
 import pytest
 
 from page.app import Page
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integration)
 
 
-Opened = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+Opened = Callable[..., AbstractAsyncContextManager[httpx2.AsyncClient]]
 
 
 @pytest.fixture
@@ -48,14 +48,14 @@ def opened(
         url: str = database_url,
         backlog_lease: float = 10.0,
         **chosen: object,
-    ) -> AsyncIterator[httpx.AsyncClient]:
+    ) -> AsyncIterator[httpx2.AsyncClient]:
         of_service = settings(database_url=url, backlog_lease=backlog_lease)
         engine = create_engine(of_service, name="page")
         how = PageSettings.model_validate(chosen or {"token": TOKEN})
         page = Page(bank.service, of_service, how, engine)
-        transport = httpx.ASGITransport(page.app(), client=(address, 1))
+        transport = httpx2.ASGITransport(page.app(), client=(address, 1))
         try:
-            async with httpx.AsyncClient(
+            async with httpx2.AsyncClient(
                 transport=transport, base_url=ORIGIN, headers={"origin": ORIGIN}
             ) as client:
                 yield client
@@ -65,21 +65,21 @@ def opened(
     return open_one
 
 
-async def log_in(client: httpx.AsyncClient) -> None:
+async def log_in(client: httpx2.AsyncClient) -> None:
     """Log in as Ann."""
     done = await client.post("/login", data={"name": "ann", "token": TOKEN})
     assert done.status_code == 303
 
 
 @pytest.fixture
-async def ann(opened: Opened) -> AsyncIterator[httpx.AsyncClient]:
+async def ann(opened: Opened) -> AsyncIterator[httpx2.AsyncClient]:
     """Return the page as Ann sees it, who is logged in."""
     async with opened() as client:
         await log_in(client)
         yield client
 
 
-async def csrf(client: httpx.AsyncClient, path: str = "/dead") -> str:
+async def csrf(client: httpx2.AsyncClient, path: str = "/dead") -> str:
     """Return what the forms of a page carry."""
     found = re.search('name="csrf" value="([^"]+)"', (await client.get(path)).text)
     assert found
@@ -101,7 +101,7 @@ async def buried(desk: Desk, db: asyncpg.Connection, *deposits: Deposit) -> str:
     return id
 
 
-def assert_guarded(answer: httpx.Response) -> None:
+def assert_guarded(answer: httpx2.Response) -> None:
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "frame-ancestors 'none'" in policy

@@ -5,7 +5,7 @@ import json
 import re
 
 import asyncpg
-import httpx
+import httpx2
 import pytest
 
 from page.formatting import LONGEST, editable
@@ -18,8 +18,8 @@ from tests.pipeline.integration.desk import Desk
 
 
 async def edit(
-    client: httpx.AsyncClient, id: str, payload: object, why: str = "wrong amount"
-) -> httpx.Response:
+    client: httpx2.AsyncClient, id: str, payload: object, why: str = "wrong amount"
+) -> httpx2.Response:
     """Send the form of the page, with a payload in JSON."""
     text = payload if isinstance(payload, str) else json.dumps(payload)
     form = {"csrf": await csrf(client), "payload": text, "why": why}
@@ -33,7 +33,7 @@ def offered(text: str) -> str | None:
 
 
 async def test_an_edited_copy_is_handled_in_the_place_of_its_letter(
-    ann: httpx.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
 ) -> None:
     id = await buried(desk, db, Deposit(1, "ada"), Deposit(2, "ada"))
     payload = json.loads(offered((await ann.get(f"/dead/{id}")).text) or "")
@@ -68,7 +68,7 @@ async def test_an_edited_copy_is_handled_in_the_place_of_its_letter(
     ],
 )
 async def test_a_payload_that_could_not_be_handled_is_refused_and_the_letter_stays(
-    ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection, payload: object, said: str
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection, payload: object, said: str
 ) -> None:
     id = await buried(desk, db, Deposit(1))
     answer = await edit(ann, id, payload)
@@ -80,7 +80,7 @@ async def test_a_payload_that_could_not_be_handled_is_refused_and_the_letter_sta
 
 
 async def test_an_edit_needs_a_reason(
-    ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
     id = await buried(desk, db, Deposit(1))
     assert (await edit(ann, id, {"account": "ada", "amount": 2}, why=" ")).status_code == 409
@@ -88,7 +88,7 @@ async def test_an_edit_needs_a_reason(
 
 
 async def test_a_copy_whose_id_would_be_that_of_the_letter_is_refused(
-    ann: httpx.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
 ) -> None:
     """As in structured mode, where the id is in the payload."""
     id = await buried(desk, db, Deposit(1))
@@ -115,7 +115,7 @@ async def test_a_copy_whose_id_would_be_that_of_the_letter_is_refused(
 
 
 async def test_a_record_that_no_handler_has_seen_is_edited_for_all_of_them(
-    ann: httpx.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
 ) -> None:
     await desk.apply(Deposit(1, type=""))
     (row,) = await desk.backlog()
@@ -131,7 +131,7 @@ async def test_a_record_that_no_handler_has_seen_is_edited_for_all_of_them(
 
 
 async def test_a_hostile_payload_is_offered_as_text_with_the_same_meaning(
-    ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
     id = await buried(desk, db, Deposit(1, account=HOSTILE))
     text = (await ann.get(f"/dead/{id}")).text

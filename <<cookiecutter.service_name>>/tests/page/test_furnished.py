@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from urllib.parse import parse_qsl
 
 import asyncpg
-import httpx
+import httpx2
 import pytest
 
 from .conftest import buried
@@ -21,7 +21,7 @@ VALUES ('reminder', '2030-01-02 03:04:05+00', 'reminders', 'ada', 'a', '/s', 're
 """
 
 
-async def rows(client: httpx.AsyncClient, path: str, **search: str) -> list[list[str]]:
+async def rows(client: httpx2.AsyncClient, path: str, **search: str) -> list[list[str]]:
     """Return the cells of a page's tables, as text."""
     text = (await client.get(path, params=search)).text
     return [
@@ -33,13 +33,13 @@ async def rows(client: httpx.AsyncClient, path: str, **search: str) -> list[list
     ]
 
 
-async def ids(client: httpx.AsyncClient, **search: str) -> set[str]:
+async def ids(client: httpx2.AsyncClient, **search: str) -> set[str]:
     """Return the keys of the dead letters that a search finds."""
     return {cells[4] for cells in await rows(client, "/dead", **search)}
 
 
 async def test_the_overview_shows_plots_and_who_owns_the_shards(
-    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk
 ) -> None:
     await buried(desk, db, Deposit(1), Deposit(2))
     await db.execute(_SCHEDULE)
@@ -64,7 +64,7 @@ async def test_the_overview_shows_plots_and_who_owns_the_shards(
 
 
 async def test_the_backlog_shows_how_many_of_a_key_wait_and_when_they_are_due(
-    ann: httpx.AsyncClient, db: asyncpg.Connection, bank: Bank, desk: Desk
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, bank: Bank, desk: Desk
 ) -> None:
     await buried(desk, db, Deposit(1, "ada"), Deposit(2, "ada"), Deposit(3, "bob"))
     await db.execute(
@@ -79,7 +79,7 @@ async def test_the_backlog_shows_how_many_of_a_key_wait_and_when_they_are_due(
 
 
 async def test_a_key_of_the_backlog_leads_to_its_messages(
-    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk
 ) -> None:
     await buried(desk, db, Deposit(1, "a & b"), Deposit(2, "a & b"), Deposit(3, "bob"))
     await db.execute("UPDATE pipeline.backlog SET died_at = NULL, due_at = now()")
@@ -97,7 +97,7 @@ async def test_a_key_of_the_backlog_leads_to_its_messages(
 
 
 async def test_the_scheduled_show_when_each_is_due(
-    ann: httpx.AsyncClient, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, db: asyncpg.Connection
 ) -> None:
     await db.execute(_SCHEDULE)
     ((*cells, _),) = await rows(ann, "/scheduled")
@@ -105,7 +105,7 @@ async def test_the_scheduled_show_when_each_is_due(
 
 
 async def test_retention_shows_each_partition_until_when_it_stays_and_what_holds_it(
-    ann: httpx.AsyncClient, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, db: asyncpg.Connection
 ) -> None:
     await make_old_day(db)
     shown = {name: [until, held] for name, until, held in await rows(ann, "/retention")}
@@ -133,7 +133,7 @@ async def test_retention_shows_each_partition_until_when_it_stays_and_what_holds
     ],
 )
 async def test_a_search_finds_by_each_of_its_fields_and_nothing_else(
-    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk, name: str, given: str
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk, name: str, given: str
 ) -> None:
     await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob", id="the second"))
     await db.execute(
@@ -146,7 +146,7 @@ async def test_a_search_finds_by_each_of_its_fields_and_nothing_else(
 
 
 async def test_a_search_finds_by_state(
-    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk
 ) -> None:
     await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
     change = 'UPDATE pipeline.backlog SET {} WHERE "offset" = {}'
@@ -158,7 +158,7 @@ async def test_a_search_finds_by_state(
 
 
 async def test_a_dead_letter_shows_its_headers_error_and_traceback(
-    ann: httpx.AsyncClient, db: asyncpg.Connection, desk: Desk
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk
 ) -> None:
     headers = (("tenant", b"north & south"), ("binary", b"\xff\x00"))
     id = await buried(desk, db, Deposit(1, headers=headers))

@@ -5,7 +5,7 @@ import logging
 import re
 
 import asyncpg
-import httpx
+import httpx2
 import pytest
 
 from page.words import WORDS
@@ -31,7 +31,7 @@ def hidden(text: str) -> dict[str, str]:
     return {name: html.unescape(value) for name, value in found}
 
 
-async def preview(client: httpx.AsyncClient, kind: str = "dead", **search: str) -> dict[str, str]:
+async def preview(client: httpx2.AsyncClient, kind: str = "dead", **search: str) -> dict[str, str]:
     """Return what a preview of a search sends, together with a reason."""
     answer = await client.get(f"/{kind}/preview", params=search)
     assert answer.status_code == 200, answer.text
@@ -39,7 +39,7 @@ async def preview(client: httpx.AsyncClient, kind: str = "dead", **search: str) 
 
 
 async def test_a_preview_counts_what_a_search_finds_and_changes_nothing(
-    ann: httpx.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
 ) -> None:
     await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "ada"))
     await db.execute(
@@ -63,7 +63,7 @@ async def test_a_preview_counts_what_a_search_finds_and_changes_nothing(
 
 
 async def test_what_is_discarded_is_what_the_preview_has_counted(
-    ann: httpx.AsyncClient,
+    ann: httpx2.AsyncClient,
     desk: Desk,
     db: asyncpg.Connection,
     caplog: pytest.LogCaptureFixture,
@@ -88,7 +88,7 @@ async def test_what_is_discarded_is_what_the_preview_has_counted(
 
 
 async def test_what_is_redriven_is_handled_in_order_and_the_rest_stays_dead(
-    ann: httpx.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
 ) -> None:
     await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "ada"))
     answer = await ann.post("/dead/redrive", data=await preview(ann, key="ada"))
@@ -102,7 +102,7 @@ async def test_what_is_redriven_is_handled_in_order_and_the_rest_stays_dead(
 @pytest.mark.parametrize("until", [None, "", "yesterday", "2026-01-01T00:00:00"])
 @pytest.mark.parametrize("what", ["redrive", "discard"])
 async def test_a_form_without_a_preview_changes_nothing(
-    ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection, until: str | None, what: str
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection, until: str | None, what: str
 ) -> None:
     await buried(desk, db, Deposit(1))
     form = await preview(ann)
@@ -116,7 +116,7 @@ async def test_a_form_without_a_preview_changes_nothing(
 
 
 async def test_dead_events_are_searched_redriven_and_discarded_together(
-    ann: httpx.AsyncClient, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, db: asyncpg.Connection
 ) -> None:
     await db.execute(_REJECTED)
     assert len(await rows(ann, "/events", topic="t1")) == 2
@@ -135,7 +135,7 @@ async def test_dead_events_are_searched_redriven_and_discarded_together(
 
 
 async def test_what_is_hostile_in_a_preview_is_shown_as_text(
-    ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
     await buried(desk, db, Deposit(1, account=HOSTILE, id=HOSTILE))
     await db.execute("UPDATE pipeline.backlog SET consumer = $1, topic = $1, type = $1", HOSTILE)
@@ -148,7 +148,7 @@ async def test_what_is_hostile_in_a_preview_is_shown_as_text(
 
 
 async def test_the_doctor_says_what_is_wrong_first_and_what_to_do(
-    ann: httpx.AsyncClient, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, db: asyncpg.Connection
 ) -> None:
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     found = await rows(ann, "/doctor")
@@ -170,7 +170,7 @@ async def test_the_doctor_makes_the_other_checks_if_postgresql_is_away(opened: O
 
 
 async def test_every_figure_of_the_overview_and_every_reason_is_explained(
-    ann: httpx.AsyncClient, bank: Bank
+    ann: httpx2.AsyncClient, bank: Bank
 ) -> None:
     text = (await ann.get("/")).text
     headings = re.findall('<h2 title="([^"]*)">(?:<a[^>]*>)?([^<]+)', text)
@@ -183,7 +183,7 @@ async def test_every_figure_of_the_overview_and_every_reason_is_explained(
 
 
 async def test_a_preview_needs_a_session_and_its_forms_the_sessions_secret(
-    opened: Opened, ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection
+    opened: Opened, ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
     await buried(desk, db, Deposit(1))
     form = await preview(ann)

@@ -5,7 +5,7 @@ import logging
 import re
 
 import asyncpg
-import httpx
+import httpx2
 import pytest
 
 from .conftest import TOKEN, Opened, buried, csrf, log_in
@@ -37,7 +37,7 @@ def recorded(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, str]]:
 
 
 async def test_what_is_hostile_is_shown_as_text(
-    ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
     headers = ((HOSTILE, HOSTILE.encode()), (HOSTILE * 5_000, b"x" * 100_000))
     id = await buried(desk, db, Deposit(1, account=HOSTILE, id=HOSTILE, headers=headers))
@@ -56,7 +56,7 @@ async def test_what_is_hostile_is_shown_as_text(
 
 
 async def test_what_is_hostile_in_events_is_shown_as_text(
-    ann: httpx.AsyncClient, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, db: asyncpg.Connection
 ) -> None:
     await db.execute(
         "INSERT INTO pipeline.scheduled (name, due_at, topic, key, event_id, source, type,"
@@ -94,7 +94,7 @@ async def test_a_trace_is_linked_to_where_the_setting_says_and_nowhere_else(
 @pytest.mark.parametrize(
     "given", ["", "\0", "%00", "' OR 1=1 --", "x" * 10_000, "\u202e", "\ud800"]
 )
-async def test_any_search_is_answered(ann: httpx.AsyncClient, given: str) -> None:
+async def test_any_search_is_answered(ann: httpx2.AsyncClient, given: str) -> None:
     text = given.encode("utf-8", "surrogatepass")
     for name in ("reason", "consumer", "event", "type", "topic", "key", "state"):
         answer = await ann.get("/dead", params={name: text})
@@ -104,7 +104,7 @@ async def test_any_search_is_answered(ann: httpx.AsyncClient, given: str) -> Non
 @pytest.mark.parametrize(
     "id", ["0", "-1", "9223372036854775807", "9223372036854775808", "9" * 5_000, "%00", "x", "%F0"]
 )
-async def test_what_is_not_there_is_told_so(ann: httpx.AsyncClient, id: str) -> None:
+async def test_what_is_not_there_is_told_so(ann: httpx2.AsyncClient, id: str) -> None:
     token = await csrf(ann)
     for kind in ("dead", "events"):
         assert (await ann.get(f"/{kind}/{id}")).status_code in (404, 409)
@@ -115,7 +115,7 @@ async def test_what_is_not_there_is_told_so(ann: httpx.AsyncClient, id: str) -> 
 
 
 async def test_a_search_finds_what_it_asks_for(
-    ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
     await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"))
     text = (await ann.get("/dead", params={"key": "bob"})).text
@@ -124,7 +124,7 @@ async def test_a_search_finds_what_it_asks_for(
 
 
 async def test_a_dead_letter_is_discarded_as_by_the_command_and_it_is_logged_who_did_it(
-    ann: httpx.AsyncClient,
+    ann: httpx2.AsyncClient,
     desk: Desk,
     db: asyncpg.Connection,
     caplog: pytest.LogCaptureFixture,
@@ -149,7 +149,7 @@ async def test_a_dead_letter_is_discarded_as_by_the_command_and_it_is_logged_who
 
 
 async def test_a_dead_letter_is_redriven_and_handled(
-    ann: httpx.AsyncClient,
+    ann: httpx2.AsyncClient,
     bank: Bank,
     desk: Desk,
     db: asyncpg.Connection,
@@ -170,7 +170,7 @@ async def test_a_dead_letter_is_redriven_and_handled(
 
 
 async def test_an_identity_mismatch_is_shown_with_both_hashes(
-    ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
     id = await buried(desk, db, Deposit(1))
     assert "is remembered" not in (await ann.get(f"/dead/{id}")).text
@@ -180,7 +180,7 @@ async def test_an_identity_mismatch_is_shown_with_both_hashes(
 
 
 async def test_a_scheduled_event_is_cancelled(
-    ann: httpx.AsyncClient, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     await db.execute(
         "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)"
@@ -206,7 +206,7 @@ async def test_a_scheduled_event_is_cancelled(
 
 
 async def test_dead_events_are_shown_discarded_and_redriven(
-    ann: httpx.AsyncClient, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "page")
     await db.execute(

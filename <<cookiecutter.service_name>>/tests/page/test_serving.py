@@ -5,7 +5,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 
-import httpx
+import httpx2
 import pytest
 
 from page import watching
@@ -49,18 +49,18 @@ async def served(start: Start, port: int) -> Process:
 
 
 @pytest.fixture
-async def browser(port: int) -> AsyncIterator[httpx.AsyncClient]:
+async def browser(port: int) -> AsyncIterator[httpx2.AsyncClient]:
     """Return what asks it."""
     url = f"http://127.0.0.1:{port}"
     async with (
-        httpx.AsyncClient(base_url=url, headers={"origin": url}, timeout=60) as client,
+        httpx2.AsyncClient(base_url=url, headers={"origin": url}, timeout=60) as client,
         asyncio.timeout(120),
     ):
         yield client
 
 
 async def test_it_is_live_and_ends_by_sigterm_while_somebody_looks(
-    served: Process, browser: httpx.AsyncClient, desk: Desk
+    served: Process, browser: httpx2.AsyncClient, desk: Desk
 ) -> None:
     await log_in(browser)
     async with browser.stream("GET", "/live") as stream:
@@ -82,7 +82,7 @@ async def test_it_is_live_and_ends_by_sigterm_while_somebody_looks(
 
 
 async def test_so_many_may_watch_and_none_after_he_has_logged_out(
-    served: Process, browser: httpx.AsyncClient
+    served: Process, browser: httpx2.AsyncClient
 ) -> None:
     await log_in(browser)
     async with AsyncExitStack() as watched:
@@ -104,7 +104,7 @@ async def test_so_many_may_watch_and_none_after_he_has_logged_out(
 
 
 async def test_a_form_whose_sender_goes_away_is_nobodys_mistake(
-    served: Process, port: int, browser: httpx.AsyncClient
+    served: Process, port: int, browser: httpx2.AsyncClient
 ) -> None:
     _, cut_off = await asyncio.open_connection("127.0.0.1", port)
     cut_off.write(
@@ -123,7 +123,7 @@ async def test_a_form_whose_sender_goes_away_is_nobodys_mistake(
 
 
 async def test_headers_without_bounds_are_refused(
-    served: Process, browser: httpx.AsyncClient
+    served: Process, browser: httpx2.AsyncClient
 ) -> None:
     await log_in(browser)
     headers = {"x-large": "x" * 200_000}
@@ -149,7 +149,7 @@ async def test_what_is_wrong_with_the_service_and_with_the_page_is_told_at_once(
 
 
 async def test_a_database_that_refuses_connections_is_told_at_once(
-    start: Start, port: int, browser: httpx.AsyncClient, unused_tcp_port: int
+    start: Start, port: int, browser: httpx2.AsyncClient, unused_tcp_port: int
 ) -> None:
     nowhere = f"postgresql+asyncpg://x:x@127.0.0.1:{unused_tcp_port}/x"
     page = await start("page", page_token=TOKEN, page_port=port, database_url=nowhere)

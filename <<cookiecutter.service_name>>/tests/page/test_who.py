@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 
 import asyncpg
-import httpx
+import httpx2
 import pytest
 
 from page import parameters, sessions
@@ -151,7 +151,7 @@ async def test_a_proxy_is_believed_if_it_is_one_that_is_named(
     [None, "null", "http://evil.test", f"{ORIGIN}.evil.test", "http://[", "//", ORIGIN[:-1]],
 )
 async def test_a_form_of_another_page_changes_nothing(
-    ann: httpx.AsyncClient, desk: Desk, db: asyncpg.Connection, origin: str | None
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection, origin: str | None
 ) -> None:
     id = await buried(desk, db, Deposit(1))
     form = {"csrf": await csrf(ann), "why": "no"}
@@ -201,8 +201,8 @@ async def test_a_name_that_somebody_else_may_own_leads_nowhere(
 @pytest.mark.parametrize(
     "path", ["//evil.test", "//evil.test/", "/dead/", "/login/", "/login?next=//evil.test"]
 )
-async def test_nobody_is_sent_on_to_where_a_link_says(ann: httpx.AsyncClient, path: str) -> None:
-    answer = await ann.get(httpx.URL(ORIGIN).copy_with(raw_path=path.encode()))
+async def test_nobody_is_sent_on_to_where_a_link_says(ann: httpx2.AsyncClient, path: str) -> None:
+    answer = await ann.get(httpx2.URL(ORIGIN).copy_with(raw_path=path.encode()))
     assert answer.status_code in (200, 404)
     form = {"name": "ann", "token": TOKEN, "next": "//evil.test"}
     answer = await ann.post("/login?next=//evil.test", data=form)
@@ -220,7 +220,7 @@ async def test_nobody_is_sent_on_to_where_a_link_says(ann: httpx.AsyncClient, pa
         b"",
     ],
 )
-async def test_what_is_no_form_of_the_page_is_refused(ann: httpx.AsyncClient, body: bytes) -> None:
+async def test_what_is_no_form_of_the_page_is_refused(ann: httpx2.AsyncClient, body: bytes) -> None:
     kind = {"content-type": "application/x-www-form-urlencoded"}
     for path in ("/scheduled/cancel", "/logout", "/login"):
         answer = await ann.post(path, content=body, headers=kind)
@@ -229,7 +229,7 @@ async def test_what_is_no_form_of_the_page_is_refused(ann: httpx.AsyncClient, bo
 
 
 async def test_a_form_that_does_not_end_is_not_waited_for(
-    ann: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+    ann: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def endless() -> AsyncIterator[bytes]:
         yield b"csrf="
@@ -243,7 +243,7 @@ async def test_a_form_that_does_not_end_is_not_waited_for(
 
 
 async def test_a_browser_that_comes_another_way_is_told_which_setting_says_so(
-    ann: httpx.AsyncClient,
+    ann: httpx2.AsyncClient,
 ) -> None:
     form = {"csrf": await csrf(ann), "why": "no"}
     answer = await ann.post("/logout", data=form, headers={"origin": "https://<b>.test"})

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 
-import httpx
+import httpx2
 import pytest
 
 from http_api import open_receiver
@@ -17,17 +17,17 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-async def client(settings: Callable[..., Settings]) -> AsyncIterator[httpx.AsyncClient]:
+async def client(settings: Callable[..., Settings]) -> AsyncIterator[httpx2.AsyncClient]:
     """Return a client of the application, on the test's database."""
-    transport = httpx.ASGITransport(app)
+    transport = httpx2.ASGITransport(app)
     async with (
         open_receiver(service, settings()) as app.state.receiver,
-        httpx.AsyncClient(transport=transport, base_url="http://api") as one,
+        httpx2.AsyncClient(transport=transport, base_url="http://api") as one,
     ):
         yield one
 
 
-async def post(client: httpx.AsyncClient, number: int, place: str, key: str) -> httpx.Response:
+async def post(client: httpx2.AsyncClient, number: int, place: str, key: str) -> httpx2.Response:
     """Send a scan."""
     scan = ScanRecorded(
         scanner="by hand",
@@ -42,7 +42,7 @@ async def post(client: httpx.AsyncClient, number: int, place: str, key: str) -> 
 
 
 async def test_a_scan_is_answered_with_the_place_and_its_repeat_with_the_same(
-    client: httpx.AsyncClient,
+    client: httpx2.AsyncClient,
 ) -> None:
     first = await post(client, 1, "Vienna", "key-1")
     second = await post(client, 2, "Graz", "key-2")
@@ -52,7 +52,7 @@ async def test_a_scan_is_answered_with_the_place_and_its_repeat_with_the_same(
     assert (again.status_code, again.json()) == (200, first.json())
 
 
-async def test_one_key_for_two_scans_is_refused(client: httpx.AsyncClient) -> None:
+async def test_one_key_for_two_scans_is_refused(client: httpx2.AsyncClient) -> None:
     await post(client, 1, "Vienna", "key-1")
     refused = await post(client, 2, "Graz", "key-1")
     assert (refused.status_code, refused.json()["title"]) == (

@@ -12,10 +12,12 @@ from servers.console import run_step
 from servers.kafka import KAFKA_LOGGING, KAFKA_SETTINGS, Kafka
 from servers.network import LOOPBACK
 from servers.postgres import Postgres, installation
+from servers.releases import ReleasedServers
+from servers.sources import DATABASE_URL
 from servers.state import StateDirectory
 from sqlalchemy import make_url
 
-from tests.servers.programs import program, running
+from tests.servers.programs import require_what_it_needs, running
 
 
 class Cluster(Postgres):
@@ -86,22 +88,17 @@ def private(*options: str) -> Iterator[Cluster]:
         yield cluster
 
 
-class DebiansCluster(Cluster):
-    """A cluster of the version that Debian has, which is older than that of the wheel."""
-
-    locale = ("--locale=C",)
-
-    def check_requirements(self) -> None:
-        """Find its programs."""
-        super().check_requirements()
-        self.installation = program("postgres").resolve().parents[1]
-
-
 @contextmanager
-def private_of_debian() -> Iterator[str]:
-    """Start a new cluster of Debian's version, and remove it at the end; its URL."""
-    with _started(None, kind=DebiansCluster) as cluster:
-        yield cluster.url()
+def private_of(major: int) -> Iterator[str]:
+    """Start a server of another major version, and remove it at the end; its URL."""
+    with TemporaryDirectory() as folder:
+        servers = ReleasedServers(StateDirectory(Path(folder)), major, kafka=None)
+        require_what_it_needs(servers.postgres)
+        try:
+            servers.up()
+            yield servers.addresses()[DATABASE_URL]
+        finally:
+            servers.down(purge=True)
 
 
 class SecondBroker(Kafka):
@@ -168,13 +165,12 @@ def _started(
     origin: Cluster | None,
     *copy_options: str,
     options: tuple[str, ...] = (),
-    kind: type[Cluster] = Cluster,
 ) -> Iterator[Cluster]:
     with TemporaryDirectory() as folder:
         directory = StateDirectory(Path(folder))
         if origin is not None:
             directory.state.password = origin.directory.state.password
-        cluster = kind(directory, "postgres", directory.state.postgres)
+        cluster = Cluster(directory, "postgres", directory.state.postgres)
         cluster.origin, cluster.copy_options = origin, copy_options
         cluster.options = options
         try:

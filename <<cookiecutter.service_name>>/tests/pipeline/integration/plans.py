@@ -2,11 +2,22 @@
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import asyncpg
+from servers.releases import OTHER_POSTGRES
+
+from .clusters import private_of
+
+MAJOR_VERSIONS = ["newest", *OTHER_POSTGRES]
+"""Those that plans are tested on; each plans in its own way."""
+
+
+def server_of(major: int | str, newest: str) -> AbstractContextManager[str]:
+    """Start a server of this major version unless it is the newest, which runs; its URL."""
+    return private_of(major) if isinstance(major, int) else nullcontext(newest)
 
 
 @asynccontextmanager

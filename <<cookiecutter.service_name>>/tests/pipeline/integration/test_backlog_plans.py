@@ -1,13 +1,12 @@
 """How the backlog's statements are planned on 200,000 rows, half of them behind one key.
 
 Each is asked with a plan for its arguments and with a generic plan, with the statistics of a table
-that was nearly empty, and with new ones. Trap 20.
+that was nearly empty, and with new ones, on each major version. Trap 20.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
-from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -24,8 +23,9 @@ from pipeline.retry.lane_source import take
 from pipeline.retry.lanes import Lane
 
 from .bank import Bank
-from .plans import Explaining, connected, execute, only
-from tests.contract.bank import Deposit
+from .plans import MAJOR_VERSIONS, Explaining, connected, execute, only, server_of
+from tests.contract.bank import Base, Deposit
+from tests.servers.databases import built, migrations_of_the_engine
 
 pytestmark = pytest.mark.full
 
@@ -69,14 +69,16 @@ $$;
 """
 
 
-@pytest.fixture(scope="module")
-def stored(server_url: str, template: str) -> Iterator[str]:
-    """Fill a database once, and return its URL."""
-    name = f"backlog_{uuid4().hex[:12]}"
-    server = make_url(server_url).set(drivername="postgresql")
-    url = server.set(database=name).render_as_string(hide_password=False)
-    administration = server.render_as_string(hide_password=False)
-    asyncio.run(execute(administration, f"CREATE DATABASE {name} TEMPLATE {template}"))
+@pytest.fixture(scope="module", params=MAJOR_VERSIONS)
+def stored(server_url: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Fill a database once, of each server, and return its URL."""
+    server = server_of(request.param, server_url)
+    with server as url, built(url, migrations_of_the_engine(), Base.metadata) as name:
+        database = make_url(url).set(drivername="postgresql", database=name)
+        yield _load(database.render_as_string(hide_password=False))
+
+
+def _load(url: str) -> str:
     fill = "CALL fill('{}', '\\x{}', {}, {}, {})".format
     asyncio.run(
         execute(
@@ -90,8 +92,7 @@ def stored(server_url: str, template: str) -> Iterator[str]:
             "CALL fill_others(101, 60000)",
         )
     )
-    yield url
-    asyncio.run(execute(administration, f"DROP DATABASE {name} WITH (FORCE)"))
+    return url
 
 
 @pytest.fixture(scope="module", params=["before ANALYZE", "after ANALYZE"])

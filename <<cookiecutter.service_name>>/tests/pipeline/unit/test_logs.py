@@ -223,7 +223,7 @@ def test_a_level_keeps_lower_lines_away(stderr: io.StringIO) -> None:
 
 def test_libraries_are_heard_from_warnings_on(stderr: io.StringIO) -> None:
     logs.configure(level="DEBUG", json=True)
-    for library in ("aiokafka.consumer.fetcher", "sqlalchemy.engine.Engine", "httpx", "any.other"):
+    for library in ("aiokafka.consumer.fetcher", "sqlalchemy.engine.Engine", "httpx2", "any.other"):
         logging.getLogger(library).info("chatter")
     logging.getLogger("any.other").warning("this")
     assert only_line(stderr)["message"] == "this"

