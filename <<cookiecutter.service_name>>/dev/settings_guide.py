@@ -31,7 +31,7 @@ _NAMES = {
     bool: "`true` or `false`",
     Path: "file",
     SecretStr: "secret",
-    frozenset[IPv4Address | IPv6Address]: "addresses, separated by commas",
+    frozenset[IPv4Address | IPv6Address]: "addresses",
 }
 """How values of these types are named where the default does not show it."""
 _LIMITS = {"gt": ">", "ge": "≥", "le": "≤"}
@@ -70,6 +70,9 @@ def _values(field: FieldInfo) -> str:
         for attribute, sign in _LIMITS.items()
         if (limit := getattr(one, attribute, None)) is not None
     }
+    if {"≥", "≤"} <= limits.keys():
+        low, high = (limits[sign].removeprefix(f"{sign} ") for sign in ("≥", "≤"))
+        limits = {"": f"{low} to {high}"}
     # That numbers are greater than 0 is said once.
     shown = (one for one in limits.values() if one != "> 0" and (kind, one) != (int, "≥ 1"))
     named = [_NAMES[kind]] if kind in _NAMES and not isinstance(field.default, bool) else []
