@@ -725,7 +725,7 @@ def test_the_page_lists_every_kind_of_fault_and_counts_the_sabotages() -> None:
     page = (RAW.parent / "docs" / "chaos.md").read_text("utf-8")
     chapter = page.partition("\n## The faults\n")[2].partition("\n## ")[0]
 
-    assert re.findall(r"^\| `([^|`]+)` \|", chapter, re.MULTILINE) == [*schedule.KINDS]
+    assert {kind for kind in schedule.KINDS if f"`{kind}`" not in chapter} == set()
     assert f"one of {len(SABOTAGES)} sabotages" in page
 
 
