@@ -1,8 +1,7 @@
 """Run the models: as they are they must keep every promise, and with each fault break one.
 
-`python -m model.check` searches all that `docs/model.md` lists, `--quick` what `make test-full`
-does.
-What Spin makes, and a readable counter-example of each fault, is kept in `build/model`.
+`python -m model.check` searches in full bounds, `--quick` in those of `make test-full`. What Spin
+makes, and a readable counter-example of each fault, is kept in `build/model`.
 """
 
 import argparse

@@ -721,16 +721,12 @@ def test_every_sabotage_still_fits_the_engine(sabotage: Sabotage, tmp_path: Path
         assert text != (RAW / "src" / "pipeline" / edit.module).read_text()
 
 
-def test_the_page_lists_every_sabotage_and_every_kind_of_fault() -> None:
+def test_the_page_lists_every_kind_of_fault_and_counts_the_sabotages() -> None:
     page = (RAW.parent / "docs" / "chaos.md").read_text("utf-8")
+    chapter = page.partition("\n## The faults\n")[2].partition("\n## ")[0]
 
-    def rows(heading: str, cell: str) -> list[str]:
-        chapter = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-        return re.findall(cell, chapter, re.MULTILINE)[2:]
-
-    sabotages = "; ".join(rows("The self-test", r"^\| [^|]+ \| ([^|]+) \|")).split("; ")
-    assert sorted(sabotages) == sorted(one.name for one in SABOTAGES)
-    assert rows("The faults", r"^\| `?([^|`]+)`? \|") == [*schedule.KINDS]
+    assert {kind for kind in schedule.KINDS if f"`{kind}`" not in chapter} == set()
+    assert f"one of {len(SABOTAGES)} sabotages" in page
 
 
 def test_a_sabotage_whose_text_is_gone_says_so(tmp_path: Path) -> None:

@@ -25,10 +25,8 @@ PERSONAL = (RAW / "docs" / "personal-data.md").read_text("utf-8")
 HTTP = (RAW / "docs" / "http.md").read_text("utf-8")
 OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
 SAGAS = (RAW / "docs" / "sagas.md").read_text("utf-8")
+SAGA = (RAW / "docs" / "saga.py").read_text("utf-8")
 TEMPLATES = (ROOT / "README.md").read_text("utf-8")
-FAILING = (
-    (RAW / "README.md").read_text("utf-8").partition("\n## When something can't be handled\n")[2]
-)
 EVENTS = OPERATING.partition("## Events that Kafka rejects")[2].partition("\n## ")[0]
 ENGINE = RAW / "src" / "pipeline"
 BEFORE = """```python
@@ -195,9 +193,18 @@ async def test_a_payment_that_nobody_has_answered_is_redriven_and_refunded(
 """The stock, which the guide to sagas leaves to another service, and tests that need it."""
 
 
+def examples(text: str) -> list[str]:
+    """Return the guide's examples."""
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
 def blocks(text: str) -> str:
     """Return the guide's examples as one module: later ones go on from the earlier."""
-    return "\n\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    return "\n\n".join(examples(text))
+
+
+WHOLE_SAGA = f"```python\n{SAGA}```\n```python\n{examples(SAGAS)[-1]}```\n"
+"""The file of the guide to sagas, and the test that the guide shows."""
 
 
 def assigned(module: str, name: str) -> ast.expr:
@@ -222,9 +229,9 @@ AUTHORS_EXAMPLES = {
     "outside": OUTSIDE,
     "http": HTTP,
     "personal_data": PERSONAL,
-    "sagas": SAGAS + STOCK,
+    "sagas": WHOLE_SAGA + STOCK,
     "codecs": BEFORE + CODECS,
-    "read_mes": BEFORE + TEMPLATES + FAILING,
+    "read_mes": BEFORE + TEMPLATES,
 }
 
 
@@ -285,7 +292,7 @@ def harness_migrate():
         pytest.param(TIME, id="time"),
         pytest.param(HTTP, id="http"),
         pytest.param(OUTSIDE, id="outside", marks=pytest.mark.full),
-        pytest.param(SAGAS + STOCK, id="sagas", marks=pytest.mark.full),
+        pytest.param(WHOLE_SAGA + STOCK, id="sagas", marks=pytest.mark.full),
     ],
 )
 def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None:
@@ -295,6 +302,12 @@ def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     shown = blocks(guide).count("async def test_")
     assert f"{shown} passed" in done.stdout
+
+
+def test_the_guide_to_sagas_shows_parts_of_its_file() -> None:
+    *shown, _ = examples(SAGAS)
+    assert len(shown) == 3
+    assert [one for one in shown if one not in SAGA] == []
 
 
 @pytest.mark.full
@@ -313,7 +326,7 @@ def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None
 def test_the_saga_without_one_of_its_precautions_fails_its_tests(
     tmp_path: Path, careful: str, careless: str
 ) -> None:
-    code = blocks(SAGAS + STOCK)
+    code = blocks(WHOLE_SAGA + STOCK)
     assert code.count(careful) == 1
     failed = run_tests_of(
         tmp_path, code.replace(careful, careless), "-xk", "answers_come", makes_calls=True
@@ -450,15 +463,21 @@ def columns(module: str, name: str) -> set[str]:
     return found | {"state", "since", "advice"}
 
 
+def in_first_cells(text: str) -> set[str]:
+    """Return what the rows of tables have between backticks in their first cell."""
+    cells = re.findall(r"^\| (`[^|]+`) \|", text, re.MULTILINE)
+    return {name for cell in cells for name in re.findall("`([^`]+)`", cell)}
+
+
 def test_every_reason_is_in_the_guide_for_operators() -> None:
     known = set(ast.literal_eval(assigned("operate/dead_letters.py", "REASONS")))
     chapter = OPERATING.partition("## The reasons")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `([^`]+)` ", chapter, re.MULTILINE)) == known
+    assert in_first_cells(chapter) == known
 
 
 def test_every_reason_for_which_an_event_is_not_sent_is_in_the_guide_for_operators() -> None:
     known = set(ast.literal_eval(assigned("operate/dead_events.py", "REASONS")))
-    assert set(re.findall(r"^\| `([^`]+)` ", EVENTS, re.MULTILINE)) == known
+    assert in_first_cells(EVENTS) == known
 
 
 def test_the_fields_for_scripts_are_some_of_those_that_the_commands_write() -> None:

@@ -24,18 +24,16 @@ HEAD = """\
 # Settings
 
 Environment variables, read at the start, which rejects wrong values and unknown names with the
-prefix `PIPELINE_` in one message. Numbers and seconds are greater than 0 unless a limit is given.
-The guides of optional packages have theirs. `dev/settings_guide.py` writes this page.
+prefix `PIPELINE_` in one message. `s` means seconds; numbers are greater than 0 unless a limit is
+given. The guides of optional packages have theirs. `dev/settings_guide.py` writes this page.
 """
 _NAMES = {
     bool: "`true` or `false`",
-    int: "whole number",
-    float: "number",
-    str: "text",
     Path: "file",
     SecretStr: "secret",
-    frozenset[IPv4Address | IPv6Address]: "addresses, separated by commas",
+    frozenset[IPv4Address | IPv6Address]: "addresses",
 }
+"""How values of these types are named where the default does not show it."""
 _LIMITS = {"gt": ">", "ge": "≥", "le": "≤"}
 
 
@@ -45,24 +43,45 @@ def page() -> str:
 
 
 def table(settings: type[BaseSettings]) -> str:
-    """Return of each setting the default, what it takes, and what it means."""
-    rows = [("variable", "default", "takes", "meaning")]
+    """Return of each setting the default, which other values it takes, and what it means."""
+    rows = [("variable", "default, values", "meaning")]
     rows += [
         (
             f"`{settings.model_config['env_prefix']}{name.upper()}`",
-            _default(field),
-            _takes(field),
+            _values(field),
             " ".join((field.description or "").split()),
         )
         for name, field in settings.model_fields.items()
     ]
-    rows.insert(1, ("-", "-", "-", "-"))
+    rows.insert(1, ("-", "-", "-"))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _values(field: FieldInfo) -> str:
+    """Return the default with its unit, and which other values there may be."""
+    (kind,) = [one for one in _kinds(field.annotation) if one is not NoneType]
+    default = _default(field) + (" s" if SECONDS in field.metadata else "")
+    if get_origin(kind) is Literal:
+        others = (f"`{one}`" for one in get_args(kind) if one != field.default)
+        return f"{default}; or {', '.join(others)}"
+    limits = {
+        sign: f"{sign} {limit:,}"
+        for one in field.metadata
+        for attribute, sign in _LIMITS.items()
+        if (limit := getattr(one, attribute, None)) is not None
+    }
+    if {"≥", "≤"} <= limits.keys():
+        low, high = (limits[sign].removeprefix(f"{sign} ") for sign in ("≥", "≤"))
+        limits = {"": f"{low} to {high}"}
+    # That numbers are greater than 0 is said once.
+    shown = (one for one in limits.values() if one != "> 0" and (kind, one) != (int, "≥ 1"))
+    named = [_NAMES[kind]] if kind in _NAMES and not isinstance(field.default, bool) else []
+    return ", ".join((default, *named, *shown))
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "must be set"
+        return "required"
     value = field.default
     if value in (None, frozenset()):
         return "unset"
@@ -71,23 +90,6 @@ def _default(field: FieldInfo) -> str:
     elif isinstance(value, float):
         value = f"{value:.10g}"
     return f"`{value}`"
-
-
-def _takes(field: FieldInfo) -> str:
-    """Say what values there may be, with their unit."""
-    (kind,) = [one for one in _kinds(field.annotation) if one is not NoneType]
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{one}`" for one in get_args(kind))
-    name = "seconds" if SECONDS in field.metadata else _NAMES[kind]
-    limits = {
-        sign: f"{sign} {limit:,}"
-        for one in field.metadata
-        for attribute, sign in _LIMITS.items()
-        if (limit := getattr(one, attribute, None)) is not None
-    }
-    # That numbers are greater than 0 is said once.
-    shown = (limit for limit in limits.values() if limit != "> 0" and (kind, limit) != (int, "≥ 1"))
-    return ", ".join((name, *shown))
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:

@@ -18,7 +18,7 @@ class ClaimSettings(EnvironmentSettings):
 
     url: StoreUrl | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://…` or `az://…`, the same for all services that
-    exchange events; each stores its own below its name. Unset: payloads stay in their events."""
+    exchange events; each stores its own below its name."""
     limit: Count = 500 * 1024
     """A larger payload, in bytes, is stored; less than `PIPELINE_MAX_EVENT_BYTES`."""
     memory: Count = 16 * 2**20
@@ -27,14 +27,13 @@ class ClaimSettings(EnvironmentSettings):
     concurrency: Count = 8
     """Payloads that the process stores at once, and as many that it fetches."""
     timeout: Seconds = 3.0
-    """Time for each payload that is fetched, and for all that a transaction stores: its handlers
-    have `PIPELINE_TRANSACTION_TIMEOUT` less this time. At most half of that."""
+    """Time for each payload that is fetched, and for all that a transaction stores. At most half of
+    `PIPELINE_TRANSACTION_TIMEOUT`."""
     grace: Annotated[Seconds, Field(ge=3_600)] = 2_592_000.0
-    """Objects without a committed event are deleted after this long: 30 days. After a restore or a
-    failover the database may lack events that were sent."""
+    """Objects without a committed event are deleted after this long: 30 days."""
     age: Seconds = 2_592_000.0
     """Payloads are deleted this long after their events were published: 30 days. It must exceed the
-    topics' retention, and the time that dead letters wait for a redrive."""
+    topics' retention, and the time that dead letters wait."""
 
     @model_validator(mode="after")
     def _a_payload_fits(self) -> Self:

@@ -24,8 +24,7 @@ class PageSettings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix="PIPELINE_PAGE_")
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address to listen on. Other machines can reach an address other than loopback: put TLS before
-    it."""
+    """Address to listen on. Put TLS before one that other machines can reach."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8_081
     """0 picks a free port and logs it."""
     token: Annotated[SecretStr, AfterValidator(_hard_to_guess)] | None = None
@@ -36,12 +35,11 @@ class PageSettings(EnvironmentSettings):
     ) = None
     """Header in which an authenticating proxy sends the user's name; instead of the token."""
     proxies: Annotated[frozenset[IPv4Address | IPv6Address], NoDecode] = frozenset()
-    """Addresses of that proxy, separated by commas. From others the header is ignored."""
+    """Addresses of that proxy, separated by commas."""
     origin: (
         Annotated[str, written(_ORIGIN, "https://host or https://host:port, and no path")] | None
     ) = None
-    """The page's URL in the browser, if a proxy is before it: `https://ops.example.org`. With
-    https, cookies are sent only by https."""
+    """The page's URL in the browser, if a proxy is before it: `https://ops.example.org`."""
     trace_url: (
         Annotated[str, written(r"https?://.*\{trace_id\}.*", "a URL with {trace_id} in it")] | None
     ) = None
@@ -49,7 +47,7 @@ class PageSettings(EnvironmentSettings):
     session: Seconds = 28_800.0
     """Users log in again after this long."""
     interval: Annotated[Seconds, Field(ge=0.1)] = 5.0
-    """Time between two queries of PostgreSQL and Kafka, for all users together."""
+    """Time between two queries of PostgreSQL and Kafka."""
 
     @field_validator("proxies", mode="before")
     @classmethod

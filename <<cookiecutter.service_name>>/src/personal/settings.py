@@ -17,13 +17,12 @@ class PersonalSettings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix="PIPELINE_PERSONAL_", env_ignore_empty=True)
 
     keys: SecretStr | None = None
-    """Master keys, 32 random bytes in Base64 each (`openssl rand -base64 32`), with commas between
-    them. The first encrypts the subjects' keys, all decrypt them. Needed unless `PersonalData` is
-    given `MasterKeys`."""
+    """Master keys, 32 random bytes in Base64 each (`openssl rand -base64 32`), separated by commas.
+    The first encrypts the subjects' keys, all decrypt them."""
     cache: Count = 10_000
     """Decrypted keys that a process keeps in memory."""
     cache_age: Seconds = 60.0
-    """For how long it keeps them. A deleted key is not used any more, even while it is kept."""
+    """Time for which it keeps them. A deleted key is not used any more."""
 
     @field_validator("keys")
     @classmethod

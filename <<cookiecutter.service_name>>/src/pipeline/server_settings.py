@@ -69,11 +69,9 @@ class ServerSettings(EnvironmentSettings):
     database_url: SecretStr
     """`postgresql+asyncpg://user:password@host:port/database`"""
     database_password_provider: Function | None = None
-    """`module:function` that returns a password that expires, such as a token of IAM. It is called
-    for each new connection, in a thread unless it is `async`. The URL then has none."""
+    """`module:function` that returns a password for each new connection. The URL then has none."""
     database_pooler: bool = False
-    """The database is behind a pooler in transaction mode (PgBouncer). Then set `jit = off` for the
-    role, because a session can't."""
+    """The database is behind a pooler in transaction mode. Then set `jit = off` for the role."""
     kafka_bootstrap_servers: Annotated[
         str,
         written(
@@ -84,8 +82,7 @@ class ServerSettings(EnvironmentSettings):
     """`host:port`, several separated by commas"""
 
     database_tls: bool = False
-    """Connect by TLS only, and verify the server's certificate and name. Otherwise TLS is used if
-    the server offers it, without verification."""
+    """Connect by TLS only, and verify the server's certificate and name."""
     database_ca_file: Path | None = None
     """Authorities to trust, in PEM; unset: the system's."""
     database_certificate_file: Path | None = None
@@ -107,14 +104,14 @@ class ServerSettings(EnvironmentSettings):
     """For SASL with a password."""
     kafka_token_provider: Function | None = None
     """`module:function` that returns a token for OAUTHBEARER; `oidc.tokens:token` gets it from an
-    OIDC provider. It is called for each new connection, in a thread unless it is `async`."""
+    OIDC provider."""
     kafka_token_extensions: (
         Annotated[
             str, written("[A-Za-z]+=[^,]+(,[A-Za-z]+=[^,]+)*", "name=value, separated by commas")
         ]
         | None
     ) = None
-    """Extensions of SASL that brokers require with the token: `name=value`, separated by commas."""
+    """SASL extensions that brokers require with the token: `name=value`, separated by commas."""
     kafka_ca_file: Path | None = None
     """Authorities to trust, in PEM; unset: the system's."""
     kafka_certificate_file: Path | None = None

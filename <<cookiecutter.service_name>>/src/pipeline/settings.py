@@ -61,71 +61,69 @@ class Settings(ServerSettings):
     """What may differ between two deployments of the same service."""
 
     consumer_start: Literal["earliest", "latest"] = "earliest"
-    """Start of a partition that was never read, also of one that is added later: `latest` misses
-    its records from before it was noticed."""
+    """Start of a partition that was never read. With `latest` the first records of one that is
+    added later are missed."""
     batch_size: Count = 3_000
-    """Most records that share a transaction."""
+    """Most records in a transaction."""
     concurrency: Count = 4
     """Concurrent consume transactions, each on its own connection."""
     kafka_session_timeout: Annotated[Seconds, Field(ge=1)] = 10.0
-    """After this long without a heartbeat the group reassigns a process' partitions."""
+    """Time without a heartbeat after which the group reassigns the partitions."""
     kafka_client_rack: str | None = None
-    """Rack or zone of the process. Records are read from a replica there, if brokers have the
+    """Rack or zone: records are read from a replica there, by brokers with the
     `RackAwareReplicaSelector`."""
     transaction_timeout: Seconds = 8.0
-    """The server ends a consume transaction after this long; below the session timeout."""
+    """Longest consume transaction; below the session timeout."""
     lock_timeout: Seconds = 4.0
-    """A statement that waits longer for a lock is ended and retried."""
+    """Longest wait for a lock; then the statement is retried."""
     offset_commit_interval: Seconds = 5.0
-    """Interval at which Kafka's committed offsets follow the positions, for lag tools."""
+    """Interval at which committed offsets follow the positions, for lag tools."""
     retry_pause: Seconds = 5.0
     """Pause between attempts of a blocked partition or an open breaker."""
     breaker_keys: Count = 20
-    """A consumer's breaker opens after this many keys in a row have failed alike."""
+    """Keys in a row that fail alike before a consumer's breaker opens."""
     unclean_starts: Count = 3
-    """After this many deaths at one position the next process parks the first records there, and
-    tries each alone."""
+    """Deaths at one position after which its first records are tried one by one."""
     unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
-    """Most MiB to which a producer's compressed batch may unpack. A larger one blocks its partition
-    until an operator decides. Reading one takes about twice its size."""
+    """Most MiB to which a producer's batch may unpack, for which a process needs twice as much. A
+    larger one blocks its partition until an operator decides."""
     hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
-    """A process whose event loop is blocked for this long fails `/health/live` and ends, with its
-    stack in the log. Its supervisor must start another."""
+    """A process whose event loop is blocked for this long ends, with its stack in the log."""
     gc_threshold: Annotated[int, Field(ge=700)] = 100_000
-    """New objects after which Python's garbage collector searches for cycles. Lower it if handlers
-    leave much memory in cycles, such as ORM objects that refer to each other."""
+    """New objects after which Python's garbage collector runs. Lower it if handlers leave much
+    memory in cycles."""
 
     backlog_workers: Count = 2
     """Lanes of the backlog that the process handles concurrently."""
     backlog_lease: Annotated[Seconds, Field(ge=1)] = 10.0
-    """The lane of a dead worker is taken over after this long."""
+    """Time after which the lane of a dead worker is taken over."""
     backlog_poll_min: Seconds = 0.02
-    """Pause after a poll found something in the backlog, or this process stored something."""
+    """Pause after a poll of the backlog that found something."""
     backlog_poll_max: Seconds = 2.0
-    """Longest pause of idle polls of the backlog."""
+    """Longest pause of idle polls."""
 
     max_event_bytes: Count = 900_000
     """A larger event is rejected when it is staged; below the topics' `max.message.bytes`."""
     relay_page: Count = 5_000
-    """Most events that the relay reads and sends at a time. While about twice as many are unsent,
-    transactions of the same process wait for it, up to a second each."""
+    """Most events that the relay reads and sends at a time. While twice as many are unsent,
+    transactions of the same process wait, up to a second each."""
     relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0
-    """The shards of a dead relay are taken over after this long."""
+    """Time after which the shards of a dead relay are taken over."""
     relay_poll_min: Seconds = 0.01
-    """Pause after a poll has found events, which other processes have staged."""
+    """Pause after a poll that found events of other processes."""
     relay_poll_max: Seconds = 0.25
-    """Longest pause of idle polls. It delays only events that other processes stage."""
+    """Longest pause of idle polls, which delays only events of other processes."""
     relay_cursor_interval: Seconds = 0.25
-    """Interval at which the cursor is written; a crash repeats at most what was sent in it."""
+    """Interval at which the cursor is written; a crash repeats what was sent in it."""
 
     relay_compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "zstd"
-    """How batches are compressed. `zstd` needs brokers and consumers from Kafka 2.1 on."""
+    """`zstd` needs brokers and consumers from Kafka 2.1 on."""
     relay_idempotent: bool = True
-    """Number the batches, so that brokers drop one that is sent again. Turn it off for brokers
-    without this. Then a lost connection may repeat a batch; the order stays."""
+    """Brokers drop a batch that is sent again. Without it, for brokers that can't, a lost
+    connection may repeat a batch; the order stays."""
     relay_transactional: bool = False
-    """Publish in Kafka transactions: a relay that was paused can't send late. For consumers that
-    can't drop repeats by id; they must read committed. Repeats after a crash remain."""
+    """Publish in Kafka transactions: a paused relay can't send late to consumers that read
+    committed. Repeats after a crash remain."""
 
     dead_letter_topic: (
         Annotated[
@@ -134,11 +132,10 @@ class Settings(ServerSettings):
         ]
         | None
     ) = None
-    """Dead letters are sent there too: records as they came, with the reason in more headers."""
+    """Dead letters are sent there, too, with the reason in headers."""
 
     relay_topic_pause: Seconds = 5.0
-    """Pause between attempts to publish to a topic that is missing or may not be written. Its
-    events wait without a limit."""
+    """Pause between attempts to publish to a topic that is missing or may not be written."""
 
     outbox_days_ahead: Count = 7
     """Daily outbox partitions that are created ahead."""
@@ -147,26 +144,23 @@ class Settings(ServerSettings):
     inbox_generation_age: Seconds = 86_400.0
     """Time for which a generation takes new markers."""
     inbox_age: Annotated[Seconds, Field(ge=7_200)] = 691_200.0
-    """Shortest time for which an event is remembered: 8 days. It must exceed the topics' retention;
-    a message that is redelivered later may be a dead letter (`too old`)."""
+    """Shortest time for which an event is remembered: 8 days. It must exceed the topics'
+    retention."""
     inbox_must_cover_topics: bool = False
-    """Refuse to start if a topic's retention exceeds the time for which events are remembered,
-    instead of a warning. Unavailable brokers are not waited for."""
+    """Refuse to start if a topic's retention exceeds `PIPELINE_INBOX_AGE`, instead of a warning."""
     outbox_age: Annotated[Seconds, Field(ge=7_200)] = 172_800.0
-    """A day of the outbox is dropped this long after its end, if all of it is published."""
+    """Time after its end when a day of the outbox is dropped, if all of it is published."""
     discarded_age: Seconds = 2_592_000.0
-    """Dead letters are deleted this long after they were discarded: 30 days."""
+    """Time after which discarded dead letters are deleted: 30 days."""
     inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = 128
-    """Memory in MiB for filters of closed generations, which save look-ups: 28 for 16 generations
-    of a million messages each. A filter is built of at most half of it, or 290,000 messages for
-    each MiB."""
+    """MiB of memory for filters of closed generations, which save look-ups: 28 for 16 generations
+    of a million messages. One filter takes at most half, with 290,000 messages for each MiB."""
     housekeeping_interval: Seconds = 3_600.0
-    """Interval at which one process drops old partitions and generations. New ones are created at
-    least every minute."""
+    """Interval at which one process drops old partitions and generations."""
 
     shutdown_grace: Seconds = 20.0
     """Time after SIGTERM for running batches, the relay and telemetry. The supervisor's time-out
-    must be 10 s longer (Kubernetes: 30 s by default)."""
+    must be 10 s longer."""
     health_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address of the health server; `0.0.0.0` for all, if access is restricted elsewhere."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
@@ -175,20 +169,19 @@ class Settings(ServerSettings):
         Annotated[str, written("https?://[^/@][^@]*", "http://host:port or https://host:port")]
         | None
     ) = None
-    """Base URL of an OTLP/HTTP receiver; without it nothing is exported. Credentials belong into
-    `OTEL_EXPORTER_OTLP_HEADERS`."""
+    """Base URL of an OTLP/HTTP receiver. Credentials belong into `OTEL_EXPORTER_OTLP_HEADERS`."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of the traces started here that are recorded; a caller's decision is kept."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Lowest level that is logged. Above DEBUG there is no line for each message."""
+    """Only DEBUG has a line for each message."""
     log_loggers: (
         Annotated[
             str, written(r"[^,\s]+(,[^,\s]+)*", "names of loggers, several separated by commas")
         ]
         | None
     ) = None
-    """Libraries that log from the same level on, such as `httpx2,sqlalchemy.engine`; others log
-    warnings and errors only. Their lines may contain URLs and, at DEBUG, rows and payloads."""
+    """Libraries that log from the same level on, such as `httpx2,sqlalchemy.engine`, not only
+    warnings. Their lines may contain URLs and, at DEBUG, rows and payloads."""
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON unless standard error is a terminal."""
 

@@ -31,8 +31,7 @@ class RegistrySettings(EnvironmentSettings):
 
     url: Annotated[str, AfterValidator(_check_urls)] | None = None
     """`https://host:port`, with the path of its Confluent API if it has one, such as
-    `/apis/ccompat/v7` for Apicurio. Several, with commas between them, are tried in this order.
-    Needed by topics whose codec is `Confluent`."""
+    `/apis/ccompat/v7` for Apicurio. Several, separated by commas, are tried in this order."""
     user: str | None = None
     """Name for basic authentication; for Confluent Cloud the API key."""
     password: SecretStr | None = None
@@ -40,25 +39,24 @@ class RegistrySettings(EnvironmentSettings):
     token: SecretStr | None = None
     """Bearer token, instead of user and password."""
     ca_file: Path | None = None
-    """Certificates of authorities, as PEM, if the registry's is not signed by a public one."""
+    """Authorities to trust, in PEM; unset: the public ones."""
     certificate_file: Path | None = None
-    """Certificate of the service, as PEM, for a registry that requires one."""
+    """The service's certificate, in PEM, if the registry requests one."""
     key_file: Path | None = None
-    """Its private key, as PEM."""
+    """Its key, in PEM."""
     key_password: SecretStr | None = None
-    """Password of the private key, if it has one."""
+    """If the key is encrypted."""
     timeout: Seconds = 3.0
-    """Time for a request to each URL. After that the registry counts as unavailable."""
+    """Time for a request to each URL."""
     concurrency: Count = 4
     """Concurrent requests for each codec."""
     schemas: Count = 1_000
-    """Schemas that a codec keeps in memory, besides those of records read in the last minute."""
+    """Schemas that a codec keeps in memory."""
     unknown_age: Seconds = 30.0
-    """A schema id that the registry does not know is not requested again for this long, except for
-    records of the backlog, for instance after `service dead redrive`."""
+    """Time for which a schema id that the registry lacks is not requested again, except for records
+    of the backlog."""
     auto_register: bool = False
-    """Register the code's schemas of published events when the service starts. For development;
-    elsewhere a pipeline that checks compatibility registers them."""
+    """Register the code's schemas of published events at the start, for development."""
 
     @model_validator(mode="after")
     def _credentials_fit(self) -> Self:
