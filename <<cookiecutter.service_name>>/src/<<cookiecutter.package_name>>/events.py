@@ -1,4 +1,4 @@
-"""The events that the service takes in and publishes."""
+"""The events that the service consumes and publishes."""
 # <%- if cookiecutter.worked_example == "yes" +%>
 
 from datetime import datetime
@@ -18,7 +18,7 @@ class ScanRecorded(Event, type="scan.recorded.v1"):
 
 
 class ParcelMoved(Event, type="parcel.moved.v1", topic="parcel-events"):
-    """A parcel was scanned; `scans` counts how often by now."""
+    """A parcel was scanned; `scans` is the number of its scans so far."""
 
     parcel_id: str
     place: str

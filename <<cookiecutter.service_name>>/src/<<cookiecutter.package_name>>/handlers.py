@@ -32,23 +32,23 @@ LATE = 60
 
 
 class Outside(BaseSettings):
-    """Settings of what the service calls: variables of the environment with these names."""
+    """Settings of called services: environment variables of these names."""
 
     delay_webhook: SecretStr | None = None
-    """URL that is told of every delay; without it nobody is. It is a secret: its path lets in."""
+    """URL to which each delay is sent; unset: none is. Secret, as its path grants access."""
 
 
 webhook = Outside().delay_webhook
-# On a connection that is used again, an answer that came twice is taken for the next call's.
+# A connection for each call: on a kept one, a late answer would be taken for that of the next call.
 client = httpx2.AsyncClient(timeout=5.0, limits=httpx2.Limits(max_keepalive_connections=0))
-# Passes the trace on. Its types know httpx alone where that is installed as well.
+# Passes the trace on. Its type hints lack httpx2 if httpx is installed as well.
 HTTPX2ClientInstrumentor.instrument_client(client)  # type: ignore[arg-type, unused-ignore]
 # <% endif %>
 
 
 @handlers.on(ScanRecorded, topic="scans", consumer="record-scan", loads=Parcel.by("parcel_id"))
 async def record_scan(scan: ScanRecorded, tx: Transaction) -> None:
-    """Keep the parcel's place and tell the world; also when it is late."""
+    """Store the parcel's place, and publish its move and its delay."""
     parcel = await tx.load_or_create(Parcel, scan.parcel_id)
     parcel.move_to(scan.place, scan.scanned_at)
     tx.publish(
@@ -76,7 +76,7 @@ async def record_scan(scan: ScanRecorded, tx: Transaction) -> None:
 
 @effects.on(ParcelDelayed, consumer="tell-webhook", timeout=10.0, per_second=100)
 async def tell_webhook(delayed: ParcelDelayed, call: Call) -> int:
-    """Tell the webhook. It may be told twice, and knows that by the key."""
+    """Send the delay to the webhook, which drops a repeated call by its key."""
     url = webhook.get_secret_value() if webhook else ""
     headers = {"Idempotency-Key": call.id}
     answer = await client.post(url, json=delayed.model_dump(), headers=headers)

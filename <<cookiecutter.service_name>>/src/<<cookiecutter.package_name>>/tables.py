@@ -37,7 +37,7 @@ class Parcel(Aggregate, Base):
         self.scans = 0
 
     def move_to(self, place: str, scanned_at: datetime) -> None:
-        """Count a scan; the parcel is at the place of the newest one, whatever comes in late."""
+        """Count a scan. The place is that of the newest scan, which may have arrived earlier."""
         self.scans += 1
         if self.last_scanned_at is None or scanned_at >= self.last_scanned_at:
             self.place = place
