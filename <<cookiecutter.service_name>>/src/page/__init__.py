@@ -1,6 +1,6 @@
-"""The operations page: a service's standing in a browser, and what a person decides on.
+"""The operations page: a service's status in a browser, with redrive, discard and cancel.
 
-A process of its own beside those that consume and relay, started by `service page`. What it changes
-it changes by the engine's operations, as the command line does. `docs/operations-page.md` says how
-it is run, and what it is protected by.
+`service page` runs it as a process of its own, beside consumers and relays. Changes are made by the
+same operations as those of the command line. `docs/operations-page.md` describes how to run it and
+how access is controlled.
 """

@@ -1,4 +1,4 @@
-"""What the forms do: by the engine's operations, and never without a line of who asked for it."""
+"""The changes that forms make, by the engine's operations. Each is logged with its operator."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -26,11 +26,11 @@ from .sessions import Operator
 log = logging.getLogger(__name__)
 
 _REDRIVE_SECONDS = 2.0
-"""For so long a redrive waits for what becomes of it."""
+"""Longest time, in seconds, that an answer waits for the outcome of a redrive."""
 
 
 class Actions:
-    """What a person decides on."""
+    """Redrive, discard and cancel."""
 
     def __init__(
         self, service: Service, settings: Settings, engine: AsyncEngine, templates: Templates
@@ -43,20 +43,21 @@ class Actions:
     async def redrive(
         self, kind: type[Store], request: Request, operator: Operator, _: object
     ) -> Response:
-        """Try a dead letter or event again."""
+        """Redrive a dead letter or event."""
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
-            id, selection = await _one(store, request)
-            with _recorded(f"redrive {store.name}", operator, id):
+            id, selection = await _dead_entry(store, request)
+            with _logged(f"redrive {store.name}", operator, id):
                 chunks = store.redrive(store.redrivable(selection))
                 redriven = [one async for some in chunks for one in some]
                 if not redriven:
                     raise Refused(
-                        f"{id} was not redriven: it has left, or its consumer is not here"
+                        f"{id} was not redriven: it is not dead any more, or this service does not"
+                        " have its consumer"
                     )
             became = await store.follow(redriven, _REDRIVE_SECONDS)
         counts = ", ".join(f"{name}: {number}" for name, number in became.counts.items() if number)
-        return self._templates.note(operator, f"{id} was redriven; by now {counts}.")
+        return self._templates.note(operator, f"{id} was redriven; result so far: {counts}.")
 
     async def redrive_copy(
         self, request: Request, operator: Operator, form: Mapping[str, str]
@@ -66,54 +67,55 @@ class Actions:
         value = parameters.payload(form)
         async with autocommitting(self._engine) as connection:
             store = DeadLetters.of(connection, self._service, self._settings)
-            with _recorded("redrive an edited copy", operator, id, why=why):
+            with _logged("redrive an edited copy", operator, id, why=why):
                 redriven = await redrive_copy(
                     store, self._service, id, value, operator=operator.name, why=why
                 )
             became = await store.follow([redriven], _REDRIVE_SECONDS)
         counts = ", ".join(name for name, number in became.counts.items() if number)
-        return self._templates.note(operator, f"A copy of {id} was redriven; by now {counts}.")
+        note = f"A copy of {id} was redriven; result so far: {counts}."
+        return self._templates.note(operator, note)
 
     async def discard(
         self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
-        """Give a dead letter or event up."""
+        """Discard a dead letter or event."""
         why = parameters.why(form)
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
-            id, selection = await _one(store, request)
-            with _recorded(f"discard {store.name}", operator, id):
+            id, selection = await _dead_entry(store, request)
+            with _logged(f"discard {store.name}", operator, id):
                 chunks = store.discard(selection, operator=operator.name, why=why)
                 if not [one async for some in chunks for one in some]:
-                    raise Refused(f"{id} has just left")
+                    raise Refused(f"{id} is not dead any more")
         return RedirectResponse(request.url.path.rpartition("/")[0], HTTPStatus.SEE_OTHER)
 
     async def redrive_many(
         self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
-        """Try all dead letters or events again that a preview has counted."""
+        """Redrive all dead letters or events that a preview has counted."""
         selection, search = parameters.previewed(form)
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
-            with _recorded(f"redrive {store.name}s", operator, search[:1_000]):
+            with _logged(f"redrive {store.name}s", operator, search[:1_000]):
                 chunks = store.redrive(store.redrivable(selection))
                 redriven = [one async for some in chunks for one in some]
                 if not redriven:
-                    raise Refused(f"no {store.name} was redriven: all have left meanwhile")
+                    raise Refused(f"no {store.name} was redriven: none of them is dead any more")
             became = await store.follow(redriven, _REDRIVE_SECONDS)
         counts = ", ".join(f"{name}: {one:,}" for name, one in became.counts.items() if one)
-        said = [f"Redriven: {len(redriven):,}. By now {counts}."]
-        said += [f"{one['id']} is dead again: {one['reason']}" for one in became.died[:5]]
-        return self._templates.note(operator, "\n".join(said))
+        note = [f"Redriven: {len(redriven):,}. Result so far: {counts}."]
+        note += [f"{one['id']} is dead again: {one['reason']}" for one in became.died[:5]]
+        return self._templates.note(operator, "\n".join(note))
 
     async def discard_many(
         self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
-        """Give all dead letters or events up that a preview has counted."""
+        """Discard all dead letters or events that a preview has counted."""
         (selection, search), why = parameters.previewed(form), parameters.why(form)
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
-            with _recorded(f"discard {store.name}s", operator, search[:1_000]):
+            with _logged(f"discard {store.name}s", operator, search[:1_000]):
                 chunks = store.discard(selection, operator=operator.name, why=why)
                 discarded = sum([len(some) async for some in chunks])
         return self._templates.note(operator, f"Discarded: {discarded:,}.")
@@ -121,35 +123,35 @@ class Actions:
     async def cancel(
         self, request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
-        """Cancel an event that is scheduled."""
+        """Cancel a scheduled event."""
         name, why = form.get("name", ""), parameters.why(form)
-        with _recorded("cancel", operator, name[:1_000], why=why):
+        with _logged("cancel", operator, name[:1_000], why=why):
             async with autocommitting(self._engine) as connection:
                 if not await scheduled.cancel(connection, [name]):
                     raise Refused("not scheduled, or published already")
         return RedirectResponse("/scheduled", HTTPStatus.SEE_OTHER)
 
 
-async def _one(store: Store, request: Request) -> tuple[str, Selection]:
-    """Return the entry that a form is about. Raises `Refused` if it is not dead."""
+async def _dead_entry(store: Store, request: Request) -> tuple[str, Selection]:
+    """Return the id of the entry in the path, and its selection. Raises `Refused` if not dead."""
     id = request.path_params["id"]
     entry = await store.show(id)
     if entry["state"] != "dead":
-        raise Refused(f"{id} is {entry['state']}: it is no {store.name} any more")
+        raise Refused(f"{id} is {entry['state']}: it is not a {store.name} any more")
     return entry["id"], Selection(keys=await store.keys_of([id]))
 
 
 @contextmanager
-def _recorded(what: str, operator: Operator, id: str, **more: str) -> Iterator[None]:
-    """Tell who does what: before it is done, so that nothing is done without, and how it ended.
+def _logged(what: str, operator: Operator, id: str, **more: str) -> Iterator[None]:
+    """Log a change with its operator before it is made, and its result.
 
-    As a warning, which the settings don't leave out: there is no other record of most.
+    The log is the only record of most changes, so the level is warning, which no setting disables.
     """
     fields = {"operator": operator.name, "id": id, **more}
-    log.warning("asked for on the page: %s", what, extra=fields)
+    log.warning("requested on the page: %s", what, extra=fields)
     try:
         yield
     except Exception as error:
-        log.warning("not done on the page: %s: %s", what, describe_error(error), extra=fields)
+        log.warning("failed on the page: %s: %s", what, describe_error(error), extra=fields)
         raise
     log.warning("done on the page: %s", what, extra=fields)

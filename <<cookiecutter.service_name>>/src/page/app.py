@@ -1,4 +1,4 @@
-"""The page: what answers at which address."""
+"""The page's application: its routes."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +18,7 @@ from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
 from .actions import Actions
-from .auth import Auth, Changes, Shows
+from .auth import Auth, Change, View
 from .guard import Guard
 from .reading import Reading
 from .rendering import Templates
@@ -42,9 +42,9 @@ class Page:
         self._actions = Actions(service, settings, engine, templates)
 
     def app(self) -> ASGIApp:
-        """Return what answers."""
+        """Return the ASGI application."""
         reading, actions, auth = self._reading, self._actions, self._auth
-        shows: dict[str, Shows] = {
+        views: dict[str, View] = {
             "/": reading.overview,
             "/live": self._watch.stream,
             "/dead": partial(reading.entries, DeadLetters, "letters.html"),
@@ -59,7 +59,7 @@ class Page:
             "/doctor": reading.doctor,
             "/words": reading.words,
         }
-        changes: dict[str, Changes] = {
+        changes: dict[str, Change] = {
             "/dead/redrive": partial(actions.redrive_many, DeadLetters),
             "/dead/discard": partial(actions.discard_many, DeadLetters),
             "/dead/{id}/redrive": partial(actions.redrive, DeadLetters),
@@ -74,19 +74,19 @@ class Page:
         }
         app = Starlette(
             routes=[
-                Route("/login", auth.ask_login, methods=["GET"]),
+                Route("/login", auth.show_login, methods=["GET"]),
                 Route("/login", auth.log_in, methods=["POST"]),
-                *(Route(path, auth.showing(does)) for path, does in shows.items()),
+                *(Route(path, auth.protect_view(view)) for path, view in views.items()),
                 *(
-                    Route(path, auth.changing(does), methods=["POST"])
-                    for path, does in changes.items()
+                    Route(path, auth.protect_change(change), methods=["POST"])
+                    for path, change in changes.items()
                 ),
                 Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
             ],
             exception_handlers={404: auth.missing},
             lifespan=self._lifespan,
         )
-        # A path has one spelling: nobody is sent on to an address that he has made up.
+        # No redirects to an address that a client has chosen: each path has one spelling.
         app.router.redirect_slashes = False
         return Guard(app, self._page)
 
@@ -96,5 +96,5 @@ class Page:
             yield
 
     def stop(self) -> None:
-        """Let streams end, for which a server that stops would wait."""
+        """End the streams: a server that stops waits for them."""
         self._watch.stop()

@@ -1,4 +1,4 @@
-"""Who may see and do what, and how it is told where something is in the way."""
+"""Login, the checks before each page and each change, and the answers to errors."""
 
 import asyncio
 import logging
@@ -19,16 +19,16 @@ from .settings import PageSettings
 
 log = logging.getLogger(__name__)
 
-_SHOWN_SECONDS = 20.0
-"""What takes longer to find is not waited for."""
+_VIEW_SECONDS = 20.0
+"""Time limit of a page that changes nothing."""
 
-Answers = Callable[[Request], Awaitable[Response]]
-Shows = Callable[[Request, Operator], Awaitable[Response]]
-Changes = Callable[[Request, Operator, Mapping[str, str]], Awaitable[Response]]
+Endpoint = Callable[[Request], Awaitable[Response]]
+View = Callable[[Request, Operator], Awaitable[Response]]
+Change = Callable[[Request, Operator, Mapping[str, str]], Awaitable[Response]]
 
 
 class Auth:
-    """Lets in who is known, and changes only what a form of the page asks for."""
+    """Serves pages to logged-in operators only, and accepts changes from the page's forms only."""
 
     def __init__(
         self, settings: Settings, page: PageSettings, templates: Templates, sessions: Sessions
@@ -38,91 +38,94 @@ class Auth:
         self._templates = templates
         self._sessions = sessions
 
-    def showing(self, does: Shows) -> Answers:
-        """Return what shows something to who may see it."""
+    def protect_view(self, view: View) -> Endpoint:
+        """Return a view's endpoint, which requires a login and has a time limit."""
 
         async def answer(request: Request) -> Response:
             operator = self._sessions.operator(request)
             if operator is None:
-                return self._stranger()
-            work = asyncio.wait_for(does(request, operator), _SHOWN_SECONDS)
-            return await self._in_words(operator, work)
+                return self._not_logged_in()
+            work = asyncio.wait_for(view(request, operator), _VIEW_SECONDS)
+            return await self._describe_errors(operator, work)
 
         return answer
 
-    def changing(self, does: Changes) -> Answers:
-        """Return what changes something, if who may do it means it."""
+    def protect_change(self, change: Change) -> Endpoint:
+        """Return a change's endpoint, which requires a login and a form of the session's pages."""
 
         async def answer(request: Request) -> Response:
             operator = self._sessions.operator(request)
             if operator is None:
-                return self._stranger()
-            if not self._sessions.is_own(request):
-                return self._foreign(request, operator)
+                return self._not_logged_in()
+            if not self._sessions.is_same_origin(request):
+                return self._wrong_origin(request, operator)
             form = await parameters.form(request)
-            if form is None or not self._sessions.is_meant(operator, form.get("csrf", "")):
-                said = "This form is not of your session: go back, load the page again."
-                return self._templates.note(operator, said, HTTPStatus.FORBIDDEN)
-            return await self._in_words(operator, does(request, operator, form))
+            if form is None or not self._sessions.is_csrf_valid(operator, form.get("csrf", "")):
+                note = "This form does not belong to your session: go back and load the page again."
+                return self._templates.note(operator, note, HTTPStatus.FORBIDDEN)
+            return await self._describe_errors(operator, change(request, operator, form))
 
         return answer
 
-    async def _in_words(self, operator: Operator, work: Awaitable[Response]) -> Response:
+    async def _describe_errors(self, operator: Operator, work: Awaitable[Response]) -> Response:
         try:
             return await work
         except Refused as error:
             return self._templates.note(operator, f"Refused: {error}", HTTPStatus.CONFLICT)
         except Exception as error:
-            said = errors.describe(error, self._settings)
-            if said is None:
+            note = errors.describe(error, self._settings)
+            if note is None:
                 raise
             log.warning("PostgreSQL does not answer the page: %s", describe_error(error))
-            return self._templates.note(operator, said, HTTPStatus.SERVICE_UNAVAILABLE)
+            return self._templates.note(operator, note, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def _stranger(self) -> Response:
+    def _not_logged_in(self) -> Response:
         if self._page.token is None:
-            said = "The proxy has not said who you are: come by it, logged in."
-            return self._templates.note(None, said, HTTPStatus.FORBIDDEN)
+            note = (
+                "This request has no user name from the proxy: log in at the proxy, and open the"
+                " page through it."
+            )
+            return self._templates.note(None, note, HTTPStatus.FORBIDDEN)
         return RedirectResponse("/login", HTTPStatus.SEE_OTHER)
 
-    def _foreign(self, request: Request, operator: Operator | None) -> Response:
+    def _wrong_origin(self, request: Request, operator: Operator | None) -> Response:
         origin = request.headers.get("origin", "")[:200]
-        log.warning("a form that is not the page's was refused", extra={"origin": origin})
-        said = (
-            f"This form comes from {origin or 'nowhere'}, which is not this page's origin. If you"
-            " have come that way, PIPELINE_PAGE_ORIGIN has to say so."
+        log.warning("a form of another origin was rejected", extra={"origin": origin})
+        note = (
+            f"The origin of this form is {origin or 'unknown'}, which is not this page's. If it is"
+            " the page's URL in your browser, set PIPELINE_PAGE_ORIGIN to it."
         )
-        return self._templates.note(operator, said, HTTPStatus.FORBIDDEN)
+        return self._templates.note(operator, note, HTTPStatus.FORBIDDEN)
 
     async def missing(self, request: Request, _: Exception) -> Response:
-        """Say that there is no such page."""
+        """Answer a path that does not exist."""
         operator = self._sessions.operator(request)
-        return self._templates.note(operator, "There is no such page.", HTTPStatus.NOT_FOUND)
+        return self._templates.note(operator, "This page does not exist.", HTTPStatus.NOT_FOUND)
 
-    async def ask_login(self, request: Request) -> Response:
-        """Ask for name and token."""
+    async def show_login(self, request: Request) -> Response:
+        """Show the form for name and token."""
         if self._page.token is None:
             return RedirectResponse("/", HTTPStatus.SEE_OTHER)
         return self._templates.page("login.html", None, wrong="")
 
     async def log_in(self, request: Request) -> Response:
-        """Begin a session for who has the token."""
-        if not self._sessions.is_own(request):
-            return self._foreign(request, None)
+        """Begin a session if the form has the token and a name."""
+        if not self._sessions.is_same_origin(request):
+            return self._wrong_origin(request, None)
         form = await parameters.form(request)
         if self._page.token is None or form is None:
             return self._templates.note(
-                None, "Log in on the page's own form.", HTTPStatus.FORBIDDEN
+                None, "Log in with the page's own form.", HTTPStatus.FORBIDDEN
             )
         name = form.get("name", "").strip()
         client = _client(request)
-        if not self._sessions.admits(form.get("token", "")):
-            log.warning("a login to the page was refused", extra={"client": client})
-            wrong = "That is not the token."
+        if not self._sessions.is_token(form.get("token", "")):
+            log.warning("a login to the page was rejected", extra={"client": client})
+            wrong = "The token is wrong."
         elif not is_name(name):
-            wrong = "Say who you are: letters, digits and . @ + ' - _, 80 at most."
+            wrong = "Enter your name: letters, digits, spaces and . @ + ' - _, 80 at most."
         else:
-            # A warning, as all that people do here: the settings leave out what is less.
+            # A warning, like all actions of operators: settings may disable lower levels.
             log.warning("logged in to the page", extra={"operator": name, "client": client})
             answer = RedirectResponse("/", HTTPStatus.SEE_OTHER)
             self._sessions.open(name, request, answer)

@@ -17,7 +17,7 @@ def group(service: Service) -> typer.Typer:
         """Serve the operations page, until SIGTERM or SIGINT."""
         with serving() as tell:
             settings = read_settings(service, tell, PageSettings)
-            # Here, because no other command needs a web server.
+            # Imported here because no other command needs a web server.
             from .serving import serve
 
             run_to_end(serve(service, settings, PageSettings()), tell)

@@ -1,4 +1,4 @@
-"""Edit and redrive: a copy of a dead letter with another payload, and an id of its own."""
+"""Edit and redrive: a copy of a dead letter with a new payload and a new id."""
 
 from collections.abc import Sequence
 from uuid import uuid4
@@ -27,12 +27,12 @@ _LONGEST_ID = 200
 async def redrive_copy(
     store: DeadLetters, service: Service, id: str, value: bytes, *, operator: str, why: str
 ) -> Redriven:
-    """Store a copy of a dead letter with this payload, in its place in the order of its key.
+    """Store a copy of a dead letter with this payload, at the letter's place in its key's order.
 
-    The letter is discarded in the same transaction. An id stands for one payload, so the copy has
-    another one: a new one in the header `ce_id`, or the payload's where the codec finds it there.
-    Only the consumers of the letter handle it. Raises `Refused` if they can't, or if the copy has
-    no id of its own.
+    The letter is discarded in the same transaction. An id stands for one payload, so the copy's
+    differs: a new value in the header `ce_id`, or the payload's own where the codec reads it there.
+    Only the letter's consumers handle the copy. Raises `Refused` if they can't, or if the id is the
+    letter's or one that is stored already.
     """
     connection = store.connection
     (key,) = await store.keys_of([id])
@@ -40,15 +40,15 @@ async def redrive_copy(
         await store.limit_waiting()
         row = await connection.fetchrow(_ROW, key)
         if row is None:
-            raise Refused(f"{id} is no dead letter any more")
+            raise Refused(f"{id} is not a dead letter any more")
         items = await _copies(service.handlers, row, value)
         numbers = {backlog.lane_of(one.order_key, one.handler.mode) for one in items}
         numbers.add(row["lane"])
         for number in sorted(numbers):
             await lanes.fence_lane(connection, number)
-        row = await connection.fetchrow(_ROW, key)  # as it is now that nobody can change it
+        row = await connection.fetchrow(_ROW, key)  # read again, under the lanes' locks
         if row is None:
-            raise Refused(f"{id} has just left")
+            raise Refused(f"{id} is not a dead letter any more")
         new_id = items[0].message.id
         known, _ = await backlog.find(connection, items)
         if known:
@@ -66,24 +66,25 @@ async def redrive_copy(
 async def _copies(handlers: Handlers, row: asyncpg.Record, value: bytes) -> Sequence[Item]:
     """Return the copy's message for each consumer of the row. Raises `Refused` if there is none."""
     if row["topic"] == CALLS:
-        raise Refused("a call has the id by which the other side knows it: redrive it as it is")
+        raise Refused("the called system deduplicates a call by its id: redrive it unchanged")
     record = lane_source.stored_record(row, stored_for=0.0)
     record = record._replace(value=value, headers=_with_new_id(record.headers))
     for error in (await prepare(handlers, [record])).values():
-        raise Refused(f"the payload can't be decoded now: {describe_error(error)}")
+        raise Refused(f"the payload can't be decoded at present: {describe_error(error)}")
     found = items_of(handlers, record, validates=True)
     if isinstance(found, Undecoded):
         raise Refused(f"the payload can't be decoded: {describe_error(found.error)}")
     items = [one for one in found if row["consumer"] in ("", one.consumer)]
     if not items:
-        raise Refused(f"{row['consumer'] or 'the service'} has no handler for such an event")
+        raise Refused(f"{row['consumer'] or 'the service'} has no handler for this event")
     for one in items:
         if one.fault is not None:
             raise Refused(f"the payload is invalid: {describe_error(one.fault)}")
         if (one.message.source, one.message.id) == (row["source"], row["id"]):
             raise Refused(
-                f"the copy would have the id {one.message.id!r}, which stands for the old payload:"
-                " change the id in the payload; if it is not there, have the event sent again"
+                f"the copy has the letter's id {one.message.id!r}, which stands for the old"
+                " payload: change the id in the payload, or, if it has none, have the event sent"
+                " again"
             )
     return items
 
@@ -91,7 +92,7 @@ async def _copies(handlers: Handlers, row: asyncpg.Record, value: bytes) -> Sequ
 def _with_new_id(
     headers: Sequence[tuple[str, bytes | None]],
 ) -> Sequence[tuple[str, bytes | None]]:
-    """Return CloudEvents' headers with an id that begins with the old one; others as they are."""
+    """Return CloudEvents' headers with a new id that begins with the old one; others unchanged."""
     old = dict(headers)
     if "ce_specversion" not in old:
         return headers

@@ -1,4 +1,4 @@
-"""What keeps PostgreSQL from answering the page, in words for who asks."""
+"""Errors of PostgreSQL as texts for the page."""
 
 import sqlalchemy.exc
 
@@ -11,13 +11,13 @@ _NO_TABLES = ("3F000", "42P01")
 
 
 def describe(error: Exception, settings: Settings) -> str | None:
-    """Return what is wrong and what to do; None for what is the page's own mistake."""
+    """Return what is wrong and what to do; None for an error in the page's code."""
     state = sqlstate_of(error) or ""
     if state in _NO_TABLES:
         return str(NotMigrated())
     if state.startswith(NOT_LET_IN):
-        why = "See to PIPELINE_DATABASE_URL, which has to be that of the operator's role."
-        return f"{describe_error(error)}. {why}"
+        advice = "Set PIPELINE_DATABASE_URL to that of the operator's role."
+        return f"{describe_error(error)}. {advice}"
     is_late = isinstance(as_raised(error), TimeoutError | sqlalchemy.exc.TimeoutError)
     if is_late or is_contention(error):
         return f"{settings.postgresql} does not answer in time; try again."

@@ -1,6 +1,6 @@
-"""What comes from outside, as text that does nothing: bounded, and with what is invisible named.
+"""Untrusted data as text: shortened, with invisible characters written as their code points.
 
-Escaping it for HTML is the templates' business.
+Templates escape it for HTML.
 """
 
 import contextlib
@@ -15,80 +15,80 @@ from operate.output import Content, format_time
 from pipeline.redaction import HIDDEN
 
 LONGEST = 20_000
-"""Characters of a payload that are shown; the rest is counted."""
+"""Longest payload, in characters, that is shown whole; only the number of the rest is shown."""
 _INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
-_DEEPEST = 100
-"""Levels of JSON that are laid out: below that there is more indentation than text."""
+_MAX_DEPTH = 100
+"""Levels of JSON that are indented: deeper ones are more indentation than text."""
 _TOKENS = re.compile(r"""[\[{]\s*[\]}]|"(?:[^"\\]|\\.)*"|[\[\]{}:,]|[^\[\]{}:,"\s]+""")
-"""Those of JSON, which a parser has seen; an empty array or object is one."""
+"""Tokens of valid JSON; an empty array or object is one token."""
 
 
 def visible(text: object, limit: int = 500) -> str:
-    """Return a text in which controls, such as turn the direction of writing, are seen."""
+    """Return a text with control characters, such as those for the writing direction, visible."""
     whole = "" if text is None else str(text)
-    told = "".join(_seen(letter) for letter in whole[:limit])
+    start = "".join(_visible_letter(letter) for letter in whole[:limit])
     left = len(whole) - limit
-    return told if left <= 0 else f"{told}… and {left:,} more characters"
+    return start if left <= 0 else f"{start}… and {left:,} more characters"
 
 
-def _seen(letter: str) -> str:
+def _visible_letter(letter: str) -> str:
     if letter in "\n\t" or unicodedata.category(letter) not in _INVISIBLE:
         return letter
     return f"⟨U+{ord(letter):04X}⟩"
 
 
 def content(data: Content, limit: int = LONGEST) -> str:
-    """Return bytes as text: JSON with its lines, what is no text in hexadecimal digits."""
+    """Return bytes as text: JSON is indented, bytes that are not UTF-8 are hexadecimal digits."""
     if data is not None and "text" in data and len(data["text"]) <= limit:
-        # Only what is shown whole is worth it, and parsing something huge takes long.
+        # Only text that is shown whole is indented: parsing large text takes long.
         with contextlib.suppress(ValueError, RecursionError):
-            laid_out = _laid_out(data["text"])
-            return plain(data if len(laid_out) > limit else {"text": laid_out}, limit)
+            indented = _indented(data["text"])
+            return plain(data if len(indented) > limit else {"text": indented}, limit)
     return plain(data, limit)
 
 
 def editable(data: Content) -> str | None:
-    """Return JSON to be changed in a form; None for what is no JSON, too long, or has secrets.
+    """Return JSON for editing in a form; None if it is not JSON, too long, or has secrets.
 
-    Secrets are left out here, so that the form would store it without them. What is invisible is
-    written as JSON's escapes, which mean the same.
+    Secrets are hidden in `data`, and the form would store the payload without them. Invisible
+    characters are written as JSON escapes, which have the same meaning.
     """
     if data is None or len(data.get("text", "")) > LONGEST or HIDDEN in data.get("text", ""):
         return None
     with contextlib.suppress(KeyError, ValueError, RecursionError):
-        laid_out = _laid_out(data["text"])
-        if len(laid_out) <= LONGEST:
-            return "".join(_escaped(letter) for letter in laid_out)
+        indented = _indented(data["text"])
+        if len(indented) <= LONGEST:
+            return "".join(_escaped(letter) for letter in indented)
     return None
 
 
 def _escaped(letter: str) -> str:
-    return letter if _seen(letter) == letter else json.dumps(letter)[1:-1]
+    return letter if _visible_letter(letter) == letter else json.dumps(letter)[1:-1]
 
 
 def plain(data: Content, limit: int = LONGEST) -> str:
-    """Return bytes as text in one piece, as one has to write it to search for it."""
+    """Return bytes as text without indentation, as a search for it is written."""
     if data is None:
         return "(nothing)"
     if "hex" in data:
-        return f"{len(data['hex']) // 2:,} bytes that are no UTF-8:\n{visible(data['hex'], limit)}"
+        return f"{len(data['hex']) // 2:,} bytes, not UTF-8:\n{visible(data['hex'], limit)}"
     return visible(data["text"], limit)
 
 
-def _laid_out(text: str) -> str:
-    """Return JSON with its lines, and every token as it came. Raises `ValueError`.
+def _indented(text: str) -> str:
+    """Return JSON with indented lines and unchanged tokens. Raises `ValueError` for other text.
 
-    Written from what a parser returns it would be another: of a number it keeps the value and not
-    the digits, and of a name that comes twice the last.
+    The result of a parser is not used: it has a number's value without its digits, and only the
+    last of two equal names.
     """
-    # Whether it is JSON: a number stays text, for it may have thousands of digits.
+    # Validation only; numbers stay text because they may have thousands of digits.
     json.loads(text, parse_int=str, parse_float=str)
     lines, depth = [""], 0
     for token in _TOKENS.findall(text):
         if token in ("{", "["):
             depth += 1
-            if depth > _DEEPEST:
-                raise ValueError("too deep")
+            if depth > _MAX_DEPTH:
+                raise ValueError("nested too deeply")
             lines[-1] += token
             lines.append("  " * depth)
         elif token in ("}", "]"):
@@ -105,13 +105,13 @@ def _laid_out(text: str) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> list[str]:
-    """Return numbers in order as few words: `0-3`, `7`."""
-    # What is as far from its place in the list follows what stands before it.
+    """Return ascending numbers as ranges: `0-3`, `7`."""
+    # In a run of consecutive numbers, the difference between number and index is constant.
     runs = groupby(enumerate(numbers), lambda one: one[1] - one[0])
     found = [[number for _, number in run] for _, run in runs]
     return [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in found]
 
 
 def moment(time: datetime | None) -> str:
-    """Return a time in UTC, to the second."""
+    """Return a time in UTC, to the second; empty for None."""
     return "" if time is None else format_time(time)

@@ -1,4 +1,4 @@
-"""What every request and every answer goes through, whoever asks."""
+"""ASGI middleware: checks each request's host, and sets security headers on each answer."""
 
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -19,14 +19,14 @@ _HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-_NOT_HERE = (
-    "Nothing is served by this name. Come by an address or by localhost; or set"
-    " PIPELINE_PAGE_ORIGIN to what browsers see, and let the proxy pass on the Host header.\n"
+_MISDIRECTED = (
+    "The page does not serve this host name. Use an IP address or localhost; or set"
+    " PIPELINE_PAGE_ORIGIN to the URL in the browser, and let the proxy pass the Host header on.\n"
 )
 
 
 class Guard:
-    """Keeps browsers from doing more than the page means."""
+    """Limits what browsers do with the page, and rejects requests for other host names."""
 
     def __init__(self, app: ASGIApp, settings: PageSettings) -> None:
         self._app = app
@@ -35,7 +35,7 @@ class Guard:
             self._names.add(urlsplit(settings.origin).hostname or "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer by the page, where the request can be meant for it."""
+        """Answer by the page, or with status 421 if the host is not the page's."""
 
         async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -45,14 +45,17 @@ class Guard:
                     headers["cache-control"] = "no-store"
             await send(message)
 
-        is_ours = scope["type"] != "http" or self._is_ours(Headers(scope=scope).getlist("host"))
-        await (self._app if is_ours else PlainTextResponse(_NOT_HERE, 421))(scope, receive, guarded)
+        is_allowed = scope["type"] != "http" or self._is_host_allowed(
+            Headers(scope=scope).getlist("host")
+        )
+        app = self._app if is_allowed else PlainTextResponse(_MISDIRECTED, 421)
+        await app(scope, receive, guarded)
 
-    def _is_ours(self, hosts: list[str]) -> bool:
-        """Whether no other's name can have led here.
+    def _is_host_allowed(self, hosts: list[str]) -> bool:
+        """Whether the host is an address or one of the page's names.
 
-        A name that somebody else owns may lead to a loopback address all of a sudden, and makes his
-        page ours in the eyes of a browser (DNS rebinding). An address can't.
+        An attacker's name may be changed to resolve to a loopback address: a browser then treats
+        the attacker's page and this one as the same origin (DNS rebinding). An address can't.
         """
         try:
             [host] = hosts

@@ -1,4 +1,4 @@
-"""What is shown beside `status`: rates and plots of the last looks, keys that wait."""
+"""Figures that the page adds to `status`: rates, plots, and waiting keys."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ SELECT consumer, topic, record_key, count(*) AS count, min(due_at) AS due_at,
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Messages of one key that wait; counted are those among the first that are due."""
+    """Waiting messages of one key, counted among the `AT_MOST` messages that are due first."""
 
     consumer: str
     topic: str
@@ -35,20 +35,20 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What a look at the service has found, in numbers for tiles; None for what nobody knows."""
+class Snapshot:
+    """A service's status at one time, as figures for tiles; None if a figure is unknown."""
 
     status: Status
     read: float | None
-    """Records a second since the look before, of all partitions together."""
+    """Records read per second since the previous snapshot, all partitions together."""
     duplicates: float | None
-    """Messages a second that came again, likewise."""
+    """Duplicate messages per second since the previous snapshot, all partitions together."""
     published: float | None
-    """Events a second that relays have published, of all together."""
+    """Events published per second, all relays together."""
 
     @property
     def wrong(self) -> list[Finding]:
-        """What is wrong, by the checks that `service doctor` makes, too."""
+        """Findings of level `wrong`, by the checks of `service doctor`."""
         return [one for one in judge(self.status) if one.level == "wrong"]
 
     def _known(self, part: str, count: int) -> int | None:
@@ -56,7 +56,7 @@ class Look:
 
     @property
     def lag(self) -> int | None:
-        """Records that wait in Kafka."""
+        """Records in Kafka that are not read yet."""
         lags = [one.lag for one in self.status.readings if one.lag is not None]
         return self._known("positions", sum(lags)) if lags else None
 
@@ -67,17 +67,17 @@ class Look:
 
     @property
     def waiting_for(self) -> float:
-        """Seconds since the oldest of them was received."""
+        """Seconds since the oldest waiting message was received."""
         return max((one.oldest for one in self.status.backlog.values()), default=0.0)
 
     @property
     def dead(self) -> int | None:
-        """Messages that a person has to decide on."""
+        """Dead letters."""
         return self._known("backlog", sum(one.dead for one in self.status.backlog.values()))
 
     @property
     def outbox(self) -> int | None:
-        """Events that are staged and not published."""
+        """Events in the outbox that are not published yet."""
         return self._known("outbox", self.status.outbox_events)
 
     @property
@@ -87,29 +87,30 @@ class Look:
 
     @property
     def scheduled(self) -> int | None:
-        """Events that are due later."""
+        """Scheduled events."""
         return self._known("scheduled", self.status.scheduled)
 
 
 @dataclass
-class Course:
-    """The last looks, of which plots are made."""
+class History:
+    """The latest snapshots, for plots."""
 
-    looks: deque[Look] = field(default_factory=lambda: deque(maxlen=90))
-    failed: str = ""
-    """Why the last try to look has failed; empty if it has not."""
+    snapshots: deque[Snapshot] = field(default_factory=lambda: deque(maxlen=90))
+    error: str = ""
+    """Why the latest query of the status failed; empty if it succeeded."""
 
     def add(self, status: Status) -> None:
-        """Remember a look."""
-        before = self.looks[-1].status if self.looks else status
+        """Append a snapshot."""
+        before = self.snapshots[-1].status if self.snapshots else status
         read = _rate(before, status, lambda one: one.position)
         duplicates = _rate(before, status, lambda one: one.duplicates)
-        self.looks.append(Look(status, read, duplicates, _published(self.looks, status)))
-        self.failed = ""
+        published = _published(self.snapshots, status)
+        self.snapshots.append(Snapshot(status, read, duplicates, published))
+        self.error = ""
 
     def values(self, name: str) -> list[float | None]:
-        """Return how much there was at each look; None where it is not known."""
-        return [getattr(one, name) for one in self.looks]
+        """Return a figure of each snapshot; None where it is unknown."""
+        return [getattr(one, name) for one in self.snapshots]
 
 
 def _rate(old: Status, new: Status, count: Callable[[Reading], int | None]) -> float | None:
@@ -117,7 +118,7 @@ def _rate(old: Status, new: Status, count: Callable[[Reading], int | None]) -> f
     if seconds <= 0 or "positions" in {*old.unknown, *new.unknown}:
         return None
     before, now = _counts(old, count), _counts(new, count)
-    # A partition that is new begins wherever it is to begin.
+    # Partitions without an earlier position are left out: they may begin at any offset.
     more = sum(now[one] - before[one] for one in before.keys() & now.keys())
     return max(0.0, more / seconds)
 
@@ -127,23 +128,24 @@ def _counts(status: Status, count: Callable[[Reading], int | None]) -> dict[tupl
     return {place: number for place, number in found.items() if number is not None}
 
 
-def _published(looks: Sequence[Look], now: Status) -> float | None:
+def _published(snapshots: Sequence[Snapshot], now: Status) -> float | None:
     if "relays" in now.unknown:
         return None
-    paces = [_pace(looks, owner, relay) for owner, relay in now.relays.items()]
-    known = [pace for pace in paces if pace is not None]
-    return sum(known) if known or not paces else None
+    rates = [_relay_rate(snapshots, owner, relay) for owner, relay in now.relays.items()]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known or not rates else None
 
 
-def _pace(looks: Sequence[Look], owner: str, now: Relay) -> float | None:
-    """Return a relay's rate between two times that it told of its events, however often one looks.
+def _relay_rate(snapshots: Sequence[Snapshot], owner: str, now: Relay) -> float | None:
+    """Return a relay's events per second between the last two times that it stored its count.
 
-    When that was is known by its leases, all of which are equally long.
+    A relay stores it when it renews its lease. All leases are equally long, so their ends give the
+    time between.
     """
     if now.lease_until is None:
         return None
-    for look in reversed(looks):
-        before = look.status.relays.get(owner)
+    for snapshot in reversed(snapshots):
+        before = snapshot.status.relays.get(owner)
         if before and before.lease_until and before.lease_until < now.lease_until:
             seconds = (now.lease_until - before.lease_until).total_seconds()
             return (now.published - before.published) / seconds
@@ -151,12 +153,12 @@ def _pace(looks: Sequence[Look], owner: str, now: Relay) -> float | None:
 
 
 async def waiting(connection: asyncpg.Connection, limit: int) -> list[Key]:
-    """Return keys of the backlog, those that are due next first."""
+    """Return keys of the backlog in the order in which they are due."""
     return [Key(**row) for row in await connection.fetch(_WAITING, AT_MOST, limit)]
 
 
 def number(count: int | None) -> str:
-    """Return a count, and whether it was cut off."""
+    """Return a count as text, marked if counting stopped at its limit."""
     return "not known" if count is None else format_count(count)
 
 
@@ -164,9 +166,9 @@ WIDTH, HEIGHT = 120, 28
 
 
 def lines(values: Sequence[float | None]) -> list[str]:
-    """Return the points of lines through values, the newest on the right, for SVG.
+    """Return the points of SVG polylines through values, the newest on the right.
 
-    What is not known is a gap: it would look like nothing.
+    An unknown value is a gap, as zero would be wrong.
     """
     top = max([1e-9, *(value for value in values if value is not None)])
     step = WIDTH / max(1, len(values) - 1)

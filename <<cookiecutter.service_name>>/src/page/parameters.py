@@ -1,4 +1,4 @@
-"""What a request asks for, which may be anything."""
+"""The parameters of requests and forms, validated: they may have any content."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ _LONGEST_KEY = 1_000
 
 
 async def form(request: Request) -> Mapping[str, str] | None:
-    """Return a form's fields; None for none of ours: too large, too slow, cut off, or another's."""
+    """Return a form's fields; None if it is too large, too slow, cut off, or not of the page."""
     kind = request.headers.get("content-type", "").partition(";")[0]
     if kind.strip().lower() != "application/x-www-form-urlencoded":
         return None
@@ -39,41 +39,41 @@ async def form(request: Request) -> Mapping[str, str] | None:
 
 
 def why(given: Mapping[str, str]) -> str:
-    """Return the reason that somebody gives. Raises `Refused` if he gives none."""
+    """Return the operator's reason for a change. Raises `Refused` if it is missing."""
     text = given.get("why", "").strip()
     if not text:
-        raise Refused("say why: it is kept, to be read later")
+        raise Refused("enter a reason: it is stored with the change")
     return text[:1_000]
 
 
 def payload(given: Mapping[str, str]) -> bytes:
-    """Return the payload of a form, which has to be JSON. Raises `Refused`."""
+    """Return the payload of a form. Raises `Refused` if it is not JSON or has hidden secrets."""
     text = given.get("payload", "")
     try:
         json.loads(text, parse_int=str, parse_float=str)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the payload is not JSON: {error}") from error
     if HIDDEN in text:
-        raise Refused("the page leaves secrets out of the payload: have the event sent again")
+        raise Refused("the page hides secrets of the payload: have the event sent again instead")
     return text.encode()
 
 
 def state(request: Request) -> State:
-    """Return which state is asked for: dead, unless it is one of the others."""
+    """Return the state to list: `dead` if the parameter is missing or unknown."""
     given = request.query_params.get("state")
     return next((one for one in STATES if one == given), "dead")
 
 
 def search(given: Mapping[str, str]) -> Mapping[str, str]:
-    """Return what is searched for, empty where all will do. Raises `Refused`."""
+    """Return the fields of a search; an empty one matches all. Raises `Refused` for NUL."""
     found = {name: given.get(name, "").strip() for name in SEARCHED}
     if any("\0" in text for text in found.values()):
-        raise Refused("no text that is kept holds a NUL character")
+        raise Refused("a search can't contain a NUL character: stored texts have none")
     return found
 
 
 def selection(wanted: Mapping[str, str], until: datetime | None = None) -> Selection:
-    """Return the entries that a search finds, of those in their state at a time."""
+    """Return the selection for a search; with `until`, without entries that are newer."""
     key = wanted["key"]
     return Selection(
         reasons=[wanted["reason"]] if wanted["reason"] else None,
@@ -87,9 +87,10 @@ def selection(wanted: Mapping[str, str], until: datetime | None = None) -> Selec
 
 
 def previewed(form: Mapping[str, str]) -> tuple[Selection, str]:
-    """Return the entries that a preview has counted, and the search as text. Raises `Refused`.
+    """Return the entries that a preview has counted, and the search as text.
 
-    The time of the preview is a part of its form: what has died since is not among them.
+    The preview's time is a field of its form: entries that have died since are left out. Raises
+    `Refused` if it is missing.
     """
     wanted = search(form)
     try:
@@ -97,13 +98,13 @@ def previewed(form: Mapping[str, str]) -> tuple[Selection, str]:
     except ValueError:
         until = None
     if until is None or until.tzinfo is None:
-        raise Refused("the form has no time of a preview: search again, and decide from there")
+        raise Refused("the form has no preview time: search again, and use the new preview")
     text = ", ".join(f"{name} {value!r}" for name, value in wanted.items() if value)
     return selection(wanted, until), text or "everything"
 
 
 def link(state: State, key: Content, **more: str) -> str | None:
-    """Return the address of a search for a key; None for a key that none can ask for."""
+    """Return the path of a search for a key; None if a search can't express the key."""
     text = (key or {}).get("text", "")
     if not text or text != text.strip() or "\0" in text or len(text) > _LONGEST_KEY:
         return None

@@ -1,4 +1,4 @@
-"""What is shown: each page, as it is asked for."""
+"""The pages that change nothing."""
 
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -27,7 +27,7 @@ _LISTED = 100
 
 
 class Reading:
-    """The pages that change nothing."""
+    """The views of the page."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Reading:
         self._watch = watch
 
     async def overview(self, request: Request, operator: Operator) -> Response:
-        """Show how the service stands."""
+        """Show the status of the service."""
         return self._templates.page("overview.html", operator, **await self._watch.now())
 
     async def entries(
         self, kind: type[Store], template: str, request: Request, operator: Operator
     ) -> Response:
-        """Show the newest dead letters or events, of those that are searched for."""
+        """Show the newest dead letters or events that a search finds."""
         wanted = parameters.search(request.query_params)
         state = parameters.state(request)
         selection = parameters.selection(wanted)
@@ -71,7 +71,7 @@ class Reading:
         )
 
     async def preview(self, kind: type[Store], request: Request, operator: Operator) -> Response:
-        """Count the dead letters or events of a search, before they are redriven or discarded."""
+        """Count the dead letters or events that a search finds, before a redrive or discard."""
         wanted = parameters.search(request.query_params)
         async with autocommitting(self._engine) as connection:
             until = await connection.fetchval("SELECT clock_timestamp()")
@@ -94,7 +94,7 @@ class Reading:
     async def entry(
         self, kind: type[Store], template: str, request: Request, operator: Operator
     ) -> Response:
-        """Show one of them, as it came and as it failed."""
+        """Show a dead letter or event with its payload and error."""
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
             entry = await store.show(request.path_params["id"])
@@ -102,14 +102,14 @@ class Reading:
         return self._templates.page(template, operator, one=entry, trace=trace)
 
     def _trace(self, traceparent: str | None) -> str | None:
-        """Return where a trace is shown; what came from outside gets into it only as an id."""
+        """Return the URL of a trace; None if the header, which is untrusted, has no valid id."""
         id = (traceparent or "").split("-")[1:2]
         if self._page.trace_url is None or not id or len(id[0]) != 32 or not id[0].isalnum():
             return None
         return self._page.trace_url.replace("{trace_id}", id[0]) if id[0].isascii() else None
 
     async def backlog(self, request: Request, operator: Operator) -> Response:
-        """Show keys that wait."""
+        """Show the keys of the backlog."""
         async with autocommitting(self._engine) as connection:
             found = await overview.waiting(connection, _LISTED + 1)
         keys = []
@@ -121,7 +121,7 @@ class Reading:
         return self._templates.page("backlog.html", operator, keys=keys, are_more=are_more)
 
     async def scheduled(self, request: Request, operator: Operator) -> Response:
-        """Show events that are due later."""
+        """Show scheduled events."""
         async with autocommitting(self._engine) as connection:
             found = await scheduled.waiting(connection, _LISTED + 1)
         return self._templates.page(
@@ -132,29 +132,29 @@ class Reading:
         )
 
     async def retention(self, request: Request, operator: Operator) -> Response:
-        """Show what stands before each partition."""
+        """Show each partition with its end and what keeps it."""
         async with autocommitting(self._engine) as connection:
             found = [one async for one in maintenance.list_partitions(connection, self._settings)]
-        return self._templates.page("retention.html", operator, standings=found)
+        return self._templates.page("retention.html", operator, partitions=found)
 
     async def doctor(self, request: Request, operator: Operator) -> Response:
-        """Make the checks of `service doctor`, and show what they find."""
+        """Run the checks of `service doctor`, and show their findings."""
         try:
             async with autocommitting(self._engine) as connection:
-                found = await self._examined(connection)
+                found = await self._findings(connection)
         except Exception as error:
-            said = errors.describe(error, self._settings)
-            if said is None:
+            text = errors.describe(error, self._settings)
+            if text is None:
                 raise
-            found = [Finding("wrong", said, check="postgresql"), *await self._examined(None)]
+            found = [Finding("wrong", text, check="postgresql"), *await self._findings(None)]
         found.sort(key=lambda one: ("wrong", "warning", "ok").index(one.level))
         return self._templates.page("doctor.html", operator, findings=found)
 
-    async def _examined(self, connection: asyncpg.Connection | None) -> list[Finding]:
-        examined = doctor.examine(connection, self._service, self._settings)
-        return [one async for one in examined]
+    async def _findings(self, connection: asyncpg.Connection | None) -> list[Finding]:
+        findings = doctor.examine(connection, self._service, self._settings)
+        return [one async for one in findings]
 
     async def words(self, request: Request, operator: Operator) -> Response:
-        """Explain the words of the page, and every reason."""
+        """Show the glossary of the page, and every reason with its advice."""
         reasons = (DeadLetters.reasons, DeadEvents.reasons)
         return self._templates.page("words.html", operator, reasons=reasons)

@@ -1,4 +1,4 @@
-"""Pages made of templates, which escape all that is put into them."""
+"""Rendering of templates, which escape every value."""
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, Response
@@ -12,7 +12,7 @@ from .words import WORDS
 
 
 class Templates:
-    """The templates of a service's page."""
+    """The templates of a service's operations page."""
 
     def __init__(self, service: str, settings: PageSettings) -> None:
         self._environment = Environment(
@@ -40,17 +40,17 @@ class Templates:
         )
 
     def text(self, template: str, **values: object) -> str:
-        """Return a part of a page."""
+        """Return a rendered template."""
         return self._environment.get_template(template).render(**values)
 
     def page(
         self, template: str, operator: Operator | None, status: int = 200, **values: object
     ) -> Response:
-        """Return a page as an answer."""
+        """Return a page as a response."""
         text = self.text(template, operator=operator, **values)
-        # Lone surrogates can come from JSON, and are no UTF-8.
+        # JSON may contain lone surrogates, which UTF-8 can't encode.
         return HTMLResponse(text.encode("utf-8", "replace"), status)
 
     def note(self, operator: Operator | None, text: str, status: int = 200) -> Response:
-        """Return a page that says one thing."""
-        return self.page("said.html", operator, status, text=text)
+        """Return a page that consists of one message."""
+        return self.page("note.html", operator, status, text=text)

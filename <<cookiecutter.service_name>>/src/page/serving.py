@@ -1,4 +1,4 @@
-"""The page's server: it listens, and ends when it is told to."""
+"""The page's HTTP server."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """Ends streams first, which would keep it from stopping."""
+    """A server that ends its event streams before it waits for open connections."""
 
     def __init__(self, config: uvicorn.Config, page: Page) -> None:
         super().__init__(config)
@@ -31,14 +31,14 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop by a signal; unlike uvicorn's own, without dying of it in the end."""
+        """Stop on SIGTERM and SIGINT; unlike uvicorn, don't raise the signal again at the end."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams, then everything."""
+        """End the streams, then shut down."""
         self._page.stop()
         await super().shutdown(sockets)
 
@@ -54,9 +54,9 @@ async def serve(service: Service, settings: Settings, chosen: PageSettings) -> N
         page.app(),
         log_config=None,
         access_log=False,
-        # Whose word a proxy's header is depends on the connection's own address.
+        # A proxy's header is accepted by the connection's own address, which uvicorn would replace.
         proxy_headers=False,
-        # Of the two that it may find, the one that bounds headers. The page has no web sockets.
+        # Of uvicorn's two HTTP implementations, the one that limits the size of headers.
         http="h11",
         ws="none",
         server_header=False,

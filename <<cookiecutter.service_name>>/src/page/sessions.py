@@ -1,4 +1,4 @@
-"""Who asks, and whether a change was asked for by a form of this page."""
+"""Sessions of operators, and the checks that a form was sent by this page."""
 
 import hashlib
 import hmac
@@ -15,17 +15,17 @@ from starlette.responses import Response
 from .settings import PageSettings
 
 _NAME = re.compile(r"[\w.@+' -]{1,80}")
-_MOST = 1_000
-"""Sessions at a time; the oldest makes room."""
+_MAX_SESSIONS = 1_000
+"""Limit of open sessions; a new one ends the oldest."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """A person who is logged in."""
+    """A logged-in user."""
 
     name: str
     csrf: str
-    """What the forms of this session carry."""
+    """Token that the forms of this session contain, against cross-site requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +35,32 @@ class _Session:
 
 
 class Sessions:
-    """Knows who has logged in, as long as this process lives."""
+    """The open sessions, in this process's memory."""
 
     def __init__(self, settings: PageSettings, service: str) -> None:
         self._settings = settings
         self._key = secrets.token_bytes(32)
         self._is_secure = (settings.origin or "").startswith("https:")
-        # Ports share cookies, so another service's page on this host needs another name. The
-        # prefix has browsers refuse what a neighbouring domain sets.
+        # The ports of a host share cookies, so the name has the service's in it. With the prefix,
+        # browsers reject a cookie of this name that another subdomain sets.
         self._cookie = f"{'__Host-' if self._is_secure else ''}page-{service}"
         self._open: dict[str, _Session] = {}
 
-    def admits(self, token: str) -> bool:
-        """Whether this is the token; how long that takes tells nothing of it."""
+    def is_token(self, token: str) -> bool:
+        """Whether this is the token, compared in constant time."""
         wanted = self._settings.token
         if wanted is None:
             return False
-        # Signed, so that not even the length is compared.
+        # Signatures are compared, so that the time does not depend on the length either.
         known = self._signed("token", wanted.get_secret_value())
-        return _same(self._signed("token", token), known)
+        return _is_equal(self._signed("token", token), known)
 
     def open(self, name: str, request: Request, answer: Response) -> None:
-        """Begin a session, with an id that is new, and end the one that the browser had."""
+        """Begin a session with a new id, set its cookie, and end the browser's former session."""
         self.end(request)
         now = monotonic()
         self._open = {id: one for id, one in self._open.items() if now < one.until}
-        while len(self._open) >= _MOST:
+        while len(self._open) >= _MAX_SESSIONS:
             del self._open[next(iter(self._open))]
         value = secrets.token_urlsafe(32)
         operator = Operator(name, self._signed("form", value))
@@ -72,22 +72,22 @@ class Sessions:
         )
 
     def end(self, request: Request) -> None:
-        """End the session for everyone who has its cookie."""
+        """End the request's session, in every browser that has its cookie."""
         self._open.pop(self._id(request), None)
 
     def operator(self, request: Request) -> Operator | None:
-        """Return who asks, or None if nobody knows."""
+        """Return the operator of a request; None without a valid session or proxy header."""
         if self._settings.proxy_header is not None:
-            return self._introduced(request, self._settings.proxy_header)
+            return self._from_proxy(request, self._settings.proxy_header)
         session = self._open.get(self._id(request))
         return None if session is None or monotonic() >= session.until else session.operator
 
     def _id(self, request: Request) -> str:
-        # Looked up by what nobody can foresee, so that its time tells nothing.
+        # A signature can't be predicted, so the time of the lookup discloses nothing.
         return self._signed("session", request.cookies.get(self._cookie, ""))
 
-    def _introduced(self, request: Request, header: str) -> Operator | None:
-        """Believe a proxy, and nobody else; the address is the connection's own."""
+    def _from_proxy(self, request: Request, header: str) -> Operator | None:
+        """Return the header's operator if the connection's own address is one of the proxies."""
         if request.client is None or _address(request.client.host) not in self._settings.proxies:
             return None
         names = request.headers.getlist(header)
@@ -95,8 +95,8 @@ class Sessions:
             return None
         return Operator(names[0], self._signed("form", names[0]))
 
-    def is_own(self, request: Request) -> bool:
-        """Whether the browser says that a page of ours asks; those that say nothing are refused."""
+    def is_same_origin(self, request: Request) -> bool:
+        """Whether the header `Origin` is the page's; False without the header."""
         origin = request.headers.get("origin", "")
         if self._settings.origin is not None:
             return origin == self._settings.origin
@@ -106,13 +106,13 @@ class Sessions:
             return False
         return parts.scheme in ("http", "https") and parts.netloc == request.headers.get("host")
 
-    def is_meant(self, operator: Operator, csrf: str) -> bool:
-        """Whether a form carries what only this session's forms do."""
-        return _same(csrf, operator.csrf)
+    def is_csrf_valid(self, operator: Operator, csrf: str) -> bool:
+        """Whether a form's token is that of the operator's session."""
+        return _is_equal(csrf, operator.csrf)
 
     def _signed(self, purpose: str, text: str) -> str:
-        said = f"{purpose}:{text}".encode("utf-8", "replace")
-        return hmac.new(self._key, said, hashlib.sha256).hexdigest()
+        message = f"{purpose}:{text}".encode("utf-8", "replace")
+        return hmac.new(self._key, message, hashlib.sha256).hexdigest()
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
@@ -120,14 +120,14 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
         address = ip_address(host)
     except ValueError:
         return None
-    # Where one socket serves both, IPv4 comes as this.
+    # A socket for both IPv6 and IPv4 gives IPv4 addresses in this form.
     return getattr(address, "ipv4_mapped", None) or address
 
 
-def _same(given: str, wanted: str) -> bool:
+def _is_equal(given: str, wanted: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), wanted.encode())
 
 
 def is_name(text: str) -> bool:
-    """Whether this can be a person's name, to be kept with what he decides."""
+    """Whether a text is valid as an operator's name, which is stored with changes."""
     return _NAME.fullmatch(text) is not None and bool(text.strip())

@@ -12,14 +12,14 @@ from pipeline.settings import Seconds
 _ORIGIN = r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]+)?"
 
 
-def _hard_to_guess(token: SecretStr) -> SecretStr:
+def _check_length(token: SecretStr) -> SecretStr:
     if len(token.get_secret_value()) < 16:
-        raise ValueError("at least 16 characters (`openssl rand -hex 24` makes some)")
+        raise ValueError("at least 16 characters (create one with `openssl rand -hex 24`)")
     return token
 
 
 class PageSettings(EnvironmentSettings):
-    """Where the page is served, and who may see it."""
+    """Address, login and intervals of the page."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINE_PAGE_")
 
@@ -27,7 +27,7 @@ class PageSettings(EnvironmentSettings):
     """Address to listen on. Put TLS before one that other machines can reach."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8_081
     """0 picks a free port and logs it."""
-    token: Annotated[SecretStr, AfterValidator(_hard_to_guess)] | None = None
+    token: Annotated[SecretStr, AfterValidator(_check_length)] | None = None
     """Shared token of all users, at least 16 characters."""
     proxy_header: (
         Annotated[str, written(r"[A-Za-z0-9-]+", "a header's name, of letters, digits and '-'")]
@@ -51,21 +51,22 @@ class PageSettings(EnvironmentSettings):
 
     @field_validator("proxies", mode="before")
     @classmethod
-    def _each(cls, given: object) -> object:
+    def _split(cls, given: object) -> object:
         if not isinstance(given, str):
             return given
         return [ip_address(one.strip()) for one in given.split(",")]
 
     @model_validator(mode="after")
-    def _somebody_may_see_it(self) -> Self:
+    def _require_login(self) -> Self:
         if (self.token is None) == (self.proxy_header is None):
             raise ValueError(
-                "set PIPELINE_PAGE_TOKEN to let people log in by it (`openssl rand -hex 24` makes"
-                " one), or PIPELINE_PAGE_PROXY_HEADER where a proxy has done that; not both"
+                "set PIPELINE_PAGE_TOKEN for a login by token (create one with"
+                " `openssl rand -hex 24`), or PIPELINE_PAGE_PROXY_HEADER if a proxy authenticates"
+                " users; not both"
             )
         if (self.proxy_header is None) != (not self.proxies):
             raise ValueError(
                 "set PIPELINE_PAGE_PROXY_HEADER and PIPELINE_PAGE_PROXIES together: the header's"
-                " name, and the addresses of the proxies whose word it is"
+                " name, and the addresses of the proxies that send it"
             )
         return self

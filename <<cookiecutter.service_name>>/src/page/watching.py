@@ -1,4 +1,4 @@
-"""The overview as time goes on: one look for all who watch, sent to each of them."""
+"""The live overview: one periodic query of the status, sent to all open streams."""
 
 import asyncio
 import html
@@ -19,7 +19,7 @@ from pipeline.servers.tasks import sleep_or_event
 from pipeline.settings import Settings
 
 from . import errors
-from .overview import Course
+from .overview import History
 from .rendering import Templates
 from .sessions import Operator, Sessions
 from .settings import PageSettings
@@ -27,11 +27,11 @@ from .settings import PageSettings
 log = logging.getLogger(__name__)
 
 _STREAMS = 20
-"""So many may watch at a time: each holds a connection as long as it does."""
+"""Limit of open streams, each of which holds a connection of the server."""
 
 
 class Watch:
-    """Looks again and again, and tells whoever watches."""
+    """Queries the status periodically, and sends it to the streams."""
 
     def __init__(
         self,
@@ -48,53 +48,57 @@ class Watch:
         self._engine = engine
         self._templates = templates
         self._sessions = sessions
-        self._course = Course()
-        self._places = asyncio.Semaphore(_STREAMS)
+        self._history = History()
+        self._free_streams = asyncio.Semaphore(_STREAMS)
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Let streams end."""
+        """End the streams."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Query the status until cancelled. An error is logged when it differs from the last."""
         while True:
             try:
-                await self._look()
+                await self._query()
             except Exception as error:
-                said = errors.describe(error, self._settings)
-                why = said or describe_error(error)
-                if why != self._course.failed:  # else it was told
-                    if said is None:
-                        log.exception("the overview is not known")
+                known = errors.describe(error, self._settings)
+                text = known or describe_error(error)
+                if text != self._history.error:
+                    if known is None:
+                        log.exception("the status can't be queried")
                     else:
-                        log.warning("the overview is not known: %s", why)
-                self._course.failed = why
+                        log.warning("the status can't be queried: %s", text)
+                self._history.error = text
             await asyncio.sleep(self._page.interval)
 
-    async def _look(self) -> None:
+    async def _query(self) -> None:
         async with autocommitting(self._engine) as connection:
-            self._course.add(await status.look(connection, self._service, self._settings))
+            self._history.add(await status.look(connection, self._service, self._settings))
 
     async def now(self) -> dict[str, Any]:
-        """Return what the last look has found, for templates."""
-        if not self._course.looks:
-            await self._look()
-        return {"now": self._course.looks[-1], "course": self._course}
+        """Return the latest snapshot and the history, for templates."""
+        if not self._history.snapshots:
+            await self._query()
+        return {"now": self._history.snapshots[-1], "history": self._history}
 
     async def stream(self, request: Request, operator: Operator) -> Response:
-        """Send the overview again and again."""
-        if self._places.locked():
-            said = f"{_STREAMS} watch already: close some, or load the overview by hand."
-            return self._templates.note(operator, said, 503)
-        # A proxy of the kind of nginx would keep back what it is sent, to send it at once.
+        """Send the overview periodically, as server-sent events."""
+        if self._free_streams.locked():
+            note = (
+                f"{_STREAMS} browsers show the live overview already, which is the limit: close"
+                " one, or reload the overview by hand."
+            )
+            return self._templates.note(operator, note, 503)
+        # nginx and similar proxies buffer answers without this header.
         headers = {"x-accel-buffering": "no"}
-        return StreamingResponse(self._sent(request), 200, headers, "text/event-stream")
+        return StreamingResponse(self._events(request), 200, headers, "text/event-stream")
 
-    async def _sent(self, request: Request) -> AsyncIterator[bytes]:
-        # Not for ever: who may see it is asked again when the browser comes back.
+    async def _events(self, request: Request) -> AsyncIterator[bytes]:
+        # A stream ends at the latest after a session's time: the browser connects again, and the
+        # new request is authenticated.
         until = monotonic() + self._page.session
-        async with self._places:
+        async with self._free_streams:
             while (
                 not self._stopping.is_set()
                 and monotonic() < until
@@ -107,9 +111,9 @@ class Watch:
         try:
             text = self._templates.text("now.html", **await self.now())
         except Exception as error:
-            said = errors.describe(error, self._settings)
-            if said is None:
+            known = errors.describe(error, self._settings)
+            if known is None:
                 raise
-            text = f'<p role="alert" class="bad">{html.escape(said)}</p>'
+            text = f'<p role="alert" class="bad">{html.escape(known)}</p>'
         lines = "".join(f"data: {line}\n" for line in text.splitlines())
         return f"{lines}\n".encode("utf-8", "replace")

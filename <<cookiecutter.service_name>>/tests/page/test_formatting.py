@@ -58,7 +58,7 @@ def test_a_key_is_shown_as_one_has_to_search_for_it(key: str) -> None:
 
 
 def test_bytes_that_are_no_text_are_shown_in_hexadecimal_digits() -> None:
-    assert content({"hex": "ff00"}) == "2 bytes that are no UTF-8:\nff00"
+    assert content({"hex": "ff00"}) == "2 bytes, not UTF-8:\nff00"
     assert content(None) == "(nothing)"
 
 

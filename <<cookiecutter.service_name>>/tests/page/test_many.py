@@ -56,7 +56,7 @@ async def test_a_preview_counts_what_a_search_finds_and_changes_nothing(
     assert "Redrive 1<" in text
     assert "Discard 3<" in text
     assert [cells[-1] for cells in await rows(ann, "/dead/preview", reason="too old")] == [
-        "tried again"
+        "redriven"
     ]
     assert "Nothing of this search is dead" in (await ann.get("/dead/preview?key=eve")).text
     assert len([one for one in await desk.backlog() if one["died_at"]]) == 3
@@ -82,7 +82,7 @@ async def test_what_is_discarded_is_what_the_preview_has_counted(
     discarded = ("ann", "no more")
     assert [tuple(one)[1:] for one in left] == [discarded, (None, None), discarded, (None, None)]
     assert recorded(caplog) == [
-        ("asked for on the page: discard dead letters", "ann", "key 'ada'"),
+        ("requested on the page: discard dead letters", "ann", "key 'ada'"),
         ("done on the page: discard dead letters", "ann", "key 'ada'"),
     ]
 

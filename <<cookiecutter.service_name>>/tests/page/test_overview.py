@@ -1,9 +1,9 @@
-"""What is made of looks at the service: a rate, and numbers that may not be known."""
+"""The figures of snapshots: rates, and figures that are unknown."""
 
 from datetime import UTC, datetime, timedelta
 
 from operate.status import Reading, Relay, Status
-from page.overview import HEIGHT, WIDTH, Course, lines
+from page.overview import HEIGHT, WIDTH, History, lines
 from page.rendering import Templates
 from page.settings import PageSettings
 
@@ -11,7 +11,7 @@ NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
 
 
 def at(second: float, *positions: int | None, unknown: str = "nothing") -> Status:
-    """Return what a look has found, then."""
+    """Return a status of that second."""
     readings = [
         Reading("topic", number, position, None, None, None, duplicates=(position or 0) // 2)
         for number, position in enumerate(positions)
@@ -20,16 +20,16 @@ def at(second: float, *positions: int | None, unknown: str = "nothing") -> Statu
 
 
 def test_a_rate_is_of_partitions_that_had_begun_before() -> None:
-    course = Course()
+    history = History()
     for status in (at(0, 10, None), at(2, 14, 1_000_000), at(4, 4, 1_000_030), at(6, 4, 1)):
-        course.add(status)
-    assert [one.read for one in course.looks] == [None, 2, 10, 0]
-    assert course.values("read") == [None, 2, 10, 0]
-    assert [one.duplicates for one in course.looks] == [None, 250_001, 5, 0]
+        history.add(status)
+    assert [one.read for one in history.snapshots] == [None, 2, 10, 0]
+    assert history.values("read") == [None, 2, 10, 0]
+    assert [one.duplicates for one in history.snapshots] == [None, 250_001, 5, 0]
 
 
 def test_what_relays_publish_is_measured_by_when_they_told_of_it() -> None:
-    course = Course()
+    history = History()
     for second, relays in enumerate(
         (
             {"one": (100, 0)},
@@ -44,18 +44,18 @@ def test_what_relays_publish_is_measured_by_when_they_told_of_it() -> None:
         for owner, (published, told_at) in relays.items():
             then = NOON + timedelta(seconds=told_at)
             status.relays[owner] = Relay([1], published, then)
-        course.add(status)
-    assert course.values("published") == [None, None, 10, 10, 5, 0]
-    course.add(at(9, unknown="relays"))
-    assert course.looks[-1].published is None
+        history.add(status)
+    assert history.values("published") == [None, None, 10, 10, 5, 0]
+    history.add(at(9, unknown="relays"))
+    assert history.snapshots[-1].published is None
 
 
 def test_what_is_not_known_is_no_number() -> None:
-    course = Course()
+    history = History()
     for unknown in ("nothing", "positions", "backlog", "outbox", "rejected", "scheduled"):
-        course.add(at(len(course.looks), 5, unknown=unknown))
+        history.add(at(len(history.snapshots), 5, unknown=unknown))
     names = ("read", "duplicates", "waiting", "dead", "outbox", "dead_events", "scheduled")
-    told = [[name for name in names if getattr(one, name) is None] for one in course.looks]
+    told = [[name for name in names if getattr(one, name) is None] for one in history.snapshots]
     assert told == [
         *(["read", "duplicates"],) * 2,
         ["read", "duplicates", "waiting", "dead"],
@@ -73,14 +73,14 @@ def test_a_line_ends_where_nothing_is_known_and_begins_anew() -> None:
 
 
 def test_each_tile_has_the_plot_of_its_own_numbers() -> None:
-    course = Course()
+    history = History()
     for second, position in enumerate((10, 14, 15, 30)):
-        course.add(at(second, position))
+        history.add(at(second, position))
     templates = Templates("bank", PageSettings.model_validate({"token": "a token of the tests"}))
-    text = templates.text("now.html", now=course.looks[-1], course=course)
+    text = templates.text("now.html", now=history.snapshots[-1], history=history)
     parts = (one.partition(">")[2] for one in text.split("<h2"))
     tiles = {one.partition("</h2>")[0]: one for one in parts}
     for tile, name in (("Read", "read"), ("Duplicates", "duplicates"), ("Outbox", "outbox")):
-        (line,) = lines(course.values(name))
+        (line,) = lines(history.values(name))
         assert f'<polyline points="{line}"/>' in tiles[tile]
     assert "<polyline" not in tiles["Kafka lag"], "it is not known"

@@ -140,7 +140,7 @@ async def test_a_dead_letter_is_discarded_as_by_the_command_and_it_is_logged_who
     row = await db.fetchrow("SELECT discarded_by, discarded_why FROM pipeline.backlog")
     assert tuple(row) == ("ann", "no more")
     assert recorded(caplog) == [
-        ("asked for on the page: discard dead letter", "ann", id),
+        ("requested on the page: discard dead letter", "ann", id),
         ("done on the page: discard dead letter", "ann", id),
     ]
     assert (
@@ -161,7 +161,7 @@ async def test_a_dead_letter_is_redriven_and_handled(
     assert answer.status_code == 200
     assert "was redriven" in answer.text
     assert recorded(caplog) == [
-        ("asked for on the page: redrive dead letter", "ann", id),
+        ("requested on the page: redrive dead letter", "ann", id),
         ("done on the page: redrive dead letter", "ann", id),
     ]
     await desk.work_off()
@@ -173,10 +173,11 @@ async def test_an_identity_mismatch_is_shown_with_both_hashes(
     ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
     id = await buried(desk, db, Deposit(1))
-    assert "is remembered" not in (await ann.get(f"/dead/{id}")).text
+    assert "is stored for this id" not in (await ann.get(f"/dead/{id}")).text
     await db.execute("UPDATE pipeline.backlog SET hash = '\\xab01', remembered_hash = '\\xcd02'")
     text = (await ann.get(f"/dead/{id}")).text
-    assert "<code>ab01</code> came, and <code>cd02</code> is remembered" in text
+    stored = "<code>cd02</code> is stored for this id"
+    assert f"<code>ab01</code> was received, {stored}" in text
 
 
 async def test_a_scheduled_event_is_cancelled(
@@ -195,10 +196,10 @@ async def test_a_scheduled_event_is_cancelled(
         answer = await ann.post("/scheduled/cancel", data={**form, "why": "paid twice"})
         assert answer.status_code == status
     assert [what for what, *_ in recorded(caplog)] == [
-        "asked for on the page: cancel",
+        "requested on the page: cancel",
         "done on the page: cancel",
-        "asked for on the page: cancel",
-        "not done on the page: cancel: Refused: not scheduled, or published already",
+        "requested on the page: cancel",
+        "failed on the page: cancel: Refused: not scheduled, or published already",
     ]
     told = {(vars(one)["operator"], vars(one)["id"], vars(one)["why"]) for one in records(caplog)}
     assert told == {("ann", HOSTILE, "paid twice")}
@@ -226,9 +227,9 @@ async def test_dead_events_are_shown_discarded_and_redriven(
     )
     assert [tuple(row) for row in rows] == [(False, "ann"), (True, None)]
     assert recorded(caplog) == [
-        ("asked for on the page: discard dead event", "ann", "1"),
+        ("requested on the page: discard dead event", "ann", "1"),
         ("done on the page: discard dead event", "ann", "1"),
-        ("asked for on the page: redrive dead event", "ann", "2"),
+        ("requested on the page: redrive dead event", "ann", "2"),
         ("done on the page: redrive dead event", "ann", "2"),
     ]
 

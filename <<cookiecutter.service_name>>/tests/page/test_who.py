@@ -91,7 +91,7 @@ async def test_who_comes_and_goes_is_logged_also_where_only_warnings_are(
         if one.name == "page.auth"
     ]
     assert told == [
-        ("a login to the page was refused", None, "127.0.0.1"),
+        ("a login to the page was rejected", None, "127.0.0.1"),
         ("logged in to the page", "ann", "127.0.0.1"),
         ("logged out of the page", "ann", "127.0.0.1"),
     ]
@@ -113,7 +113,7 @@ async def test_a_session_ends_after_its_time(
 async def test_there_is_no_more_than_so_many_sessions(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "_MOST", 2)
+    monkeypatch.setattr(sessions, "_MAX_SESSIONS", 2)
     async with opened() as client:
         had = []
         for _ in range(3):
