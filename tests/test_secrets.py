@@ -678,7 +678,7 @@ def test_the_outside_has_got_its_secret(run: Run, place: str) -> None:
         ("commands", "the object store at s3://parcels/archive"),
         ("commands", '"how": "text"'),
         ("page /dead", "attempts used up"),
-        ("page after a login, 403", "That is not the token"),
+        ("page after a login, 403", "The token is wrong"),
         ("wrong starts", "password authentication failed"),
         ("wrong starts", "Connection refused"),
         ("wrong starts", "write it as postgresql+asyncpg://user:password@host"),
