@@ -150,7 +150,7 @@ def test_a_change_is_compared_with_another_commit(template: Template, output: Pa
     events.write_text(changed, "utf-8")
 
     said = failing(project, "schema-check", "BASE=HEAD")
-    assert "a consumer that has not been updated refuses events whose `scans` is null" in said
+    assert "a consumer that has not been updated rejects events whose `scans` is null" in said
     project.make("schema")
     assert "contracts/events.json" in project.run("git", "status", "--porcelain")
     project.run("git", *who, "rm", "--quiet", "--cached", "contracts/events.json")

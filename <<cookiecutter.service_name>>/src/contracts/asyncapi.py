@@ -62,7 +62,7 @@ class _Document:
         self._messages: dict[str, Any] = {}
         self._schemas: dict[str, Any] = {_HEADERS: _COMMON}
         self._closures: dict[str, str] = {_HEADERS: ""}
-        """What each schema is and refers to, to tell those that have the same name."""
+        """Each schema with those it refers to, to distinguish schemas of the same name."""
         for topic, by_type in sorted(taken(service).items()):
             for type, handlers in sorted(by_type.items()):
                 self._taken(topic, type, handlers)
@@ -71,7 +71,7 @@ class _Document:
 
     @property
     def made(self) -> dict[str, Any]:
-        """The whole document. Its version changes if a topic or an event does."""
+        """The document. Its version is a hash of the topics and events."""
         body = {
             "channels": self._channels,
             "components": {"messages": self._messages, "schemas": self._schemas},
@@ -221,7 +221,7 @@ def _envelope(event: type[Event], mode: Mode, codec: Codec) -> str:
 
 
 def _decisions(handler: Handler) -> str:
-    """Return what is done with messages that are not applied at once, in sentences."""
+    """Return sentences on retries, dead letters and the order of messages."""
     policy = handler.policy
     schedule = ", ".join(map(_time, policy.schedule))
     limits = f"up to {policy.attempts} attempts in {_time(policy.max_age)}"
@@ -278,7 +278,7 @@ def _closure(parts: Mapping[str, Any], root: str) -> dict[str, Any]:
 
 
 def _as_draft_7(node: Any, names: Mapping[str, str]) -> Any:
-    """Return a schema as AsyncAPI has it, with references to components."""
+    """Return a schema in draft 7, with references to the document's components."""
     if isinstance(node, list):
         return [_as_draft_7(one, names) for one in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Compatibility of two exports: which events would be refused, by which side."""
+"""Compatibility of two exports: which events would be rejected, and by which side."""
 
 import json
 import re
@@ -17,16 +17,16 @@ from .findings import Finding
 
 
 class Mode(StrEnum):
-    """What is compared, named as schema registries do."""
+    """The directions to compare, named as in schema registries."""
 
     BACKWARD = "BACKWARD"
-    """Whoever reads by the new schemas accepts events written by the old ones."""
+    """Readers with the new schemas accept events written with the old ones."""
     FORWARD = "FORWARD"
-    """Whoever reads by the old schemas accepts events written by the new ones."""
+    """Readers with the old schemas accept events written with the new ones."""
     FULL = "FULL"
     """Both."""
     BACKWARD_TRANSITIVE = "BACKWARD_TRANSITIVE"
-    """As BACKWARD, with all exports given instead of the latest one."""
+    """As BACKWARD, for all given exports instead of the latest one."""
     FORWARD_TRANSITIVE = "FORWARD_TRANSITIVE"
     FULL_TRANSITIVE = "FULL_TRANSITIVE"
 
@@ -44,37 +44,37 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence on an event."""
+    """A change of an event's schema that breaks compatibility, or may break it."""
 
     topic: str
     type: str
     is_break: bool
-    """False: it cannot be decided."""
+    """False if the comparison cannot decide."""
     text: str
 
 
-_REFUSALS = {
-    ("taken", Mode.BACKWARD): "the service refuses events {what}, which it took before",
+_REJECTIONS = {
+    ("taken", Mode.BACKWARD): "the service rejects events {what}, which it accepted before",
     ("taken", Mode.FORWARD): (
-        "an instance of the service that has not been updated refuses events {what}"
+        "an instance of the service that has not been updated rejects events {what}"
     ),
     ("published", Mode.BACKWARD): (
-        "a consumer that has been updated refuses events {what}, as were published before"
+        "a consumer that has been updated rejects events {what}, as were published before"
     ),
-    ("calls", Mode.BACKWARD): "the service refuses stored calls {what}",
+    ("calls", Mode.BACKWARD): "the service rejects stored calls {what}",
     ("calls", Mode.FORWARD): (
-        "an instance of the service that has not been updated refuses calls {what}"
+        "an instance of the service that has not been updated rejects calls {what}"
     ),
-    ("published", Mode.FORWARD): "a consumer that has not been updated refuses events {what}",
+    ("published", Mode.FORWARD): "a consumer that has not been updated rejects events {what}",
 }
 _LACKED = "events that were published before lack `{path}`, which is now required"
 
 
 def read(paths: Sequence[Path], mode: Mode) -> list[tuple[Path, Mapping[str, Any]]]:
-    """Return the exports to compare with; of a folder, those of its `*.json` files by their names.
+    """Return the exports to compare with; in a folder, its `*.json` files in order of names.
 
-    Numbers in names are ordered by their value. Raises `Refused` for a file that is no export; in a
-    folder it is skipped.
+    Numbers in names are ordered by value. Raises `Refused` for a file that is not an export; in a
+    folder, such a file is skipped.
     """
     found = []
     for path in paths:
@@ -85,7 +85,7 @@ def read(paths: Sequence[Path], mode: Mode) -> list[tuple[Path, Mapping[str, Any
             with suppress(Refused):
                 found.append((file, _read(file)))
     if not found:
-        raise Refused(f"there is no *.json with an export in {', '.join(map(str, paths))}")
+        raise Refused(f"no *.json file with an export is in {', '.join(map(str, paths))}")
     return found if mode.is_transitive else found[-1:]
 
 
@@ -98,17 +98,17 @@ def _read(file: Path) -> Mapping[str, Any]:
     try:
         export = json.loads(file.read_text("utf-8"))
     except ValueError as error:
-        raise Refused(f"{file} is no JSON: {error}") from None
+        raise Refused(f"{file} is not JSON: {error}") from None
     if not isinstance(export, dict) or not {"taken", "published"} <= export.keys():
         raise Refused(
-            f"{file} is no export of schemas: make one by `service schema export`, with"
-            " --format json-schema"
+            f"{file} is not an export of schemas: create one with `service schema export --format"
+            " json-schema`"
         )
     return export
 
 
 def verdicts(old: Mapping[str, Any], new: Mapping[str, Any], mode: Mode) -> Iterator[Verdict]:
-    """Yield what would be refused, and what cannot be decided, between two exports."""
+    """Yield the events that would be rejected, and those that cannot be decided."""
     codecs = new.get("codecs", {})
     for topic, codec in sorted(old.get("codecs", {}).items()):
         if codecs.get(topic, codec) != codec:
@@ -132,9 +132,9 @@ def _changes(
 ) -> Iterator[tuple[bool, str]]:
     if new is None:
         if (side, direction) == ("taken", Mode.BACKWARD):
-            yield True, "the service no longer takes events of this type from this topic"
+            yield True, "the service no longer handles events of this type from this topic"
         elif (side, direction) == ("calls", Mode.BACKWARD):
-            yield True, "no handler takes stored calls of this type"
+            yield True, "no handler accepts stored calls of this type"
         elif (side, direction) == ("published", Mode.FORWARD):
             yield True, "the service no longer publishes events of this type to this topic"
         return
@@ -150,9 +150,9 @@ def _changes(
 
 
 def _sentence(side: str, direction: Mode, finding: Finding) -> str:
-    refusal = _REFUSALS[side, direction]
+    rejection = _REJECTIONS[side, direction]
     if finding.kind == "undecided":
-        return f"cannot be decided: whether {refusal.format(what=f'by {finding.what}')}"
+        return f"cannot be decided: whether {rejection.format(what=f'by {finding.what}')}"
     if finding.kind == "lacks" and (side, direction) == ("published", Mode.BACKWARD):
         return _LACKED.format(path=finding.path)
-    return refusal.format(what=finding.what)
+    return rejection.format(what=finding.what)

@@ -1,4 +1,4 @@
-"""The commands `service schema …`. They need no server and no settings."""
+"""The commands `service schema …`, which need no server and no settings."""
 
 from dataclasses import asdict
 from enum import StrEnum
@@ -29,10 +29,12 @@ def group(service: Service) -> typer.Typer:
 
     @app.command(epilog="For example: service schema export --format asyncapi")
     def export(
-        format: Annotated[Format, typer.Option(help="what to write")] = Format.JSON_SCHEMA,
-        output: Annotated[Path | None, typer.Option(help="a file; else to standard output")] = None,
+        format: Annotated[Format, typer.Option(help="format to write")] = Format.JSON_SCHEMA,
+        output: Annotated[
+            Path | None, typer.Option(help="file to write; default: standard output")
+        ] = None,
     ) -> None:
-        """Write the schemas of all events taken and published, or an AsyncAPI document."""
+        """Write the schemas of all events consumed and published, or an AsyncAPI document."""
         with in_a_sentence():
             text = written((exported if format is Format.JSON_SCHEMA else described)(service))
             if output is None:
@@ -52,12 +54,14 @@ def group(service: Service) -> typer.Typer:
         mode: Annotated[
             Mode,
             typer.Option(
-                case_sensitive=False, help="which side was updated; TRANSITIVE: all of the exports"
+                case_sensitive=False,
+                help="BACKWARD: new readers, old events; FORWARD: old readers, new events; FULL:"
+                " both; TRANSITIVE: with all given exports",
             ),
         ] = Mode.FULL,
         as_json: Json = False,
     ) -> None:
-        """Compare the schemas with an earlier export; exit code 1 if events would be refused."""
+        """Compare the schemas with an earlier export; exit code 1 if events would be rejected."""
         with in_a_sentence():
             _check(service, old, mode, as_json=as_json)
 

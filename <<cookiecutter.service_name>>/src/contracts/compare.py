@@ -1,7 +1,7 @@
-"""Whether all that one JSON Schema describes is accepted by another.
+"""Compares two JSON Schemas: does the reader's accept every payload of the writer's?
 
-It knows the subset of JSON Schema that Pydantic generates. The rest, and what would need a search,
-is reported as undecided. Without any finding the reader accepts every payload of the writer.
+The subset of JSON Schema that Pydantic generates is supported. Other keywords, and cases that would
+need a search, are reported as undecided. Without a finding, the reader accepts every payload.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ _KNOWN = {
 def compare(
     writer: Mapping[str, Any], reader: Mapping[str, Any], *, is_open: bool = False
 ) -> list[Finding]:
-    """Return the payloads of the writer's schema that the reader's may refuse.
+    """Return the payloads of the writer's schema that the reader's schema may reject.
 
-    Members that the writer's schema does not name are not written, unless it says so by
-    `additionalProperties`. With `is_open`, a schema that ignores other members is that of a reader,
-    whose producers may send them: a reader that forbids them refuses these.
+    A writer sends members that its schema does not name only if `additionalProperties` allows them.
+    With `is_open`, the writer's schema is that of an earlier reader: its producers may also send
+    the members that it ignored, which a reader that forbids them rejects.
     """
     found = _Comparison(writer, reader, is_open=is_open).nodes(writer, reader, "")
     return list(dict.fromkeys(found))
@@ -48,8 +48,8 @@ class _Comparison:
         self._reader = reader
         self._is_open = is_open
         self._under_way: set[tuple[int, int]] = set()
-        """Pairs of nodes that are compared: inside of a recursive schema they are taken for
-        compatible, which every finite payload justifies."""
+        """Pairs of nodes whose comparison has begun. Where a recursive schema repeats a pair, it
+        counts as compatible: payloads are finite."""
 
     def nodes(self, writer: Node, reader: Node, path: str) -> list[Finding]:
         """Return the findings of a part of both schemas."""
@@ -69,14 +69,14 @@ class _Comparison:
     def _parts(
         self, writer: Mapping[str, Any], reader: Mapping[str, Any], path: str
     ) -> Iterator[Finding]:
-        """Take schemas apart that consist of others, the writer's first."""
+        """Compare the parts of composed schemas, the writer's first."""
         if "$ref" in writer:
             yield from self.nodes(target_of(self._writer, writer), reader, path)
         elif union := writer.get("anyOf") or writer.get("oneOf"):
             for one in union:
                 yield from self.nodes(one, reader, path)
         elif "allOf" in writer:
-            # All of them are true of a payload, so that it is enough if one is accepted.
+            # A payload matches all of them, so it is enough if the reader accepts one.
             results = [self.nodes(one, reader, path) for one in writer["allOf"]]
             if all(results):
                 is_one = len(results) == 1
@@ -136,7 +136,7 @@ class _Comparison:
             yield Finding("undecided", path, "none of several alternatives accepts all of it")
 
     def _tag(self, reader: Mapping[str, Any], alternatives: Sequence[Node]) -> str | None:
-        """Return the discriminator, else a member that has a constant in all of the objects."""
+        """Return the discriminator, or a member that is a constant in each of the objects."""
         if "discriminator" in reader:
             name: str | None = reader["discriminator"].get("propertyName")
             return name
@@ -261,7 +261,7 @@ class _Comparison:
 
 
 def target_of(root: Mapping[str, Any], node: Mapping[str, Any]) -> Node:
-    """Return what a `$ref` refers to, in the same document."""
+    """Return the target of a `$ref` within the same document."""
     found: Any = root
     for part in node["$ref"].removeprefix("#").split("/")[1:]:
         found = found[unquote(part).replace("~1", "/").replace("~0", "~")]
@@ -275,7 +275,7 @@ def _names(node: Mapping[str, Any], name: str) -> set[str]:
 
 
 def _values(node: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the values of a schema that has few."""
+    """Return the values of a constant, enumeration, boolean or null; None for other schemas."""
     if "const" in node:
         return [node["const"]]
     if "enum" in node:
@@ -288,9 +288,9 @@ def _values(node: Mapping[str, Any]) -> Sequence[Any] | None:
 def _undecided(
     writer: Mapping[str, Any], reader: Mapping[str, Any], path: str
 ) -> Iterator[Finding]:
-    """Yield the reader's keywords that are not understood, unless the writer's are equal."""
+    """Yield the reader's unsupported keywords, unless the writer's are equal."""
     unknown = {name for name in reader if name not in _KNOWN and not name.startswith("x-")}
-    if KEYS in reader:  # which are compared themselves
+    if KEYS in reader:  # compared by `_objects`
         unknown.discard("propertyNames")
     for name in sorted(unknown - _ANNOTATIONS | {"uniqueItems"} & reader.keys()):
         value = reader[name]

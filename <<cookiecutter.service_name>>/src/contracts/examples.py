@@ -1,4 +1,4 @@
-"""Examples of payloads, made from their schemas."""
+"""Examples of payloads, generated from their schemas."""
 
 from collections.abc import Mapping
 from math import inf
@@ -22,14 +22,14 @@ _TEXTS = {
     "uri": "https://example.org/",
     "uuid": "00000000-0000-4000-8000-000000000001",
 }
-_DEEPEST = 4
-"""Levels below which members that may be left out are left out."""
+_MAX_DEPTH = 4
+"""Deepest level with optional members."""
 
 
 def example_of(event: type[Event], schema: Mapping[str, Any]) -> Any | None:
-    """Return the first example that the model declares, or one made from its schema.
+    """Return the first example that the model declares, or one generated from its schema.
 
-    Returns None if the model does not accept it.
+    Returns None if the model rejects the example.
     """
     try:
         made = _example(schema, schema, 0)
@@ -54,13 +54,13 @@ def _example(root: Mapping[str, Any], node: Node, depth: int) -> Any:
         chosen = [one for one in union if one != {"type": "null"}]
         if depth > 1 and "allOf" not in node:
             chosen.sort(key=lambda one: _height(root, one, frozenset()))
-        return None if depth > _DEEPEST and chosen != union else _example(root, chosen[0], depth)
+        return None if depth > _MAX_DEPTH and chosen != union else _example(root, chosen[0], depth)
     match node.get("type"):
         case "object":
             return _object(root, node, depth)
         case "array":
             first = [_example(root, one, depth + 1) for one in node.get("prefixItems", ())]
-            count = max(node.get("minItems", 0), depth <= _DEEPEST) - len(first)
+            count = max(node.get("minItems", 0), depth <= _MAX_DEPTH) - len(first)
             most = node.get("maxItems", count)
             rest = _example(root, node.get("items", True), depth + 1) if count > 0 else None
             return first + [rest] * min(count, most)
@@ -75,7 +75,7 @@ def _example(root: Mapping[str, Any], node: Node, depth: int) -> Any:
 
 
 def _height(root: Mapping[str, Any], node: Node, seen: frozenset[str]) -> float:
-    """Return the levels that a schema needs at least; infinite if it needs itself."""
+    """Return the least depth of a payload of a schema; infinite if the schema requires itself."""
     if isinstance(node, bool):
         return 0
     if "$ref" in node:
@@ -95,7 +95,7 @@ def _object(root: Mapping[str, Any], node: Mapping[str, Any], depth: int) -> dic
     return {
         name: _example(root, one, depth + 1)
         for name, one in node.get("properties", {}).items()
-        if name in required or depth < _DEEPEST
+        if name in required or depth < _MAX_DEPTH
     }
 
 

@@ -1,4 +1,4 @@
-"""The export: JSON Schema of every event that a service takes and publishes."""
+"""The export: JSON Schema of every event that a service consumes and publishes."""
 
 import json
 from typing import Any
@@ -12,7 +12,7 @@ from pipeline.handlers.staging import CALLS
 from .schemas import schema_of
 
 UPCAST = "upcast"
-"""Member of an older type that is taken: the type that its data is converted to."""
+"""Member of an older type that is still consumed: the type that its data is converted to."""
 
 
 def taken(service: Service) -> dict[str, dict[str, list[Handler]]]:
@@ -27,9 +27,9 @@ def taken(service: Service) -> dict[str, dict[str, list[Handler]]]:
 
 
 def published(service: Service) -> dict[str, dict[str, type[Event]]]:
-    """Return the events that the process has imported and that have a topic, by it and their type.
+    """Return the imported event classes that have a topic, by topic and type.
 
-    Of several classes that of the service's own package counts.
+    If several classes have the same topic and type, that of the service's own package is returned.
     """
     found: dict[str, dict[str, type[Event]]] = {}
     own = f"{service.package}."
@@ -66,14 +66,14 @@ def exported(service: Service) -> dict[str, Any]:
 
 
 def name_of(codec: Codec) -> str:
-    """Return the codec's name, with what identifies events: other ids would be other events."""
+    """Return the codec's name with its source of event ids, which must not change either."""
     identity = getattr(codec, "identity", None)
     name = type(codec).__name__
     return name if identity is None else f"{name}, identified by {identity}"
 
 
 def _both(event: type[Event]) -> dict[str, Any]:
-    """Return the schema of what is written, and that of its readers if it differs."""
+    """Return the schema of written events, and that of their readers if it differs."""
     schemas = {
         "serialization": schema_of(event, "serialization"),
         "validation": schema_of(event, "validation"),
@@ -84,5 +84,5 @@ def _both(event: type[Event]) -> dict[str, Any]:
 
 
 def written(document: object) -> str:
-    """Return JSON that is the same for the same document, however it was made."""
+    """Return a document as JSON; equal documents have equal texts."""
     return json.dumps(document, ensure_ascii=False, indent=2, sort_keys=True) + "\n"

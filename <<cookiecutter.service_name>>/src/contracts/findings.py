@@ -1,10 +1,10 @@
-"""A finding: payloads that the reader of a schema refuses."""
+"""A finding of a comparison: payloads that the reader's schema rejects."""
 
 from typing import Literal, NamedTuple
 
 
 class Finding(NamedTuple):
-    """Payloads of the writer that the reader refuses, or that may be refused."""
+    """Payloads of the writer that the reader rejects or may reject."""
 
     kind: Literal["lacks", "has", "type", "value", "undecided"]
     path: str
@@ -13,7 +13,7 @@ class Finding(NamedTuple):
 
     @property
     def what(self) -> str:
-        """The part of a sentence that describes the payloads, or what cannot be decided."""
+        """Words for a sentence that describe the payloads, or the undecided part of a schema."""
         name = f"`{self.path}`" if self.path else "payload"
         match self.kind:
             case "lacks":

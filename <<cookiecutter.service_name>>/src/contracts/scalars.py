@@ -1,4 +1,4 @@
-"""Numbers and texts: whether all that one JSON Schema describes is accepted by another."""
+"""Compares the schemas of numbers and strings."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from .schemas import LIMITS
 
 _NOT_ENFORCED = {"password"}
 _ANY_TEXT = {None, "binary", "password"}
-"""Formats that every text has."""
+"""Formats that every string has."""
 _DISTINCT = {
     "date",
     "date-time",
@@ -27,7 +27,7 @@ _DISTINCT = {
     "uri",
     "uuid",
 }
-"""Formats of which no text has two, as far as producers write them."""
+"""Formats that exclude each other: no string that a producer writes has two of them."""
 _DIGITS = {"maxDigits", "decimalPlaces"}
 CONVERTED = "that may be converted"
 NAMES = {
@@ -42,13 +42,13 @@ NAMES = {
 
 
 def type_of(value: object) -> str:
-    """Return the type that JSON Schema has for a value."""
+    """Return the JSON Schema type of a value."""
     names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
     return "null" if value is None else names.get(type(value), "object")
 
 
 def listed(values: Sequence[object]) -> str:
-    """Return values as they are in JSON, for a sentence."""
+    """Return values as JSON, separated by commas."""
     texts = {True: "true", False: "false", None: "null"}
     return ", ".join(
         texts[one] if one is None or isinstance(one, bool) else repr(one).replace("'", '"')
@@ -75,7 +75,10 @@ def _lower(
 
 
 def is_lax(writer: Mapping[str, Any], kinds: Sequence[str], format: str | None) -> bool:
-    """Whether Pydantic may convert between types, unless a reader is strict: schemas omit that."""
+    """Whether Pydantic converts between the types unless the reader is strict.
+
+    Schemas do not contain strictness.
+    """
     kind, given = writer.get("type"), writer.get("format")
     if "string" in kinds:
         is_time = format in ("date", "date-time", "duration", "time")
@@ -108,7 +111,7 @@ def numbers(
 def _digits(
     writer: Mapping[str, Any], reader: Mapping[str, Any], path: str, *, is_integer: bool
 ) -> Iterator[Finding]:
-    """Compare the digits of numbers: all, and those before and after the point."""
+    """Compare limits of digits: of all, and of those before and after the decimal point."""
     wanted = reader.get(LIMITS, {})
     most, places = wanted.get("maxDigits"), wanted.get("decimalPlaces")
     if most is None and places is None:
@@ -134,7 +137,7 @@ def _digits(
 
 
 def _limits(writer: Mapping[str, Any], reader: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    """Compare what JSON Schema has no keywords for."""
+    """Compare limits that JSON Schema has no keyword for."""
     given, wanted = writer.get(LIMITS, {}), reader.get(LIMITS, {})
     different = {name for name in wanted if wanted[name] != given.get(name)}
     different -= {"maxDigits", "decimalPlaces", "schemes"}
@@ -151,7 +154,7 @@ def _limits(writer: Mapping[str, Any], reader: Mapping[str, Any], path: str) -> 
 
 
 def strings(writer: Mapping[str, Any], reader: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    """Compare length, pattern and format of texts."""
+    """Compare length, pattern and format of strings."""
     pattern, format = reader.get("pattern"), reader.get("format")
     is_plain = "pattern" not in writer and writer.get("format") in _ANY_TEXT
     found = [*sizes(writer, reader, path, "Length", "characters")]
@@ -159,7 +162,7 @@ def strings(writer: Mapping[str, Any], reader: Mapping[str, Any], path: str) -> 
     if pattern not in (None, writer.get("pattern")):
         yield Finding(*_unlike(path, f"a text that does not match {pattern}", is_sure=is_plain))
     if format not in (None, writer.get("format"), *_NOT_ENFORCED):
-        is_date = (writer.get("format"), format) == ("date", "date-time")  # taken for its midnight
+        is_date = (writer.get("format"), format) == ("date", "date-time")  # read as its midnight
         is_distinct = is_plain or writer.get("format") in _DISTINCT
         is_sure = format in _DISTINCT and is_distinct and not is_date
         kind = f"of the format {writer['format']}" if "format" in writer else "any text"
@@ -174,7 +177,7 @@ def _unlike(
 
 
 def text(value: str, reader: Mapping[str, Any], path: str) -> Iterator[Finding]:
-    """Return the findings of one text."""
+    """Return the findings of one string."""
     size = {"minLength": len(value), "maxLength": len(value)}
     if [*sizes(size, reader, path, "Length", "characters")]:
         yield Finding("value", path, listed([value]))

@@ -1,4 +1,4 @@
-"""The JSON Schema of an event, with what Pydantic's own leaves out."""
+"""The JSON Schema of an event, with limits and aliases that Pydantic's own leaves out."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ Schema = dict[str, Any]
 Mode = Literal["validation", "serialization"]
 
 KEYS = "x-keys"
-"""Schema of the keys of an object, where they are not any text."""
+"""Schema of an object's keys, if they are not arbitrary strings."""
 LIMITS = "x-limits"
 """Limits that JSON Schema has no keyword for."""
 ALIASES = "x-aliases"
-"""Of an object: other names of members, by the name among its properties."""
+"""An object's members with aliases: their other names, by the name in `properties`."""
 PATHS = "x-paths"
-"""Of an object: members that are read from inside of others, with their paths."""
+"""An object's members that are read from inside of others, with their paths."""
 
 _DIGITS = {"max_digits": "maxDigits", "decimal_places": "decimalPlaces"}
 _LIMITS_OF_DECIMALS = {
@@ -37,7 +37,7 @@ _LIMITS_OF_TIMES = ("ge", "gt", "le", "lt", "now_op", "tz_constraint")
 
 
 class _Generator(GenerateJsonSchema):
-    """Generates JSON Schema that also shows limits and aliases, as each model has them."""
+    """Generates JSON Schema with the limits and aliases of each model."""
 
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012
     _takes_names: Any = False
@@ -47,7 +47,7 @@ class _Generator(GenerateJsonSchema):
         field: _Field,
         total: bool,
     ) -> bool:
-        """Return whether the field is always there: of what is written, also one with a default."""
+        """Whether the field is always present; in written payloads, also one with a default."""
         if self.mode == "serialization" and field["type"] != "typed-dict-field":
             return field.get("serialization_exclude_if") is None
         return super().field_is_required(field, total)
@@ -78,16 +78,16 @@ class _Generator(GenerateJsonSchema):
             self.by_alias, self._takes_names = before
 
     def model_fields_schema(self, schema: core_schema.ModelFieldsSchema) -> Schema:
-        """Return a schema with all names by which members are read."""
+        """Return a schema with all names under which members are read."""
         return super().model_fields_schema(schema) | self._names(schema["fields"].items())
 
     def dataclass_args_schema(self, schema: core_schema.DataclassArgsSchema) -> Schema:
-        """Return a schema with all names by which members are read."""
+        """Return a schema with all names under which members are read."""
         fields = [(one["name"], one) for one in schema["fields"]]
         return super().dataclass_args_schema(schema) | self._names(fields)
 
     def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> Schema:
-        """Return a schema with all names by which members are read."""
+        """Return a schema with all names under which members are read."""
         return super().typed_dict_schema(schema) | self._names(schema["fields"].items())
 
     def _names(self, fields: Iterable[tuple[str, _Field]]) -> Schema:
@@ -126,7 +126,7 @@ class _Generator(GenerateJsonSchema):
             names = _LIMITS_OF_DECIMALS if one["type"] == "string" else _DIGITS
             one.update(_limits(schema, names))
             if one["type"] == "string":
-                one.pop("pattern", None)  # of digits, which the format and the limits say
+                one.pop("pattern", None)  # replaced by the format and the limits
                 one["format"] = "decimal"
         return made
 
@@ -147,7 +147,7 @@ class _Generator(GenerateJsonSchema):
         return super().timedelta_schema(schema) | _limits(schema)
 
     def dict_schema(self, schema: core_schema.DictSchema) -> Schema:
-        """Return a schema with that of the keys."""
+        """Return a schema with the schema of its keys."""
         made = super().dict_schema(schema)
         keys = self.generate_inner(schema["keys_schema"]) if "keys_schema" in schema else {}
         keys.pop("title", None)
@@ -166,9 +166,9 @@ def _limits(schema: Any, names: dict[str, str] | None = None) -> Schema:
 
 
 def schema_of(event: type[Event], mode: Mode) -> Schema:
-    """Return the JSON Schema of the payload, as it is taken ("validation") or published.
+    """Return the JSON Schema of the payload, as it is consumed ("validation") or published.
 
-    Raises `Refused` if a type of the event has none.
+    Raises `Refused` if the type of a field has none.
     """
     if event is Tombstone:
         return {"title": "Tombstone", "type": "null"}
@@ -176,6 +176,6 @@ def schema_of(event: type[Event], mode: Mode) -> Schema:
         return event.model_json_schema(schema_generator=_Generator, mode=mode)
     except PydanticUserError as error:
         raise Refused(
-            f"{event.__name__} has no JSON Schema ({error.message}): give the type of the field"
-            " one, by Annotated[…, WithJsonSchema({…})]"
+            f"{event.__name__} has no JSON Schema ({error.message}): declare the schema of the"
+            " field's type with Annotated[…, WithJsonSchema({…})]"
         ) from error

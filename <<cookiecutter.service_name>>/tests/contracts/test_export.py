@@ -260,7 +260,7 @@ CHANGES: list[tuple[str, Edit, str]] = [
         "FORWARD",
         to(["order", "way", "place"], *PAID, "validation", "required"),
         (
-            "test-contracts-payments, paid/v1: a consumer that has not been updated refuses events"
+            "test-contracts-payments, paid/v1: a consumer that has not been updated rejects events"
             " without `place`"
         ),
     ),
@@ -272,33 +272,33 @@ CHANGES: list[tuple[str, Edit, str]] = [
     (
         "FORWARD",
         to("integer", *PAID, "validation", "properties", "order", "type"),
-        "a consumer that has not been updated refuses events whose `order` is a string",
+        "a consumer that has not been updated rejects events whose `order` is a string",
     ),
     (
         "BACKWARD",
         to(["card", "coin"], *PAID, "serialization", "properties", "way", "enum"),
         (
-            'a consumer that has been updated refuses events whose `way` is "coin", as were'
+            'a consumer that has been updated rejects events whose `way` is "coin", as were'
             " published before"
         ),
     ),
     (
         "BACKWARD",
         without(*ORDERED, "required", "total"),
-        "orders, ordered.v2: the service refuses events without `total`, which it took before",
+        "orders, ordered.v2: the service rejects events without `total`, which it accepted before",
     ),
     (
         "FORWARD",
         to(9, *ORDERED, "$defs", "Line", "properties", "count", "minimum"),
         (
-            "an instance of the service that has not been updated refuses events whose"
+            "an instance of the service that has not been updated rejects events whose"
             " `lines[].count` is less than 9"
         ),
     ),
     (
         "BACKWARD",
         to({"validation": {}}, "taken", "orders", "ordered.v3"),
-        "orders, ordered.v3: the service no longer takes events of this type from this topic",
+        "orders, ordered.v3: the service no longer handles events of this type from this topic",
     ),
     (
         "FORWARD",
@@ -357,7 +357,7 @@ def test_members_that_are_newly_forbidden_are_a_break(
     closed = to(False, *ORDERED, "additionalProperties")
     code, out, _ = run(service, "check", old(closed), "--mode", "FORWARD")
     assert code == 1
-    assert "refuses events with members that its schema does not name" in out
+    assert "rejects events with members that its schema does not name" in out
 
 
 def test_another_codec_is_a_break(service: Service, old: Callable[..., Path]) -> None:
@@ -376,9 +376,9 @@ def test_stored_calls_are_compared(service: Service, old: Callable[..., Path]) -
     fewer = old(without(*paid, "serialization", "required", "order"))
     code, out, _ = run(service, "check", fewer, "--mode", "BACKWARD")
     assert code == 1
-    assert "(calls), paid/v1: the service refuses stored calls without `order`" in out
+    assert "(calls), paid/v1: the service rejects stored calls without `order`" in out
     gone = old(to({"validation": {}}, *paid[:2], "gone"))
-    assert "no handler takes stored calls of this type" in run(service, "check", gone)[1]
+    assert "no handler accepts stored calls of this type" in run(service, "check", gone)[1]
 
 
 class Literal_(BaseModel):
@@ -431,11 +431,15 @@ def test_the_transitive_kinds_compare_with_all_exports(
 
 def test_a_file_that_is_no_export_is_refused(service: Service, tmp_path: Path) -> None:
     file = tmp_path / "wrong.json"
-    for text, said in (("{", "is no JSON"), ("{}", "is no export"), ("[]", "is no export")):
+    for text, said in (
+        ("{", "is not JSON"),
+        ("{}", "is not an export"),
+        ("[]", "is not an export"),
+    ):
         file.write_text(text, "utf-8")
         code, _, err = run(service, "check", file)
         assert code == 1
         assert said in err
     (tmp_path / "empty").mkdir()
-    assert "there is no *.json" in run(service, "check", tmp_path / "empty")[2]
+    assert "no *.json file with an export" in run(service, "check", tmp_path / "empty")[2]
     assert run(service, "check", tmp_path / "missing")[0] == 2
