@@ -1,7 +1,7 @@
-"""An archive of the outbox in an object store: days go there before their tables are dropped.
+"""An archive of the outbox in an object store, where days are stored before they are dropped.
 
-`days` writes a day, `reading` finds events and verifies what is there, `files` is the format. The
-engine knows none of it: the service passes it an `Archive`.
+`days` writes a day, `reading` finds events and verifies the archive, `files` is the format. The
+engine does not import this package: the service passes an `Archive` to it.
 """
 
 from .days import Archive, ArchiveSettings

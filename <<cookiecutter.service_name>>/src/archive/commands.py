@@ -1,4 +1,4 @@
-"""The commands `service archive …`: what is archived, whether it is whole, where an event is."""
+"""The commands `service archive …`: list and verify the archive, and find events in it."""
 
 from collections.abc import Sequence
 from datetime import date, datetime
@@ -19,30 +19,30 @@ from .reading import Verdict
 
 Days = Annotated[
     list[datetime] | None,
-    typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...", help="only these; else all there are"),
+    typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...", help="days to read; default: all"),
 ]
 
 
 def group(archive: Archive) -> typer.Typer:
     """Return the commands for an archive."""
-    app = typer.Typer(help="Days of the outbox that are gone.", no_args_is_help=True)
+    app = typer.Typer(help="Archived days of the outbox.", no_args_is_help=True)
 
     @app.command("list", epilog="For example: service archive list")
     def list_days(as_json: Json = False) -> None:
-        """List the days that are archived."""
+        """List the archived days."""
         run_to_end(_list(archive, as_json=as_json))
 
     @app.command(epilog="For example: service archive verify 2026-11-20")
     def verify(days: Days = None, as_json: Json = False) -> None:
-        """Read all of it; exit code 1 if anything is missing or changed."""
+        """Read the archive; exit code 1 if anything is missing or changed."""
         run_to_end(_verify(archive, _dates(days), as_json=as_json))
 
     @app.command(epilog="For example: service archive find 7d0f2c5e 2026-11-20")
     def find(
-        id: Annotated[str, typer.Argument(help="the event's id")],
+        id: Annotated[str, typer.Argument(help="id of the event")],
         days: Days = None,
     ) -> None:
-        """Print the events of an id, as JSON, each a line."""
+        """Print the events with an id, as one line of JSON each."""
         run_to_end(_find(archive, id, _dates(days)))
 
     return app
@@ -97,8 +97,8 @@ def _print(verdict: Verdict, *, as_json: bool) -> None:
     if as_json:
         print_json(verdict)
         return
-    whole = f"{verdict.rows:,} events in {verdict.size:,} bytes are as written"
-    for text in verdict.wrong or (whole,):
+    intact = f"{verdict.rows:,} events in {verdict.size:,} bytes are intact"
+    for text in verdict.wrong or (intact,):
         typer.echo(f"{verdict.day}  {text}")
 
 
@@ -114,12 +114,12 @@ async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:
                 found += 1
         except Missing:
             undecodable = True
-            typer.echo(f"{day}: {MANIFEST} is missing, the day was not looked through", err=True)
+            typer.echo(f"{day}: {MANIFEST} is missing; the day was not searched", err=True)
         except Damaged as error:
             undecodable = True
-            typer.echo(f"{day}: {error}; the rest of the day was not looked through", err=True)
+            typer.echo(f"{day}: {error}; the rest of the day was not searched", err=True)
     if not found:
-        where = "what could be read of the archive" if undecodable else "the archive"
+        where = "the readable part of the archive" if undecodable else "the archive"
         raise Refused(f"no event {id!r} is in {where}")
     if undecodable:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Writes days of the outbox into the archive."""
+"""Writes days of the outbox to the archive."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -22,20 +22,20 @@ from .files import MANIFEST, Damaged, Manifest, Part, PartWriter
 T = TypeVar("T")
 
 PART_BYTES = 32 * 2**20
-"""A part is ended when it has so many, before compression: what is held in memory, at most."""
+"""A part ends when it has this size before compression. It is held in memory."""
 PAGE_ROWS = 2_000
 PAGE_BYTES = 4 * 2**20
-"""What is read at a time: no more rows, and little more bytes, but one row at least."""
+"""Limits of one query. The bytes may be exceeded by one row."""
 BEAT_SECONDS = 2.0
-"""How often progress is reported while the store has not answered."""
+"""Interval of progress reports during an operation on the store."""
 STORE_SECONDS = 600.0
-"""Time limit of an operation on the store, of many requests if an object is large."""
+"""Time limit of an operation on the store; a large object takes many requests."""
 REQUEST_SECONDS = 60.0
-"""Time limit of a request, and of its retries."""
+"""Time limit of a request with its retries."""
 OPEN_SECONDS = 30.0
 """Time limit of the check that the folder exists: a mount may hang."""
 
-# The sizes are known without reading the values.
+# `octet_length` gets a size without reading the value.
 _PAGE = """
 SELECT id, xid, created_at, {columns}
   FROM (SELECT *, sum(COALESCE(octet_length(payload), 0) + COALESCE(octet_length(headers), 0))
@@ -56,17 +56,17 @@ _EVENT_ID = "SELECT event_id FROM pipeline.{table} WHERE id = $1"
 
 
 class ArchiveSettings(EnvironmentSettings):
-    """Where the archive is."""
+    """Location of the archive."""
 
     model_config = SettingsConfigDict(env_prefix="PIPELINE_ARCHIVE_", env_ignore_empty=True)
 
     url: StoreUrl | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`;
-    unset: nothing is archived. Credentials come from the variables that each store's tools know."""
+    unset: nothing is archived. Credentials come from the usual variables of each store's tools."""
 
 
-class NotTheSame(Exception):
-    """The archive has something else of the day than the database."""
+class ArchiveDiffers(Exception):
+    """The archived day differs from the database."""
 
 
 class Archive:
@@ -76,7 +76,7 @@ class Archive:
         self.service = service
 
     def check(self) -> None:
-        """Raise `Misconfigured` for a URL that is none of an object store."""
+        """Raise `Misconfigured` if the URL is not that of a usable object store."""
         self.open()
 
     @property
@@ -98,18 +98,18 @@ class Archive:
         )
 
     def folder(self, day: date | None = None) -> str:
-        """Return the prefix of a day, or of all."""
+        """Return the prefix of a day, or of all days."""
         return f"{self.service}/outbox/" + (f"{day}/" if day else "")
 
     async def keep(
         self, connection: asyncpg.Connection, table: str, day: date, report: Report
     ) -> None:
-        """Write a day, or continue one that was begun, and read all of it back from the store.
+        """Write a day, or continue an unfinished one, and read it back from the store.
 
-        A finished part is not written again. Raises `NotTheSame` and `StoreUnavailable`; an archive
-        must be configured.
+        Finished parts are not written again. An archive must be configured. Raises
+        `ArchiveDiffers` and `StoreUnavailable`.
         """
-        # In a thread: a mount that hangs would block the event loop.
+        # In a thread, because a hanging mount would block the event loop.
         try:
             store = await asyncio.wait_for(asyncio.to_thread(self.open), OPEN_SECONDS)
         except TimeoutError:
@@ -129,7 +129,7 @@ def _url() -> str | None:
 
 
 class _Ids(NamedTuple):
-    """The first and the last id of a table; None where it has no rows."""
+    """The first and the last id of a table; None if it has no rows."""
 
     first: int | None
     last: int | None
@@ -162,7 +162,7 @@ class _Day:
         if manifest is not None:
             await self._compare(manifest, ids)
             return
-        parts = await self._begun(ids)
+        parts = await self._finished_parts(ids)
         while ids.last is not None and (not parts or parts[-1].last_id < ids.last):
             parts.append(await self._write(len(parts), _end(parts, ids)))
         manifest = Manifest(
@@ -184,31 +184,31 @@ class _Day:
         except Missing:
             return None
         except ValidationError as error:
-            raise self._not_the_same(f"{name} is no manifest") from error
+            raise self._differs(f"{name} is not a manifest") from error
 
     async def _compare(self, manifest: Manifest, ids: _Ids) -> None:
-        """Raise `NotTheSame` unless what was finished before is there, and is this table."""
+        """Raise `ArchiveDiffers` unless the finished day has exactly the events of the table."""
         parts: list[Part] = []
         for part in manifest.parts:
-            if await self._found(part.name, _end(parts, ids)) != part:
-                raise self._not_the_same(f"{part.name} is not there, or holds other events")
+            if await self._valid_part(part.name, _end(parts, ids)) != part:
+                raise self._differs(f"{part.name} is missing or has other events")
             parts.append(part)
         if (parts[-1].last_id if parts else None) != ids.last:
-            raise self._not_the_same("it ends with another event")
+            raise self._differs("the last events are not the same")
 
-    def _not_the_same(self, how: str) -> NotTheSame:
-        return NotTheSame(
+    def _differs(self, how: str) -> ArchiveDiffers:
+        return ArchiveDiffers(
             f"{self._store.url}/{self._folder} and the table pipeline.{self._table} differ: {how}."
-            " Move what is in the store away, and the table is archived again"
+            " Move the folder's objects elsewhere; then the table is archived again"
         )
 
-    async def _begun(self, ids: _Ids) -> list[Part]:
-        """Return the parts that were finished before, as far as they are those of this table."""
+    async def _finished_parts(self, ids: _Ids) -> list[Part]:
+        """Return the parts of an unfinished day that match this table."""
         names = await self._reporting(self._names())
         parts: list[Part] = []
-        for name in names:  # several with one number if several processes wrote the day
+        for name in names:  # several of one number if several processes wrote the day
             if name.startswith(f"part-{len(parts):05}-"):
-                part = await self._found(name, _end(parts, ids))
+                part = await self._valid_part(name, _end(parts, ids))
                 parts += [part] if part else []
         return parts
 
@@ -216,21 +216,21 @@ class _Day:
         pages = self._store.pages(self._folder)
         return sorted([name.removeprefix(self._folder) async for page in pages for name in page])
 
-    async def _found(self, name: str, after: int) -> Part | None:
-        """Return a part if its content is what its name says, and what the table has there."""
+    async def _valid_part(self, name: str, after: int) -> Part | None:
+        """Return a part if its content matches its name and the table's rows after an id."""
         try:
             content = await self._reporting(self._store.get(self._folder + name))
             await self._reporting(self._store.sync(self._folder + name))
             part = await asyncio.to_thread(Part.of, int(name.split("-")[1]), content)
         except (Missing, Damaged):
             return None
-        if part.name != name or not await self._is_in_the_table(part, after):
+        if part.name != name or not await self._is_in_table(part, after):
             return None
         self._rows += part.rows
         return part
 
-    async def _is_in_the_table(self, part: Part, after: int) -> bool:
-        """Whether the table has as many events there, and the same last one."""
+    async def _is_in_table(self, part: Part, after: int) -> bool:
+        """Whether the table has the same number of events in the range, and the same last one."""
         span = await self._connection.fetchrow(_SPAN.format(table=self._table), after, part.last_id)
         event_id = await self._connection.fetchval(
             _EVENT_ID.format(table=self._table), part.last_id
@@ -238,7 +238,7 @@ class _Day:
         return (*span, event_id) == (part.rows, part.first_id, part.last_id, part.last_event_id)
 
     async def _write(self, number: int, after: int) -> Part:
-        """Write the part that begins behind an id."""
+        """Write the part that begins after an id."""
         writer, last = PartWriter(), after
         page = _PAGE.format(table=self._table, columns=COLUMNS)
         while writer.bytes < PART_BYTES:
@@ -251,10 +251,10 @@ class _Day:
             await self._beat()
         content = writer.end()
         part = await asyncio.to_thread(Part.of, number, content)
-        if not await self._is_in_the_table(part, after):
-            raise NotTheSame(
-                f"the table pipeline.{self._table} has changed, or has two events of one id,"
-                f" between {after + 1} and {last}"
+        if not await self._is_in_table(part, after):
+            raise ArchiveDiffers(
+                f"the table pipeline.{self._table} was changed while it was archived, or has an id"
+                f" twice, between {after + 1} and {last}"
             )
         await self._put(part.name, content)
         return part
@@ -269,20 +269,20 @@ class _Day:
             found = None
         if found != content:
             raise StoreUnavailable(
-                f"the object store at {self._store.url}: {name} was written, and is not there as it"
-                " was"
+                f"the object store at {self._store.url}: {name} was written, but is missing or"
+                " different when read back"
             )
 
     async def _reporting(self, work: Awaitable[T]) -> T:
         """Return the result of an operation on the store, and report progress meanwhile."""
-        waited_for = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(work)
         try:
-            while not (await asyncio.wait({waited_for}, timeout=BEAT_SECONDS))[0]:
+            while not (await asyncio.wait({task}, timeout=BEAT_SECONDS))[0]:
                 await self._beat()
         except BaseException:
-            waited_for.cancel()
+            task.cancel()
             raise
-        return waited_for.result()
+        return task.result()
 
     async def _beat(self) -> None:
         await self._report(f"{self._rows:,} events")

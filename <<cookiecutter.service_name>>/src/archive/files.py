@@ -1,7 +1,7 @@
 """The format of the archive: parts, gzip files of JSON lines, and a manifest for each day.
 
-The manifest is written last, and makes the day complete. A part is named after its number and its
-content, so that a process that writes another one never replaces one that a manifest names.
+A day is finished when its manifest is written, last. A part's name has its number and the hash of
+its content, so a process that writes other content never replaces a part that a manifest names.
 """
 
 import gzip
@@ -19,15 +19,15 @@ from pydantic import BaseModel, ConfigDict, model_validator
 MANIFEST = "manifest.json"
 
 BINARY = ("key", "payload")
-"""Columns of bytes: text where they are UTF-8, else Base64 under a name of its own."""
+"""Columns of bytes: stored as text if they are UTF-8, else as Base64 under `<name>_base64`."""
 
 
 class Damaged(Exception):
-    """An object is not what it must be; the text says which and how."""
+    """An object's content is wrong; the text names the object and the error."""
 
 
 class Part(BaseModel):
-    """A part of a day: consecutive events, by id."""
+    """A part of a day: the events of a range of ids."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,12 +37,12 @@ class Part(BaseModel):
     last_id: int
     last_event_id: str
     size: int
-    """Of the object, in bytes, compressed."""
+    """Compressed size of the object in bytes."""
     sha256: str
 
     @classmethod
     def of(cls, number: int, content: bytes) -> Self:
-        """Describe a part by its content. Raises `Damaged` if it is none."""
+        """Return the description of a part from its content. Raises `Damaged` if it is invalid."""
         digest = sha256(content).hexdigest()
         name = f"part-{number:05}-{digest}.jsonl.gz"
         try:
@@ -59,11 +59,11 @@ class Part(BaseModel):
                 sha256=digest,
             )
         except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError) as error:
-            raise Damaged(f"{name} holds no events: {error}") from None
+            raise Damaged(f"{name} has no readable events: {error}") from None
 
 
 class Manifest(BaseModel):
-    """All of a day."""
+    """The parts of a finished day."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -79,27 +79,27 @@ class Manifest(BaseModel):
     def _is_whole(self) -> Self:
         ids = [id for part in self.parts for id in (part.first_id, part.last_id)]
         if ids != sorted(ids) or sum(part.rows for part in self.parts) != self.rows:
-            raise ValueError("the parts are not those of the day")
+            raise ValueError("its parts do not add up to its rows, or overlap")
         return self
 
 
 class PartWriter:
-    """Compresses rows as they come; holds only what is compressed."""
+    """Compresses rows one after another; only compressed data is held in memory."""
 
     def __init__(self) -> None:
         self._compressor = zlib.compressobj(6, wbits=31)  # 31: a gzip file, without a time
         self._compressed: list[bytes] = []
         self.bytes = 0
-        """Before they are compressed."""
+        """Size before compression."""
 
     def add(self, rows: Iterable[Iterable[tuple[str, Any]]]) -> None:
-        """Add rows, given as names and values."""
+        """Add rows, each as pairs of names and values."""
         text = b"".join(_line(dict(row)) for row in rows)
         self.bytes += len(text)
         self._compressed.append(self._compressor.compress(text))
 
     def end(self) -> bytes:
-        """Return the file."""
+        """Return the compressed file."""
         return b"".join([*self._compressed, self._compressor.flush()])
 
 

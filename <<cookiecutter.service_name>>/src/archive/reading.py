@@ -1,4 +1,4 @@
-"""Reads the archive: finds events, and verifies that all is there as it was written."""
+"""Reads the archive: finds events, and verifies that nothing is missing or changed."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -18,67 +18,67 @@ from .files import MANIFEST, Damaged, Manifest, Part, events
 
 @dataclass
 class Verdict:
-    """What a day's objects are, beside what its manifest says."""
+    """The result of verifying a day."""
 
     day: date
     rows: int = 0
-    """Events that are there."""
+    """Events of the intact parts."""
     size: int = 0
-    """In bytes, compressed."""
+    """Compressed size of the intact parts in bytes."""
     wrong: list[str] = field(default_factory=list)
-    """What is missing or changed, in words; empty for a day that is whole."""
+    """Descriptions of missing or changed objects; empty for an intact day."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A day, as its manifest describes it."""
+    """A day, as described by its manifest."""
 
     day: date
     rows: int = 0
-    """Events of it."""
+    """Number of events."""
     size: int = 0
-    """In bytes, compressed."""
+    """Compressed size in bytes."""
     finished_at: datetime | None = None
-    """None: it is not finished, or that is not known."""
+    """None if the day is not finished, or its manifest is unreadable."""
     wrong: str | None = None
-    """What is wrong with the manifest."""
+    """The error of the manifest."""
 
 
 async def days(archive: Archive, store: Store) -> list[date]:
-    """Return the days of which the archive holds anything, the oldest first."""
+    """Return the days that have objects in the archive, the oldest first."""
     folder, found = archive.folder(), set[date]()
     async for page in store.pages(folder):
         for name in page:
             day, slash, _ = name.removeprefix(folder).partition("/")
-            with suppress(ValueError):  # it is no day's
+            with suppress(ValueError):  # not a day's folder
                 found |= {date.fromisoformat(day)} if slash else set()
     return sorted(found)
 
 
 def gaps(found: Sequence[date]) -> list[Verdict]:
-    """Return a verdict for each day between the first and the last of which nothing is there."""
+    """Return a verdict for each day between the first and the last that has no objects."""
     if not found:
         return []
     first, there = min(found), set(found)
     every = (first + timedelta(days=n) for n in range((max(found) - first).days))
-    lost = "nothing is there: it is lost, or the service did not archive then"
+    lost = "the day has no objects: they are lost, or the archive was not configured then"
     return [Verdict(day, wrong=[lost]) for day in every if day not in there]
 
 
 async def manifest(archive: Archive, store: Store, day: date) -> Manifest:
-    """Return the manifest of a day. Raises `Damaged`, and `Missing` where it is not finished."""
+    """Return the manifest of a day. Raises `Damaged`, and `Missing` if the day is not finished."""
     name = archive.folder(day) + MANIFEST
     try:
         found = Manifest.model_validate_json(await store.get(name))
     except ValidationError as error:
-        raise Damaged(f"{name} is no manifest: {error.errors()[0]['msg']}") from None
+        raise Damaged(f"{name} is not a manifest: {error.errors()[0]['msg']}") from None
     if (found.service, found.day) != (archive.service, day):
-        raise Damaged(f"{name} is that of {found.service}, {found.day}")
+        raise Damaged(f"{name} is the manifest of {found.service}, {found.day}")
     return found
 
 
 async def listed(archive: Archive, store: Store, day: date) -> Listed:
-    """Return what the manifest of a day says, or what is wrong with it."""
+    """Return the description of a day by its manifest, or the manifest's error."""
     try:
         found = await manifest(archive, store, day)
     except Missing:
@@ -89,7 +89,7 @@ async def listed(archive: Archive, store: Store, day: date) -> Listed:
 
 
 async def content(archive: Archive, store: Store, day: date, part: Part) -> bytes:
-    """Return a part. Raises `Damaged` where it is not what the manifest says."""
+    """Return the content of a part. Raises `Damaged` if it differs from the manifest."""
     name = archive.folder(day) + part.name
 
     def check(size: int) -> None:
@@ -101,17 +101,17 @@ async def content(archive: Archive, store: Store, day: date, part: Part) -> byte
     except Missing:
         raise Damaged(f"{name} is missing") from None
     if await asyncio.to_thread(lambda: sha256(found).hexdigest()) != part.sha256:
-        raise Damaged(f"{name} has changed: it has another checksum")
+        raise Damaged(f"{name} was changed: its checksum is wrong")
     return found
 
 
 async def verify(archive: Archive, store: Store, day: date) -> Verdict:
-    """Read all of a day, and return what is wrong with it."""
+    """Read all objects of a day, and return the verdict."""
     verdict = Verdict(day)
     try:
         written = await manifest(archive, store, day)
     except Missing:
-        verdict.wrong.append(f"{MANIFEST} is missing: the day is not finished, or has lost it")
+        verdict.wrong.append(f"{MANIFEST} is missing: the day is not finished, or it is lost")
         return verdict
     except Damaged as error:
         verdict.wrong.append(str(error))
@@ -120,7 +120,7 @@ async def verify(archive: Archive, store: Store, day: date) -> Verdict:
         try:
             found = await content(archive, store, day, part)
             if await asyncio.to_thread(Part.of, number, found) != part:
-                raise Damaged(f"{part.name} does not hold what {MANIFEST} says of it")
+                raise Damaged(f"{part.name} differs from its description in {MANIFEST}")
         except Damaged as error:
             verdict.wrong.append(str(error))
         else:

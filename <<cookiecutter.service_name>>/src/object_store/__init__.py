@@ -1,4 +1,4 @@
-"""The object store of the archive and of large payloads, by its URL."""
+"""The object store for the archive and for large payloads, given by its URL."""
 
 from .store import Missing, Store, StoreUrl
 

@@ -1,4 +1,4 @@
-"""An object store: objects are put, fetched, listed and deleted, each within a time limit."""
+"""An object store: put, get, list and delete objects, each within a time limit."""
 
 import asyncio
 import os
@@ -21,19 +21,19 @@ from pipeline.service import Misconfigured
 T = TypeVar("T")
 
 _BUCKETS = ("s3", "gs", "az")
-_NO_FOLDER = "there is no such folder: make it, or mount it"
+_NO_FOLDER = "the folder does not exist: create it, or mount it"
 
 
 class Missing(Exception):
-    """There is no such object, in a store that is there."""
+    """The object does not exist; its bucket or folder does."""
 
 
 def check_url(url: str) -> str:
-    """Return the URL of an object store. Raises `ValueError` for any other."""
+    """Return the URL if it is that of an object store. Raises `ValueError` otherwise."""
     parts = urlsplit(url)
     if "@" in url or parts.query:
         raise ValueError(
-            "it must hold no credentials: they belong into the store's own variables, such as"
+            "it must not contain credentials: set the store's own variables, such as"
             " AWS_ACCESS_KEY_ID"
         )
     if parts.scheme == "file":
@@ -47,11 +47,11 @@ def check_url(url: str) -> str:
 
 
 StoreUrl = Annotated[str, AfterValidator(check_url)]
-"""Type of the settings that name a store."""
+"""Type of settings with the URL of a store."""
 
 
 class Store:
-    """A folder, or what is below a prefix of a bucket. Names in it are those below its URL."""
+    """A folder, or a prefix of a bucket. Names of objects are relative to its URL."""
 
     def __init__(
         self,
@@ -63,11 +63,12 @@ class Store:
         retries: int,
         concurrency: int = 8,
     ) -> None:
-        """Open the store without connecting to it; `setting` is the variable that names it.
+        """Open the store without connecting to it; `setting` is the variable that has its URL.
 
-        `timeout` is that of each operation, and `request_timeout` of each of its requests, both in
-        seconds; `retries` of a request that failed begin within the latter. `concurrency` bounds
-        the operations of a kind. Raises `Misconfigured` for a place that can't be used.
+        `timeout` limits each operation and `request_timeout` each of its requests, in seconds.
+        A failed request has up to `retries` retries, which begin within `request_timeout`.
+        `concurrency` limits the simultaneous operations of each kind. Raises `Misconfigured` if the
+        URL can't be used.
         """
         self.url = url.rstrip("/")
         self._timeout = timeout
@@ -83,9 +84,9 @@ class Store:
         self._reading = asyncio.Semaphore(concurrency)
 
     async def put(self, objects: Mapping[str, bytes]) -> None:
-        """Store objects by their names, in place of others, all within one time limit.
+        """Store objects by their names, replacing existing ones, within one time limit for all.
 
-        What is in a folder survives a loss of power then. Raises `StoreUnavailable`.
+        In a folder, they are flushed to disk. Raises `StoreUnavailable`.
         """
 
         async def put(name: str, content: bytes) -> None:
@@ -95,15 +96,12 @@ class Store:
 
         async with self._in_time("storing"):
             if self._folder is not None:
-                # A mount that is missing must not become a folder on another disk.
+                # Without the check, a missing mount would become a folder on another disk.
                 await asyncio.to_thread(_require_folder, self._folder)
             await together(put(name, content) for name, content in objects.items())
 
     async def sync(self, name: str) -> None:
-        """Flush an object to disk that another process wrote, so that it survives a loss of power.
-
-        Raises `StoreUnavailable`.
-        """
+        """Flush an object that another process wrote to disk. Raises `StoreUnavailable`."""
         async with self._in_time("storing"):
             await self._sync(name)
 
@@ -112,15 +110,15 @@ class Store:
             await asyncio.to_thread(_sync, self._folder, name)
 
     async def get(self, name: str, check: Callable[[int], None] | None = None) -> bytes:
-        """Return an object. `check` gets its size before it is read, and may raise.
+        """Return an object's content. `check` gets its size before it is read, and may raise.
 
-        Raises `Missing`, and `StoreUnavailable`.
+        Raises `Missing` and `StoreUnavailable`.
         """
         async with self._reading, self._in_time("fetching"):
             try:
                 found = await obstore.get_async(self._store, name)
             except FileNotFoundError:
-                # A store that is not there gives the same answer for every name.
+                # The error is the same if the bucket or folder does not exist.
                 await self._require_store()
                 raise Missing(name) from None
             if check is not None:
@@ -128,13 +126,13 @@ class Store:
             return bytes(await found.bytes_async())
 
     async def folders(self, name: str) -> list[str]:
-        """Return the folders in a folder, in order. Raises `StoreUnavailable`."""
+        """Return the sorted folders in a folder. Raises `StoreUnavailable`."""
         async with self._in_time("listing"):
             found = await obstore.list_with_delimiter_async(self._store, name)
         return sorted(found["common_prefixes"])
 
     async def pages(self, folder: str) -> AsyncIterator[Mapping[str, datetime]]:
-        """Yield what is below a folder: names, and when each was stored by the store's clock.
+        """Yield pages of the objects below a folder: names and times of storing, by its clock.
 
         Raises `StoreUnavailable`.
         """
@@ -147,7 +145,7 @@ class Store:
             yield {one["path"]: one["last_modified"] for one in page}
 
     async def delete(self, names: Sequence[str]) -> None:
-        """Delete objects; those that are missing are skipped. Raises `StoreUnavailable`."""
+        """Delete objects; missing ones are skipped. Raises `StoreUnavailable`."""
 
         async def delete(name: str) -> None:
             async with self._deleting, self._in_time("deleting"):
@@ -157,42 +155,40 @@ class Store:
         await together(delete(name) for name in names)
 
     async def require_content(self) -> None:
-        """Raise `StoreUnavailable` if the store is an empty folder, as of a missing mount."""
+        """Raise `StoreUnavailable` if the store is an empty folder: its mount may be missing."""
         async with self._in_time("fetching"):
             if self._folder is not None:
                 await asyncio.to_thread(_require_content, self._folder)
 
     async def _require_store(self) -> None:
-        """Raise `FileNotFoundError` if there is no such bucket or folder."""
+        """Raise `FileNotFoundError` if the bucket or folder does not exist."""
         if self._folder is not None:
             await asyncio.to_thread(_require_folder, self._folder)
             return
-        # An empty bucket has an empty list; a list of one that is not there fails.
+        # The list of an empty bucket is empty; that of a missing bucket fails.
         await anext(aiter(obstore.list(self._store, chunk_size=1)), None)
 
     @asynccontextmanager
     async def _in_time(self, what: str) -> AsyncIterator[None]:
-        """Raise `StoreUnavailable` for errors of the store, and when the time limit has passed."""
+        """Raise `StoreUnavailable` for errors of the store, and after the time limit."""
         place = f"the object store at {self.url}"
         try:
             async with asyncio.timeout(self._timeout):
                 yield
         except TimeoutError:
             text = f"{place}: {what} takes longer than {self._timeout:g} s"
-            raise StoreUnavailable(
-                f"{text}: check whether the server, or the mount, hangs"
-            ) from None
+            raise StoreUnavailable(f"{text}: check whether the server or the mount hangs") from None
         except (PermissionDeniedError, PermissionError):
-            # S3 answers like this for what is missing, too, if the service may not list.
+            # Without permission to list, S3 gives this answer for a missing object, too.
             raise StoreUnavailable(
-                f"{place}: {what} is forbidden: check the credentials, and grant the service to"
-                " read, write and list there, and to delete payloads (for S3 s3:GetObject,"
+                f"{place}: {what} is forbidden: check the credentials, and grant the service the"
+                " rights to read, write and list, and to delete payloads (for S3 s3:GetObject,"
                 " s3:PutObject, s3:ListBucket and s3:DeleteObject)"
             ) from None
         except (BaseError, OSError) as error:
             text = _first_sentence(error)
             if "NoSuchBucket" in str(error):
-                text = "there is no such bucket"
+                text = "the bucket does not exist"
             raise StoreUnavailable(f"{place}: {what} failed: {text}") from None
 
 
@@ -203,7 +199,7 @@ def _open(url: str, folder: Path | None, timeout: timedelta, retries: int) -> Ob
     return from_url(
         url,
         client_options={
-            "allow_http": True,  # an endpoint without TLS is one that was configured so
+            "allow_http": True,  # only if an endpoint without TLS is configured
             "connect_timeout": min(timeout, timedelta(seconds=5)),
             "timeout": timeout,
         },
@@ -218,15 +214,15 @@ def _require_folder(folder: Path) -> None:
 
 def _require_content(folder: Path) -> None:
     _require_folder(folder)
-    # Folders stay when what is in them is deleted, so one that was used is never empty.
+    # Deleting objects leaves their folders, so a store that was used is never empty.
     if not any(folder.iterdir()):
         raise FileNotFoundError(
-            "the folder is empty: mount it, or, if all that was there is lost, make a file in it"
+            "the folder is empty: mount it, or, if its content is lost, create a file in it"
         )
 
 
 def _sync(folder: Path, name: str) -> None:
-    """Flush a file to disk, and the folders that lead to it from `folder` on."""
+    """Flush a file to disk, with its folders up to `folder`."""
     path = folder / name
     for one in (path, *path.parents):
         descriptor = os.open(one, os.O_RDONLY)
@@ -239,12 +235,12 @@ def _sync(folder: Path, name: str) -> None:
 
 
 def _first_sentence(error: Exception) -> str:
-    """Return the first line of an error without the queries of URLs, which can be secrets."""
+    """Return the first line of an error without the queries of URLs, which may have secrets."""
     return re.sub(r"\?\S*", "", str(error).partition("\n")[0])
 
 
 async def together(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of all; when all have ended, raise the error of one that failed."""
+    """Return all results; if any failed, raise one of the errors after all have ended."""
     results: list[T] = []
     for one in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(one, BaseException):

@@ -83,12 +83,12 @@ def miscount(kept: Path) -> None:
     [
         (lose_a_part, "part-00001-"),
         (lose_a_part, "is missing"),
-        (change_a_byte, "has another checksum"),
+        (change_a_byte, "its checksum is wrong"),
         (cut_a_part_short, "bytes instead of"),
         (put_one_for_another, "part-00001-"),
-        (lose_the_manifest, "manifest.json is missing: the day is not finished, or has lost it"),
-        (cut_the_manifest_short, "manifest.json is no manifest"),
-        (take_a_part_out_of_the_manifest, "the parts are not those of the day"),
+        (lose_the_manifest, "manifest.json is missing: the day is not finished, or it is lost"),
+        (cut_the_manifest_short, "manifest.json is not a manifest"),
+        (take_a_part_out_of_the_manifest, "its parts do not add up to its rows, or overlap"),
         (miscount, "part-00001-"),
     ],
 )
@@ -122,7 +122,7 @@ async def test_a_day_that_is_wholly_gone_is_told_of(
     shutil.rmtree(kept.parent / "2020-01-03")
     done = await service("verify")
     assert done.exit_code == 1
-    gone = [line[:10] for line in done.stdout.splitlines() if "  nothing is there" in line]
+    gone = [line[:10] for line in done.stdout.splitlines() if "  the day has no objects" in line]
     assert gone == ["2020-01-02", "2020-01-03"]
     assert (await service("verify", "2020-01-01", "2020-01-04")).exit_code == 0
 
@@ -152,14 +152,14 @@ async def test_programs_are_told_of_days_in_a_line_each(
     gap, damaged, unfinished = lines(done)
     assert gap["day"] == "2020-01-02"
     assert gap["wrong"] == [
-        "nothing is there: it is lost, or the service did not archive then",
+        "the day has no objects: they are lost, or the archive was not configured then",
     ]
     assert (damaged["day"], damaged["rows"], damaged["size"]) == (str(DAY), 200, size)
     assert "is missing" in damaged["wrong"][0]
     assert "manifest.json is missing" in unfinished["wrong"][0]
 
     (kept / MANIFEST).write_text("{")
-    assert "is no manifest" in lines(await service("list", "--json"))[0]["wrong"]
+    assert "is not a manifest" in lines(await service("list", "--json"))[0]["wrong"]
 
 
 def lines(done: Result) -> list[dict[str, Any]]:
@@ -206,8 +206,8 @@ async def test_who_looks_for_an_event_is_told_what_could_not_be_looked_through(
     assert before.exit_code == 1
     behind = await service("find", "e299")
     assert behind.exit_code == 1
-    assert "is missing; the rest of the day was not looked through" in behind.stderr
-    assert "no event 'e299' is in what could be read of the archive" in behind.stderr
+    assert "is missing; the rest of the day was not searched" in behind.stderr
+    assert "no event 'e299' is in the readable part of the archive" in behind.stderr
 
 
 async def test_an_archive_that_holds_nothing_is_told_of(folder: str, service: Command) -> None:

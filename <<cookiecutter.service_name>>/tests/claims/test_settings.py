@@ -98,7 +98,7 @@ def test_without_a_url_there_is_none(
         (
             "URL",
             "file:///nowhere/at/all",
-            "PIPELINE_CLAIM_URL: 'file:///nowhere/at/all': there is no such folder",
+            "PIPELINE_CLAIM_URL: 'file:///nowhere/at/all': the folder does not exist",
         ),
         ("LIMIT", "0", "PIPELINE_CLAIM_LIMIT: "),
         ("LIMIT", "5000", "^PIPELINE_CLAIM_LIMIT <= PIPELINE_CLAIM_MEMORY must hold; "),
