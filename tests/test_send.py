@@ -85,7 +85,7 @@ async def test_an_event_has_a_key_if_one_is_given_and_headers_can_be_replaced(to
     [
         (["scan.recorded.v1"], "give either TYPE and DATA of an event, or --file"),
         (["scan.recorded.v1", DATA, "--file", "-"], "give either TYPE and DATA of an event"),
-        (["scan.recorded.v1", "{"], "no JSON: "),
+        (["scan.recorded.v1", "{"], "not JSON: "),
         (["--file", "no such file"], "No such file or directory: 'no such file'"),
         (["--file", "-", "--header", "x"], "'x' is not NAME=VALUE"),
     ],

@@ -467,7 +467,7 @@ def test_servers_named_by_the_environment_come_first(up: Stack, fresh: Stack) ->
 
     result = fresh("up", environment=addresses)
     assert result.returncode == 0
-    assert "using the servers that the environment names" in result.stderr
+    assert "using the servers of the environment" in result.stderr
     assert fresh.pids() == (0, 0)
 
     result = fresh("run", "--", "sh", "-c", f"echo ${BOOTSTRAP_SERVERS}", environment=addresses)
@@ -681,8 +681,8 @@ def test_a_copy_of_a_project_leaves_the_servers_of_the_original_alone(
 
     assert result.returncode == 0
     assert result.stderr.splitlines()[0] == (
-        f"stack: {copy.state} was copied from {up.state}, whose servers and data are left alone: "
-        "this copy starts with ports and data of its own"
+        f"stack: {copy.state} was copied from {up.state}, whose servers and data are not changed: "
+        "the copy starts with new ports and empty data"
     )
     assert "was copied" not in copy("down", "--purge").stderr
     assert up.pids() == before

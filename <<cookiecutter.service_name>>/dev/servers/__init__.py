@@ -1,1 +1,1 @@
-"""The development servers that `stack.py` brings up and takes down."""
+"""The development servers that `stack.py` starts and stops."""

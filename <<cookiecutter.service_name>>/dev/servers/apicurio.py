@@ -20,7 +20,7 @@ APICURIO_JARS = Jars(
 
 
 class Apicurio(LocalServer):
-    """Keeps its schemas in memory: they are gone when it is started again."""
+    """Has its schemas in memory: a restart removes them."""
 
     title = "Apicurio"
     port_count = 1
@@ -28,7 +28,7 @@ class Apicurio(LocalServer):
 
     @property
     def url(self) -> str:
-        """Where its Confluent API is."""
+        """URL of its Confluent API."""
         return f"http://{LOOPBACK}:{self.port}/apis/ccompat/v7"
 
     def check_requirements(self) -> None:

@@ -1,4 +1,4 @@
-"""Messages, interruptions, and commands that run to their end."""
+"""Messages, interruptions, and commands that run to completion."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Interrupted(Exception):
 
 
 def say(message: str) -> None:
-    # Standard output belongs to `env`, `status` and the command that `run` runs.
+    # Standard output is for `env`, `status` and the command of `run`.
     print(f"stack: {message}", file=sys.stderr, flush=True)
 
 
-# Signals are only noted when they arrive, and acted on in `pause`. That way none of them can come
-# between starting a server and recording its pid, and the cleanup itself is not cut short.
+# Signals are only recorded when they arrive, and handled in `pause`. So none can interrupt the code
+# between starting a server and recording its pid, or the cleanup.
 received_signals: list[int] = []
 
 
@@ -57,9 +57,9 @@ def run_step(
     progress: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> None:
-    """Run a command to its end: text to its input, its output to the log.
+    """Run a command to completion, with `text` as its input; its output is appended to the log.
 
-    It ends with us if we are interrupted.
+    If this process is interrupted, the command is terminated.
     """
     with log.open("ab") as output, tempfile.TemporaryFile() as stdin:
         stdin.write(text.encode())
@@ -74,7 +74,7 @@ def run_step(
             process.wait()
             raise
     if process.returncode != 0:
-        pause()  # A Ctrl-C in the terminal reaches the command too: that is no failure of it.
+        pause()  # A Ctrl-C in the terminal also ends the command, which is not a failure.
         raise StackError(f"{failure}\n{last_lines(log)}")
 
 

@@ -1,4 +1,4 @@
-"""Java, and programs for it: jars from Maven, with all that they depend on."""
+"""Java, and its programs: jars from Maven with their dependencies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from servers.state import cache_folder, wait_for_lock
 OLDEST_JAVA = 17
 INSTALL_HINT = """\
   Debian, Ubuntu:  sudo apt-get install openjdk-17-jre-headless maven
-                   (default-jre-headless where there is no openjdk-17)
+                   (default-jre-headless if openjdk-17 is not available)
   Fedora:          sudo dnf install java-21-openjdk-headless maven
   macOS:           brew install openjdk maven
                    export JAVA_HOME="$(brew --prefix openjdk)"
-or start Docker, which is used instead when its engine answers."""
+or start Docker, which is used instead if its engine answers."""
 
 POM = """\
 <project xmlns="http://maven.apache.org/POM/4.0.0">
@@ -41,7 +41,7 @@ DEPENDENCY = """\
       <artifactId>{}</artifactId>
       <version>{}</version>{}
     </dependency>"""
-# With what it depends on inside.
+# An archive contains its dependencies.
 ARCHIVE = """
       <classifier>{}</classifier>
       <type>tar.gz</type>
@@ -52,7 +52,7 @@ ARCHIVE = """
 
 @dataclass(frozen=True)
 class Jars:
-    """What a server runs on."""
+    """The jars of a server."""
 
     name: str
     version: str
@@ -69,9 +69,9 @@ class Jars:
 
 
 def apt_install(*alternatives: str) -> None:
-    """Install the first of these packages there is, if this is Debian or its kin and we may.
+    """Install the first of these packages that exists, if apt-get exists and the user is root.
 
-    Whether it helped is for the caller to see.
+    Callers check the result.
     """
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         return
@@ -85,7 +85,7 @@ def apt_install(*alternatives: str) -> None:
                 env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
             )
 
-    say(f"installing {alternatives[0]} with apt-get, as it is missing")
+    say(f"installing {alternatives[0]}, which is missing, with apt-get")
     apt_get("update")
     for package in alternatives:
         if subprocess.run(["apt-cache", "show", package], capture_output=True).returncode == 0:
@@ -94,12 +94,12 @@ def apt_install(*alternatives: str) -> None:
 
 
 def find_java() -> Path | None:
-    """The `java` to run: named by JAVA_HOME or on PATH, and new enough."""
+    """Return the `java` of JAVA_HOME or PATH that is new enough; None without one."""
     candidates = [shutil.which("java")]
     if home := os.environ.get("JAVA_HOME"):
         candidates.insert(0, shutil.which("java", path=f"{home}/bin"))
     for candidate in filter(None, candidates):
-        # Asks for the settings, as `java` may be a launcher script that starts another one.
+        # The settings name the real program: `java` may be a launcher script.
         shown = subprocess.run(
             [candidate, "-XshowSettings:properties", "-version"], capture_output=True, text=True
         ).stderr
@@ -117,14 +117,14 @@ def require_java() -> Path:
         java = find_java()
     if java is None:
         raise StackError(
-            f"This needs a Java runtime, version {OLDEST_JAVA} or newer, and none was found on "
-            f"PATH or in JAVA_HOME. Install one:\n{INSTALL_HINT}"
+            f"A Java runtime, version {OLDEST_JAVA} or newer, is required, and neither JAVA_HOME "
+            f"nor PATH has one. Install one:\n{INSTALL_HINT}"
         )
     return java
 
 
 def require_jars(wanted: Jars, log: Path) -> Path:
-    """The folder of the jars, shared by all projects of this user."""
+    """Return the folder of the jars, downloaded once for all projects of a user."""
     caches = cache_folder()
     jars = caches / f"{wanted.name.lower()}-{wanted.version}"
     if jars.exists():
@@ -137,7 +137,7 @@ def require_jars(wanted: Jars, log: Path) -> Path:
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix="download-", dir=caches) as work:
                 download(wanted, Path(work), log)
-                # The folder gets its name only when complete: a broken download is not found.
+                # Renamed when complete, so that an unfinished download is never used.
                 (Path(work) / "jars").rename(jars)
     return jars
 
@@ -148,7 +148,7 @@ def download(wanted: Jars, work: Path, log: Path) -> None:
     maven = shutil.which("mvn")
     if maven is None:
         raise StackError(
-            f"Maven is needed once, to download {wanted.name}, and `mvn` is not on PATH. "
+            f"Maven is required once, to download {wanted.name}, and PATH has no `mvn`. "
             f"Install it:\n{INSTALL_HINT}"
         )
     say(

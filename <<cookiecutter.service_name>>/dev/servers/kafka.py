@@ -1,4 +1,4 @@
-"""Apache Kafka from its Maven jars, in KRaft mode, tuned to start fast and stay small."""
+"""Apache Kafka from its Maven jars, in KRaft mode, set up for a fast start and little memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from servers.network import LOOPBACK, kafka_answers
 from servers.process import LocalServer
 
 KAFKA_VERSION = "4.3.0"
-# Kafka logs through SLF4J 1; without the bridge its log would stay empty.
+# Kafka logs by SLF4J 1: without this bridge its log would be empty.
 LOGGING_BRIDGE = "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4"
 KAFKA_LOGGING = """\
 rootLogger.level=info
@@ -45,10 +45,10 @@ share.coordinator.state.topic.replication.factor=1
 share.coordinator.state.topic.min.isr=1
 share.coordinator.state.topic.num.partitions=4
 
-# Consumers get their partitions at once, and tests may declare them dead early.
+# Assign partitions without delay, and allow tests short session timeouts.
 group.initial.rebalance.delay.ms=0
 group.min.session.timeout.ms=1000
-# A killed broker is admitted again only when its last session has expired.
+# A killed broker can register again only after its last session has expired.
 broker.session.timeout.ms=3000
 broker.heartbeat.interval.ms=500
 
@@ -57,7 +57,7 @@ num.io.threads=4
 log.segment.bytes=67108864
 log.index.size.max.bytes=1048576
 log.cleaner.dedupe.buffer.size=8388608
-# Compacted topics are compacted at once, and not only every 15 seconds.
+# Compact topics without the default delay of 15 seconds.
 log.cleaner.backoff.ms=500
 """
 
@@ -78,7 +78,7 @@ class Kafka(LocalServer):
         return [
             str(self.java),
             "-Xmx512m",
-            # Half the time to start and a smaller process, for a lower peak throughput.
+            # Halves the start time and the memory, for a lower peak throughput.
             "-XX:TieredStopAtLevel=1",
             "-XX:+UseSerialGC",
             f"-Dlog4j2.configurationFile={self.home / 'log4j2.properties'}",

@@ -1,4 +1,4 @@
-"""Free ports, and whether a server does its work behind one."""
+"""Free ports, and checks whether a server serves on a port."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pathlib import Path
 from servers.state import cache_folder
 
 LOOPBACK = "127.0.0.1"
-# From when a port is named to a service until the service has it.
+# Longest time between printing a port for a service and the service's start.
 CLAIM_SECONDS = 60.0
 
 
 def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # Without it the remains of closed connections would make the port look taken.
+        # Without it, a port with recently closed connections could not be bound.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((LOOPBACK, port))
         except OSError:
             return False
-    # With it, macOS lets a port be taken on one address that a server has on all addresses.
+    # With it, macOS allows binding one address of a port that a server has on all addresses.
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex((LOOPBACK, port)) != 0
 
 
 def free_port() -> int:
-    # Below the range from which the kernel numbers outgoing connections: there, a client that
-    # keeps dialling a stopped server could be given that very port and keep it from restarting.
+    # Below the kernel's range for outgoing connections: there, a client that retries a stopped
+    # server could get the server's own port as its local port and block the restart.
     while True:
         port = random.randint(15000, 29999)
         if port_is_free(port):
@@ -48,9 +48,9 @@ def keep_or_pick(ports: list[int], count: int) -> list[int]:
 
 
 def port_for_service(default: int, project: Path) -> int:
-    """Return `default` if it is free and was not just named to another project, else a free port.
+    """Return `default` if it is free and was not just given to another project, else a free port.
 
-    Two services may start at once, and a service takes its port some seconds after it was named.
+    Two services may start at once, and a service binds its port some seconds after this call.
     """
     if not port_is_free(default):
         return free_port()
@@ -67,7 +67,7 @@ def port_for_service(default: int, project: Path) -> int:
             claim.truncate(0)
             claim.write(str(project))
     except OSError:
-        pass  # Nothing can be noted there: what is free now has to do.
+        pass  # Claims can't be stored: use the port that is free now.
     return default
 
 
@@ -82,7 +82,7 @@ def receive(connection: socket.socket, size: int) -> bytes:
 
 
 def postgres_answers(host: str, port: int) -> bool:
-    """Open a session as far as the server's first reply, like pg_isready."""
+    """Begin a session and read the server's first reply, like pg_isready."""
     protocol = 196608  # 3.0
     parameters = b"user\0service\0database\0service\0\0"
     try:
@@ -92,17 +92,17 @@ def postgres_answers(host: str, port: int) -> bool:
             reply = receive(connection, size - 4)
     except (OSError, struct.error):
         return False
-    # SQLSTATE class 57P: starting up, recovering or shutting down. Any other refusal comes from
-    # a server at work.
+    # SQLSTATE class 57P: starting up, recovering or shutting down. Any other error is from a
+    # server that serves.
     return kind == b"R" or (kind == b"E" and b"\0C57P" not in reply)
 
 
 def kafka_answers(host: str, port: int, *, with_groups: bool) -> bool:
     """Request the API versions or, `with_groups`, the coordinator of a group.
 
-    A broker answers before the controller has admitted it, and no topic can be created until then.
-    It has no coordinators before its topic of offsets exists, which the first such request creates:
-    clients that come earlier log warnings.
+    A broker answers the former before it is registered with the controller, when topics can't be
+    created yet. The latter needs the offsets topic, which the first such request creates; before,
+    clients log warnings.
     """
     api, body = (10, struct.pack(">h5s", 5, b"stack")) if with_groups else (18, b"")
     request = struct.pack(">hhih5s", api, 0, 1, 5, b"stack") + body

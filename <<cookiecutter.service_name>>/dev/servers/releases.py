@@ -1,4 +1,4 @@
-"""PostgreSQL and Kafka of other versions than the development stack's, from Maven: for tests."""
+"""Other versions of PostgreSQL and Kafka than the development stack's, from Maven, for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from servers.sources import LocalServers
 from servers.state import Record, StateDirectory
 
 OTHER_POSTGRES = {14: "14.24", 15: "15.19", 16: "16.15", 17: "17.11"}
-"""The newest release that Maven has of each major version but that of the wheel."""
+"""The newest release in Maven of each major version except that of the wheel."""
 
 
 class ReleasedPostgres(Postgres):
@@ -50,7 +50,7 @@ class ReleasedPostgres(Postgres):
 
 
 class ReleasedServers(LocalServers):
-    """Servers of these versions; without a Kafka if its version is None."""
+    """Servers of these versions; without Kafka if its version is None."""
 
     def __init__(
         self, directory: StateDirectory, postgres: int, kafka: str | None = KAFKA_VERSION

@@ -15,7 +15,7 @@ S3PROXY_JARS = Jars(
 )
 IDENTITY, CREDENTIAL = "local", "local-secret"
 
-# Who deletes sends a checksum along, in a header that S3Proxy does not know.
+# Clients send a checksum with deletions, in a header that S3Proxy does not support.
 SETTINGS = """\
 s3proxy.endpoint=http://{address}
 s3proxy.authorization=aws-v4
@@ -79,12 +79,12 @@ class S3Proxy(LocalServer):
             return False
 
     def bucket(self, name: str) -> str:
-        """Make a bucket, unless it is there, and return its URL."""
+        """Create a bucket if it does not exist, and return its URL."""
         (self.home / "data" / name).mkdir(exist_ok=True)
         return f"s3://{name}"
 
     def environment(self) -> dict[str, str]:
-        """The variables by which clients of S3 find it and are let in."""
+        """Environment variables with the address and credentials for S3 clients."""
         return {
             "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{self.port}",
             "AWS_ACCESS_KEY_ID": IDENTITY,

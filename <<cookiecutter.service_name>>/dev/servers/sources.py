@@ -1,4 +1,4 @@
-"""Where the servers come from: the environment, Docker Compose or local processes."""
+"""The sources of servers: the environment, Docker Compose or local processes."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class Servers(ABC):
 
     @abstractmethod
     def up(self) -> None:
-        """Return once they serve. Whatever this call has started is stopped again if it fails."""
+        """Start the servers and wait until they serve; on failure, stop those that were started."""
 
     @abstractmethod
     def addresses(self) -> dict[str, str]:
-        """The environment variables by which a service finds the servers; {} if there are none."""
+        """Environment variables with the addresses for a service; {} if there are no servers."""
 
     @abstractmethod
     def status(self) -> list[Status]: ...
 
     @abstractmethod
     def are_up(self) -> bool:
-        """Whether they are there, as far as that is known here; a busy one may not answer."""
+        """Whether the servers run, without a request: a busy one may not answer."""
 
     def serve(self) -> bool:
         return bool(self.addresses()) and all(server.serves for server in self.status())
@@ -72,7 +72,7 @@ class EnvironmentServers(Servers):
         return {name: os.environ[name] for name in names if os.environ.get(name)}
 
     def are_up(self) -> bool:
-        return True  # that is for the one to know who has named them
+        return True  # assumed: they are not managed here
 
     def up(self) -> None:
         deadline = time.monotonic() + 3
@@ -81,7 +81,7 @@ class EnvironmentServers(Servers):
                 lines = "\n".join(f"  {server}" for server in self.status())
                 raise StackError(
                     f"The servers of {' and '.join(self.addresses())} do not answer. "
-                    f"Start them, or unset the variables to have servers brought up.\n{lines}"
+                    f"Start them, or unset the variables to use own servers.\n{lines}"
                 )
             pause(0.2)
 
@@ -114,7 +114,7 @@ class EnvironmentServers(Servers):
 
 
 class OwnServers(Servers):
-    """Servers on this machine that are brought up and taken down here."""
+    """Servers on this machine that are started and stopped here."""
 
     def __init__(self, directory: StateDirectory) -> None:
         self.directory = directory
@@ -125,7 +125,7 @@ class OwnServers(Servers):
 
     @abstractmethod
     def has_kafka(self) -> bool:
-        """Whether its Kafka runs."""
+        """Whether Kafka runs."""
 
     def addresses(self) -> dict[str, str]:
         return own_addresses(self.state)
@@ -146,9 +146,9 @@ class ComposeServers(OwnServers):
 
     def __init__(self, directory: StateDirectory) -> None:
         super().__init__(directory)
-        # The project name keeps apart the containers and volumes of different state directories.
+        # Containers and volumes of a state directory have this project name.
         if not self.state.project:
-            # A project that was moved keeps its name, so a new one at its old path needs another.
+            # A moved state directory keeps its name, so a new one at the old path needs another.
             identity = f"{directory.path}{self.state.id}"
             digest = hashlib.sha256(identity.encode()).hexdigest()[:10]
             self.state.project = f"stack-{digest}"
@@ -248,7 +248,7 @@ class LocalServers(OwnServers):
         for server in missing:
             server.check_requirements()
         try:
-            # Kafka first, as it takes longer: PostgreSQL starts meanwhile.
+            # Kafka first, as it takes longer: PostgreSQL starts at the same time.
             for server in reversed(missing):
                 server.start()
             for server in self.servers:
@@ -284,10 +284,10 @@ class LocalServers(OwnServers):
 
 
 def named_by_environment(state: State, *, postgres_alone: bool = False) -> bool:
-    """Whether the environment names servers that are not the ones of this state directory.
+    """Whether the environment has addresses of servers other than those of this state directory.
 
-    PostgreSQL is enough with `postgres_alone`. Our own are named there too, inside `run` and after
-    `eval "$(stack.py env)"`.
+    With `postgres_alone` that of PostgreSQL is enough. Addresses of own servers are in the
+    environment too, inside `run` and after `eval "$(stack.py env)"`.
     """
     values = {name: os.environ.get(name) for name in (DATABASE_URL, BOOTSTRAP_SERVERS)}
     named = {name: value for name, value in values.items() if value}
@@ -297,7 +297,7 @@ def named_by_environment(state: State, *, postgres_alone: bool = False) -> bool:
     if missing and not (postgres_alone and DATABASE_URL in named):
         raise StackError(
             f"{next(iter(named))} is set and {next(iter(missing))} is not. "
-            "Set both to use servers of your own, or none to have servers brought up."
+            "Set both to use servers that run already, or none to start servers."
         )
     return True
 
@@ -316,12 +316,12 @@ def docker_answers() -> bool:
 
 
 def choose_servers(directory: StateDirectory, *, postgres_alone: bool) -> tuple[Servers, str]:
-    """The servers to bring up, and what to say about the choice."""
+    """Return the servers to start, and a message about the choice."""
     state = directory.state
     if named_by_environment(state, postgres_alone=postgres_alone):
-        return EnvironmentServers(), "using the servers that the environment names"
+        return EnvironmentServers(), "using the servers of the environment"
     recorded = recorded_servers(directory)
-    # A Kafka that runs already stays one of them.
+    # A Kafka that runs already is kept.
     state.postgres_alone = postgres_alone and not (recorded and recorded.has_kafka())
     if state.mode == LocalServers.mode and (directory.path / "postgres" / "initialised").exists():
         return LocalServers(directory), f"using local processes, whose data is in {directory.path}"
@@ -331,7 +331,7 @@ def choose_servers(directory: StateDirectory, *, postgres_alone: bool) -> tuple[
 
 
 def recorded_servers(directory: StateDirectory) -> OwnServers | None:
-    """The servers that an earlier `up` or `run` has brought up."""
+    """Return the servers that an earlier `up` or `run` has started."""
     for kind in (LocalServers, ComposeServers):
         if directory.state.mode == kind.mode:
             return kind(directory)

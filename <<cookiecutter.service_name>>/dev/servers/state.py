@@ -1,4 +1,4 @@
-"""What is kept about the servers between two commands."""
+"""The state of the servers that is stored between commands."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from servers.console import StackError, pause, say
 
 
 def process_start(pid: int) -> str:
-    """When a process has started, "" if it is gone.
+    """Return the start time of a process, "" if it has ended.
 
-    A pid alone says little: the kernel gives it to another process once its owner has ended.
+    A pid alone does not identify a process: the kernel reuses it after the process has ended.
     """
     if pid <= 0:
         return ""
@@ -38,14 +38,14 @@ def process_start(pid: int) -> str:
     # Counted from the third field, as the second, the name, may contain anything.
     fields = stat.rpartition(")")[2].split()
     status, threads, ticks = fields[0], int(fields[17]), fields[19]
-    # While threads remain of a zombie, so do its open files, locks and ports.
+    # A zombie with remaining threads still has its open files, locks and ports.
     gone = status in "ZX" and threads <= 1
     return "" if gone else f"{boot} {ticks}"
 
 
 @dataclass
 class Record:
-    """What is known of one server; the ports outlive the process, so addresses stay the same."""
+    """The stored state of one server; ports are kept after it ends, so addresses do not change."""
 
     ports: list[int] = field(default_factory=list)
     pid: int = 0
@@ -64,7 +64,7 @@ class State:
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     mode: str = ""  # "process", "compose", or "" when nothing has been brought up
     project: str = ""  # of Docker Compose: the name of its containers and volumes
-    # Set by `up`: the servers stay until `down`. Without it they last as long as any `run`.
+    # Set by `up`: the servers run until `down`. Without it they run as long as any `run`.
     keep: bool = False
     # Whether Kafka was left out, by `--postgres`.
     postgres_alone: bool = False
@@ -77,7 +77,7 @@ class StateDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = State()
-        # The recorded path if it is another than ours, until the next `save`.
+        # The recorded path if it is not that of this directory, until the next `save`.
         self.copied_from = ""
         self.moved_from = ""
         self._file = path / "state.json"
@@ -92,7 +92,7 @@ class StateDirectory:
             ignore.write_text("*\n")
 
     def load(self) -> None:
-        """Read the record; that of a directory of which this is a copy counts as none."""
+        """Read the record. In a copy of a state directory, the original's record is not used."""
         self.state, self.copied_from, self.moved_from = self._read(), "", ""
         if self.state.path in ("", str(self.path)):
             return
@@ -112,8 +112,8 @@ class StateDirectory:
             return State(**content)
         except (ValueError, TypeError, KeyError):
             raise StackError(
-                f"{self._file} cannot be understood. End the servers that run on data in "
-                f"{self.path}, if there are any, and remove that directory."
+                f"{self._file} cannot be read. Stop any servers that use data in {self.path}, and "
+                "remove that directory."
             ) from None
 
     def _is_copy(self) -> bool:
@@ -125,8 +125,8 @@ class StateDirectory:
         except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
             pass
         except OSError:
-            return True  # It belongs to another user.
-        # The original may have been moved after it was copied: then servers that run are its own.
+            return True  # The original belongs to another user.
+        # The original may have been moved after it was copied: then running servers are its own.
         running = self.state.postgres.runs() or self.state.kafka.runs()
         return running and self.state.inode != self._inode()
 
@@ -134,11 +134,11 @@ class StateDirectory:
         status = self.path.stat()
         return f"{status.st_dev}:{status.st_ino}"
 
-    def _begin_anew(self) -> None:
-        """Remove what a copy has brought along: data that was in use, or the link to it."""
+    def _reset_copy(self) -> None:
+        """Remove copied data, which was copied while in use, or the link to it."""
         say(
-            f"{self.path} was copied from {self.copied_from}, whose servers and data are left "
-            "alone: this copy starts with ports and data of its own"
+            f"{self.path} was copied from {self.copied_from}, whose servers and data are not "
+            "changed: the copy starts with new ports and empty data"
         )
         for name in ("postgres", "kafka"):
             home = self.path / name
@@ -153,7 +153,7 @@ class StateDirectory:
         self.state.path, self.copied_from, self.moved_from = str(self.path), "", ""
         self.state.inode = self._inode()
         new = self._file.with_suffix(".new")
-        new.touch(mode=0o600)  # It holds the database password.
+        new.touch(mode=0o600)  # It contains the database password.
         new.write_text(json.dumps(asdict(self.state), indent=2) + "\n")
         new.replace(self._file)
 
@@ -164,20 +164,20 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One command at a time; what the one before has recorded is read under the lock."""
+        """Exclude other commands, and read the state under the lock."""
         self.create()
         with (self.path / "lock").open("w") as lock:
             wait_for_lock(lock, "waiting for another stack command to finish")
             self.load()
             if self.copied_from:
-                self._begin_anew()
+                self._reset_copy()
             yield
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[Callable[[], bool]]:
-        """Count as a user of the servers; the value tells whether we are the only one.
+        """Register this process as a user of the servers; the value checks for other users.
 
-        The lock vanishes with its holder however that ends, so no user is counted for ever.
+        The lock is released when the process ends in any way, so no stale user remains.
         """
         self.create()
         with (self.path / "users").open("w") as lock:
@@ -194,19 +194,19 @@ class StateDirectory:
 
 
 def cache_folder() -> Path:
-    """The folder that all projects of this user share."""
+    """Return the folder that all projects of a user share."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dev-stack"
 
 
 def wait_for_lock(lock: IO[str], message: str, kind: int = fcntl.LOCK_EX) -> None:
-    said = False
+    is_reported = False
     while True:
         try:
             fcntl.flock(lock, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not said:
+            if not is_reported:
                 say(message)
-                said = True
+                is_reported = True
             pause()
         else:
             return
