@@ -1,4 +1,4 @@
-"""What stands between the answers and the template: cookiecutter loads it before it asks."""
+"""Checks of the answers. Cookiecutter loads this extension before it prompts."""
 
 import builtins
 import functools
@@ -18,37 +18,37 @@ from jinja2 import Environment
 from jinja2.ext import Extension
 
 NEEDED = (2, 6)
-"""The first cookiecutter that finds a template by delimiters of the template's own."""
+"""The first version of cookiecutter that finds a template folder with custom delimiters."""
 
 SERVICE = Path(__file__).parent / "<<cookiecutter.service_name>>"
-"""What a service is generated from."""
+"""The files that a service is generated from."""
 
 PINS = SERVICE / "requirements" / "dev.txt"
 
 LIBRARIES = frozenset(re.findall(r"^([a-z0-9-]+)==", PINS.read_text("utf-8"), re.MULTILINE))
-"""The distributions that a generated service is run and developed with."""
+"""Distributions that a generated service needs to run and for development."""
 
 OTHERWISE_IMPORTED = frozenset(
     {"attr", "dotenv", "google", "grpc", "grpc_tools", "importlinter", "markdown_it", "mypyc"}
     | {"opentelemetry", "pkg_resources", "py", "rpds", "xdist"}
 )
-"""Import names of theirs that do not follow from the distributions' names."""
+"""Their import names that differ from the distributions' names."""
 
 BUILT = frozenset({"build", "demo", "dist", "test"})
-"""Folders and commands that are not in the tree of a service from the start."""
+"""Folders and commands that a service gets after its generation."""
 
 TAKEN = BUILT | {
     path.stem if path.suffix == ".py" else path.name
     for folder in (".", "dev", "src", "tests")
     for path in (SERVICE / folder).iterdir()
 }
-"""Names of folders and modules of a service; mypy and pytest import from these four folders."""
+"""Names of folders and modules in the four folders that mypy and pytest import from."""
 
 FEATURES = tuple(json.loads((SERVICE / ".features.json").read_text("utf-8")))
-"""Questions that are answered by yes or no."""
+"""Questions with the answers yes and no."""
 
 LONGEST_NAME = 40
-"""Leaves room for what is put behind it in the 63 characters of a host or a database name."""
+"""Leaves room for suffixes within the 63 characters of a host name or database name."""
 
 LONGEST_LINE = 80
 
@@ -60,38 +60,38 @@ OURS = (
     "<<cookiecutter | tojson>>",
     "<<cookiecutter | source | tojson>>",
 )
-"""All that this template has rendered outside its files: defaults, names of files, hooks."""
+"""All expressions that this template renders outside of its files: defaults, file names, hooks."""
 
 OF_A_REPOSITORY = {
     *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_DIR", "GIT_GRAFT_FILE"),
     *("GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_NAMESPACE", "GIT_OBJECT_DIRECTORY"),
     *("GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_WORK_TREE"),
 }
-"""Variables that a hook or an alias of git sets, and that name a repository other than this."""
+"""Variables that hooks and aliases of git set, which may name another repository."""
 
 DELIMITERS = ("<<", ">>", "# <%", "%>", "# <#", "#>")
 
 
 class Answers(Extension):
-    """Sees to it that answers are plain text, and that wrong ones stop everything."""
+    """Rejects answers that contain template code or are invalid."""
 
     def __init__(self, environment: Environment) -> None:
         found = version("cookiecutter")
         if tuple(map(int, re.findall(r"\d+", found)[:2])) < NEEDED:
             raise FailedHookException(
-                "Nothing was generated. This template needs cookiecutter 2.6 or newer, this is "
-                f'{found}: python3 -m pip install --upgrade "cookiecutter>=2.6"'
+                "Nothing was generated. This template needs cookiecutter 2.6 or newer, and this is "
+                f'{found}: run python3 -m pip install --upgrade "cookiecutter>=2.6"'
             )
         super().__init__(environment)
         environment.filters["checked"] = checked
         environment.filters["source"] = source
 
     def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
-        """Refuse to run what was given as an answer, and judge answers before the first folder.
+        """Reject template code in answers, and check the answers before the first folder.
 
-        Cookiecutter renders the answers of its command line and of the user's configuration as
-        templates, and a template can run anything. Answers that are replayed from a file it does
-        not render; the name of the folder to create is the first that it renders with them.
+        Cookiecutter renders answers of the command line and of the user's configuration as
+        templates, which can run any code. It does not render answers that are replayed from a file:
+        these are checked when it renders the name of the service's folder, before any other text.
         """
         if name is None:
             rest = functools.reduce(lambda text, ours: text.replace(ours, " "), OURS, source)
@@ -99,7 +99,7 @@ class Answers(Extension):
             if found:
                 raise FailedHookException(
                     f"Nothing was generated. An answer contains {' and '.join(found)}, which "
-                    "would be run as a template: leave it out."
+                    "would be run as a template: remove it."
                 )
             if source == SERVICE.name:
                 return source + "<<'' if cookiecutter | checked>>"
@@ -107,10 +107,10 @@ class Answers(Extension):
 
 
 def checked(answers: Mapping[str, object]) -> str:
-    """Stop cookiecutter, before it writes anything, if an answer cannot be used.
+    """Return "yes". Raises `FailedHookException` if an answer is invalid.
 
-    Called when all questions are answered, and when the folder of the service is about to be
-    created, which is the first time for answers that are replayed from a file.
+    It runs after the last question, and again before the service's folder is created, which is the
+    first check of answers that are replayed from a file. Nothing is written before.
     """
     found = mistakes(answers)
     if found:
@@ -121,9 +121,9 @@ def checked(answers: Mapping[str, object]) -> str:
 def source(answers: Mapping[str, object]) -> dict[str, str | None]:
     """Return the template's location and its commit, for `.cookiecutter.json`.
 
-    The location is the absolute path of a local folder, the URL of what cookiecutter cloned
-    (without a password or a token), or else as it was given. The commit is null where the template
-    is no git repository of its own, or has changes that are not committed.
+    The location is the absolute path of a local folder, the URL of the repository that cookiecutter
+    cloned (without password or token), or else the given one. The commit is null if the template is
+    not a git repository of its own, or has uncommitted changes.
     """
     location = str(answers.get("_template", ""))
     if "_repo_dir" not in answers:  # cruft, which has a clone of its own
@@ -147,7 +147,7 @@ def source(answers: Mapping[str, object]) -> dict[str, str | None]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git wrote, None if it failed or is not installed."""
+    """Return git's output; None if git fails or is not installed."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments],
@@ -161,36 +161,36 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _without_password(location: str) -> str:
-    """Return a location without the password in it; one of HTTP also without the user."""
-    # A slash in a password is wrong, and what follows the colon is no port.
+    """Return a location without its password; one of HTTP also without its user."""
+    # Also matches an unescaped slash in a password, where the text after the colon is not a port.
     user = r"[^/?#]*@|[^/?#@:\[]*:(?!\d*([/?#]|$)).*@"
     kept = re.sub(rf"(?i)(?<=\bhttp://)({user})|(?<=\bhttps://)({user})", "", location, count=1)
     return re.sub(r"(?<=://)[^/@]*:[^/]*@", "", kept, count=1)
 
 
 def mistakes(answers: Mapping[str, object]) -> list[str]:
-    """Say of each answer that cannot be used what can be, in one sentence.
+    """Return a sentence for each invalid answer, with the rule for it.
 
-    Answers that are missing are not judged: of a file that is replayed, cookiecutter first shows
-    those that the file leaves out.
+    Missing answers are skipped: when a file is replayed, cookiecutter first passes the answers that
+    the file does not have.
     """
     found = []
-    for question, judge in JUDGES.items():
+    for question, check in CHECKS.items():
         if question not in answers:
             continue
         answer = answers[question]
-        # YAML reads yes, no, on, off and numbers as something else.
-        verdict = judge(answer) if isinstance(answer, str) else "must be text, in quotes in YAML"
-        if verdict:
-            found.append(f"{question} {verdict}; it is {answer!r}.")
+        # In YAML, yes, no, on, off and numbers are not text.
+        rule = check(answer) if isinstance(answer, str) else "must be text, in quotes in YAML"
+        if rule:
+            found.append(f"{question} {rule}; it is {answer!r}.")
     return found
 
 
 def _service_name(answer: str) -> str | None:
     if not _is_name(answer, "[a-z][a-z0-9]*(-[a-z0-9]+)*"):
         return (
-            "must be lower-case letters, digits and single hyphens between them, a letter first, "
-            f"{LONGEST_NAME} characters at most"
+            "must be lower-case letters, digits and single hyphens between them, beginning with a "
+            f"letter, of at most {LONGEST_NAME} characters"
         )
     if answer in LIBRARIES:
         return "must not be the name of a library that the service uses"
@@ -200,17 +200,17 @@ def _service_name(answer: str) -> str | None:
 def _package_name(answer: str) -> str | None:
     if not _is_name(answer, "[a-z][a-z0-9_]*"):
         return (
-            "must be lower-case letters, digits and underscores, a letter first, "
-            f"{LONGEST_NAME} characters at most"
+            "must be lower-case letters, digits and underscores, beginning with a letter, of at "
+            f"most {LONGEST_NAME} characters"
         )
     if keyword.iskeyword(answer) or keyword.issoftkeyword(answer) or hasattr(builtins, answer):
-        return "must not be a word that Python knows"
+        return "must not be a keyword or built-in name of Python"
     if answer in sys.stdlib_module_names:
-        return "must not hide a module of Python's own library"
+        return "must not be the name of a module of Python's standard library"
     if answer in TAKEN:
         return "must not be the name of another folder or module of the service"
     if answer in OTHERWISE_IMPORTED or answer.replace("_", "-") in LIBRARIES:
-        return "must not hide a library that the service uses"
+        return "must not be the import name of a library that the service uses"
     return None
 
 
@@ -218,7 +218,7 @@ def _description(answer: str) -> str | None:
     if not _is_line(answer, ".,:;!?'’()/+&@_–—-"):
         return (
             "must be one line of letters, digits, single spaces and . , : ; ! ? ' ( ) / + & @ _ -, "
-            f"a letter or digit first, {LONGEST_LINE} characters at most"
+            f"beginning with a letter or digit, of at most {LONGEST_LINE} characters"
         )
     return None
 
@@ -227,8 +227,9 @@ def _author(answer: str) -> str | None:
     name = re.sub(r" <[\w+-]+(\.[\w+-]+)*@[\w-]+(\.[\w-]+)+>\Z", "", answer, flags=re.ASCII)
     if not _is_line(name, ".,'’()&–-") or _columns(answer) > LONGEST_LINE:
         return (
-            "must be a name of letters, digits, single spaces and . , ' ( ) & -, a letter or digit "
-            f"first, alone or followed by <mail@address>, {LONGEST_LINE} characters at most"
+            "must be a name of letters, digits, single spaces and . , ' ( ) & -, beginning with a "
+            "letter or digit, alone or followed by <mail@address>, of at most "
+            f"{LONGEST_LINE} characters"
         )
     return None
 
@@ -237,7 +238,7 @@ def _yes_or_no(answer: str) -> str | None:
     return None if answer in ("yes", "no") else "must be yes or no"
 
 
-JUDGES: dict[str, Callable[[str], str | None]] = {
+CHECKS: dict[str, Callable[[str], str | None]] = {
     "service_name": _service_name,
     "package_name": _package_name,
     "description": _description,
@@ -251,9 +252,9 @@ def _is_name(text: str, pattern: str) -> bool:
 
 
 def _is_line(text: str, punctuation: str) -> bool:
-    """Whether nothing in `text` means anything in TOML, JSON, YAML, Python, make or a shell.
+    """Whether `text` has no special meaning in TOML, JSON, YAML, Python, make or a shell.
 
-    All of them as the template uses them: between double quotes, or not at all.
+    In these languages, the template uses the text only between double quotes, or not at all.
     """
     return (
         text != ""
@@ -270,5 +271,5 @@ def _is_line(text: str, punctuation: str) -> bool:
 
 
 def _columns(text: str) -> int:
-    """Count what `text` takes on a screen, where a Chinese character is as wide as two letters."""
+    """Return the width of `text` in columns; a Chinese character has two."""
     return sum(2 if unicodedata.east_asian_width(letter) in "FW" else 1 for letter in text)

@@ -1,4 +1,4 @@
-"""After the last file: take out what was not asked for, record the template, make a repository."""
+"""After the last file: remove features that are not chosen, record the template, run `git init`."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-# In what `tojson` writes there is no ' and no line break.
+# The output of `tojson` has no ' and no line breaks.
 ANSWERS = json.loads(r'<<cookiecutter | tojson>>')  # fmt: skip
 SOURCE = json.loads(r'<<cookiecutter | source | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
@@ -30,7 +30,7 @@ PACKAGES = (
     *("pipeline", "schema_registry"),
 )
 ENGINE = tuple(f"src/{package}" for package in PACKAGES)
-# A hook or an alias of git sets them, for a repository other than that of the service.
+# Variables that hooks and aliases of git set, which may name another repository.
 OF_A_REPOSITORY = {
     *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_DIR", "GIT_GRAFT_FILE"),
     *("GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_NAMESPACE", "GIT_OBJECT_DIRECTORY"),
@@ -47,8 +47,8 @@ def remove(path: Path) -> None:
 
 
 def remove_requirement(name: str) -> None:
-    """Take a distribution out of what is required, pinned and not; it must be there."""
-    # With its hashes, which stand on further lines.
+    """Remove a distribution from all requirements files. Raises `SystemExit` if none has it."""
+    # With its hashes, which are on further lines.
     requirement = rf"(?m)^{re.escape(name)}(?:[=>](?:.*\\\n)*.*)?\n"
     found = 0
     for path in Path("requirements").iterdir():
@@ -56,7 +56,7 @@ def remove_requirement(name: str) -> None:
         path.write_text(text, "utf-8")
         found += count
     if not found:
-        raise SystemExit(f"{MANIFEST} names the requirement {name}, and none of that name is there")
+        raise SystemExit(f"{MANIFEST} names the requirement {name}, which no file has")
 
 
 def git(*arguments: str, given: str = "") -> str:
@@ -64,10 +64,10 @@ def git(*arguments: str, given: str = "") -> str:
 
     Raises `CalledProcessError` if it fails.
     """
-    around = {name: value for name, value in os.environ.items() if name not in OF_A_REPOSITORY}
+    kept = {name: value for name, value in os.environ.items() if name not in OF_A_REPOSITORY}
     return subprocess.run(
         ["git", *arguments],
-        env={**around, "LC_ALL": "C"},
+        env={**kept, "LC_ALL": "C"},
         input=given,
         capture_output=True,
         check=True,
@@ -77,22 +77,22 @@ def git(*arguments: str, given: str = "") -> str:
 
 
 def make_repository() -> str:
-    """Commit the service to a new repository, unless it is in one; return a sentence about it.
+    """Commit the service to a new repository, unless it is in one; return a message about it.
 
     `make update` merges from the branch `template`. The first commit runs no hooks and is not
-    signed, as both could ask for something; without an identity of the user it has a neutral one.
+    signed, as both could prompt for input; without an identity of the user it has a neutral one.
     """
     if ANSWERS.get("_commit"):
-        return "cruft updates it: `git init` and the first commit are left to you."
+        return "cruft updates it: run `git init`, and make the first commit."
     if shutil.which("git") is None:
-        return "git is not installed, so it has no repository; `make update` will need one."
+        return "git is not installed, so it has no repository; `make update` needs one."
     try:
-        around = git("rev-parse", "--show-toplevel").strip()
+        repository = git("rev-parse", "--show-toplevel").strip()
     except subprocess.CalledProcessError as error:
         if "not a git repository" not in error.stderr:
             return f"It has no repository: {error.stderr.strip()}"
     else:
-        return f"It is in the git repository {around}: commit it there."
+        return f"It is in the git repository {repository}: commit it there."
     try:
         git("var", "GIT_COMMITTER_IDENT")
         identity = []
@@ -103,21 +103,22 @@ def make_repository() -> str:
     try:
         git("init", "--quiet")
         git("symbolic-ref", "HEAD", "refs/heads/template")
-        # Whatever the user ignores in every repository: only the .gitignore of the service counts.
+        # Files are ignored by the .gitignore of the service only, not by the user's settings.
         files = git("ls-files", "--others", "--exclude-per-directory=.gitignore", "-z")
         git("update-index", "--add", "-z", "--stdin", given=files)
-        mark = f"Template-Tree: {git('write-tree').strip()}"  # `dev/update.py` knows a bake by it
+        # `dev/update.py` identifies bakes by this trailer.
+        mark = f"Template-Tree: {git('write-tree').strip()}"
         message = ("--message", f"Template {version}", "--message", mark)
         git(*plain, *identity, "commit", "--quiet", *message)
         git(*plain, "checkout", "--quiet", "-b", "main")
     except subprocess.CalledProcessError as error:
         shutil.rmtree(".git", ignore_errors=True)
         return f"It has no repository: {error.stderr.strip() or error}"
-    return "Its first commit is on the branches main, which is yours, and template (`make update`)."
+    return "Its first commit is on the branches main, for you, and template, for `make update`."
 
 
-# Two features may name the same: all is looked for before anything is removed. A file is for those
-# who have both, a requirement for those who have one of them.
+# Features may share files and requirements, so all are collected before any is removed. A file is
+# removed if one of its features is not chosen, a requirement if none of them is.
 named: dict[str, set[str]] = {"yes": set(), "no": set()}
 for feature, names in json.loads(MANIFEST.read_text("utf-8")).items():
     named[ANSWERS[feature]].update(names)
@@ -130,13 +131,13 @@ required = [
 paths = [Path(each) for each in unwanted if ": " not in each]
 for path in paths:
     if not path.exists():
-        raise SystemExit(f"{MANIFEST} names {path}, and there is no such file")
+        raise SystemExit(f"{MANIFEST} names {path}, which does not exist")
 for name in required:
     remove_requirement(name)
 for path in [*paths, MANIFEST]:
     remove(path)
 
-# Baked from a folder in which somebody works.
+# Caches from a local folder of the template in which tests have run.
 for pattern in ("__pycache__", ".*_cache", ".hypothesis"):
     for cache in list(Path().rglob(pattern)):
         remove(cache)
@@ -145,7 +146,7 @@ source = {"template": SOURCE["template"], "commit": SOURCE["commit"]}  # `tojson
 record = {**source, **json.loads(RECORD.read_text("utf-8"))}
 RECORD.write_text(json.dumps(record, indent=4, ensure_ascii=False) + "\n", "utf-8")
 
-# As `sha256sum` writes them, for `dev/engine.py`.
+# Checksums for `dev/engine.py`, in the format of `sha256sum`.
 CHECKSUMS.write_text(
     "".join(
         f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.as_posix()}\n"
@@ -155,5 +156,5 @@ CHECKSUMS.write_text(
     "utf-8",
 )
 
-print(f"\n{ANSWERS['service_name']} is there. {make_repository()}")
+print(f"\n{ANSWERS['service_name']} was generated. {make_repository()}")
 print(f"Next: cd {Path.cwd().name} && make run")

@@ -1,7 +1,7 @@
-"""Before the first file: the answers once more, now those that are replayed from a file as well.
+"""Before the first file: check the answers, including those that are replayed from a file.
 
-Cookiecutter renders this file before it runs it, and `checked` stops it there if an answer cannot
-be used: no hostile answer ever gets into a line of Python. See `local_extensions.py`.
+Cookiecutter renders this file before it runs it, and `checked` raises an error during rendering if
+an answer is invalid: so no answer is ever executed as Python. See `local_extensions.py`.
 """
 
 CHECKED = "<<cookiecutter | checked>>"

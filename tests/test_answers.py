@@ -12,7 +12,7 @@ import pytest
 from cookiecutter.exceptions import FailedHookException
 
 import local_extensions
-from local_extensions import JUDGES, LIBRARIES, LONGEST_LINE, LONGEST_NAME, mistakes
+from local_extensions import CHECKS, LIBRARIES, LONGEST_LINE, LONGEST_NAME, mistakes
 
 from tests.baked import DEFAULTS, RAW, ROOT, Template, features
 
@@ -415,5 +415,5 @@ def test_a_new_cookiecutter_will_do(new: str, monkeypatch: pytest.MonkeyPatch) -
 def test_every_question_has_a_judge() -> None:
     asked = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
 
-    assert list(JUDGES) == QUESTIONS
-    assert {question for question in asked if not question.startswith("_")} == set(JUDGES)
+    assert list(CHECKS) == QUESTIONS
+    assert {question for question in asked if not question.startswith("_")} == set(CHECKS)

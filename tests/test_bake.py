@@ -424,7 +424,7 @@ def test_an_old_python_is_named_as_the_obstacle(
     )
 
     assert done.returncode != 0
-    assert "This needs Python 3.11 or newer" in done.stderr
+    assert "Python 3.11 or newer is required" in done.stderr
     assert not (tmp_path / "venv").exists()
 
 

@@ -242,8 +242,8 @@ def test_a_bake_ends_with_a_first_commit_on_the_branches_template_and_main(
 
     project = BakedProject(output / "parcel-tracker", DEFAULTS)
     assert done.stdout.endswith(
-        "parcel-tracker is there. Its first commit is on the branches main, which is yours, and "
-        "template (`make update`).\nNext: cd parcel-tracker && make run\n"
+        "parcel-tracker was generated. Its first commit is on the branches main, for you, and "
+        "template, for `make update`.\nNext: cd parcel-tracker && make run\n"
     )
     assert project.run("git", "branch", "--format=%(HEAD)%(refname:short)").split() == [
         "*main",

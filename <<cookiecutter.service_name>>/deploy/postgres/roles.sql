@@ -1,13 +1,13 @@
--- Privileges of the roles that the parts of the service have in PostgreSQL (docs/security.md says
--- what each is for). Run it with psql, as the role that owns the tables, which must be a member of
--- the role `retention`, or as a superuser:
+-- Privileges of the service's roles in PostgreSQL; docs/security.md describes the roles. Run this
+-- with psql, as the role that owns the tables, which must be a member of the role `retention`, or as
+-- a superuser:
 --
 --   psql --set service=parcels_service --set relay=parcels_relay --set operator=parcels_operator \
 --        --set retention=parcels_retention --file deploy/postgres/roles.sql "$URL"
 --
--- When: after the first `service migrate`, and after each migration of src/pipeline. It grants what
--- a part needs and revokes everything else, completely or not at all, also while the service runs.
--- The roles must exist. One role may be named for several parts. If a lock times out, run it again.
+-- Run it after the first `service migrate` and after each migration of src/pipeline; the service may
+-- run. In one transaction it grants what each role needs and revokes all other privileges. The roles
+-- must exist; several may be the same. If a lock times out, run it again.
 
 \set ON_ERROR_STOP on
 
@@ -22,11 +22,11 @@ SELECT bool_or(pg_has_role(part, :'owner', 'MEMBER')
   FROM unnest(ARRAY[:'service', :'relay', :'operator', :'retention']) AS part \gset
 \if :is_owner
     DO $$ BEGIN
-        RAISE 'a role is a superuser, or a member of a role that owns tables: name another one';
+        RAISE 'a role is a superuser, or a member of a role that owns tables: use another role';
     END $$;
 \endif
 
--- retention makes and drops partitions, which PostgreSQL allows to the owner of a table alone. It
+-- retention creates and drops partitions, which PostgreSQL allows only to the owner of a table. It
 -- owns the inbox, the outbox and their partitions, attached or not, and no other table.
 
 CREATE TEMPORARY VIEW partitioned AS
@@ -39,13 +39,13 @@ GRANT USAGE, CREATE ON SCHEMA pipeline TO :"retention";
 
 SELECT count(*) > 0 AS is_new FROM partitioned WHERE owner <> :'retention' \gset
 \if :is_new
-    -- Both at once: transactions of the service lock one after the other.
+    -- In one statement, before the changes: transactions of the service lock one after the other.
     LOCK TABLE pipeline.inbox, pipeline.outbox IN ACCESS EXCLUSIVE MODE;
     SELECT format('ALTER TABLE %s OWNER TO %I', name, :'retention')
       FROM partitioned WHERE owner <> :'retention' \gexec
 \endif
 
--- Everything is revoked first. That includes what an owner may do with its own tables.
+-- All privileges are revoked first, including those of an owner on its own tables.
 
 REVOKE ALL ON SCHEMA pipeline FROM PUBLIC, :"service", :"relay", :"operator";
 REVOKE ALL ON ALL TABLES IN SCHEMA pipeline
@@ -59,11 +59,11 @@ GRANT USAGE ON SCHEMA pipeline TO :"service", :"relay", :"operator";
 GRANT USAGE, CREATE ON SCHEMA pipeline TO :"retention";
 SELECT format('GRANT ALL ON %s TO %I', name, :'retention') FROM partitioned \gexec
 
--- Locking a row takes the privilege to update one of its columns: hence some UPDATE (column).
+-- Locking a row requires the privilege to update one of its columns: hence some UPDATE (column).
 
--- service: handles messages, and puts events into the outbox, which it can neither read nor change.
--- The server assigns `id` and `xid` of an event: other values would break the order of a key, or
--- hide the event from the relay.
+-- service: handles messages, and inserts events into the outbox, which it can neither read nor
+-- change. The server assigns `id` and `xid` of an event: other values would break the order of a key,
+-- or hide the event from the relay.
 
 GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.inbox, pipeline.backlog, pipeline.scheduled TO :"service";
@@ -80,7 +80,7 @@ GRANT INSERT (topic, key, payload, event_id, source, type, subject, sequence, co
               traceparent, tracestate, baggage, headers, dataref, datalength, datachecksum)
    ON pipeline.outbox TO :"service";
 
--- relay: reads and publishes the outbox, and puts scheduled events into it.
+-- relay: reads and publishes the outbox, and inserts scheduled events into it.
 
 GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.outbox_rejected, pipeline.outbox_relay TO :"relay";
@@ -94,8 +94,8 @@ GRANT SELECT,
               traceparent, tracestate, baggage, headers, dataref, datalength, datachecksum)
    ON pipeline.outbox TO :"relay";
 
--- Keys of personal data, where the service encrypts it: who stores a payload may make a key for its
--- subject, who reads one finds the key, and the operator forgets subjects.
+-- Keys of encrypted personal data: the service creates keys of subjects and reads them, the relay
+-- reads them, and the operator forgets subjects.
 
 SELECT to_regclass('pipeline.personal_key') IS NOT NULL AS has_keys \gset
 \if :has_keys
@@ -106,7 +106,7 @@ SELECT to_regclass('pipeline.personal_key') IS NOT NULL AS has_keys \gset
     GRANT INSERT, UPDATE (keys) ON pipeline.personal_forgotten TO :"operator";
 \endif
 
--- operator: reads the engine's tables, also partitions made later, and decides on dead letters.
+-- operator: reads the engine's tables and later partitions, and redrives or discards dead letters.
 
 GRANT SELECT ON ALL TABLES IN SCHEMA pipeline TO :"operator";
 ALTER DEFAULT PRIVILEGES FOR ROLE :"owner", :"retention" IN SCHEMA pipeline
@@ -119,7 +119,7 @@ GRANT UPDATE (token, owner, lease_until, starts) ON pipeline.backlog_lane TO :"o
 GRANT UPDATE (owner) ON pipeline.outbox_cursor TO :"operator";
 GRANT DELETE ON pipeline.scheduled TO :"operator";
 
--- retention, beside what it owns: rotates generations, and deletes what was discarded long ago.
+-- retention, in tables of other owners: rotates generations, and deletes rows discarded long ago.
 
 GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.inbox_closed, pipeline.inbox_filter, pipeline.outbox_closed TO :"retention";
@@ -132,8 +132,8 @@ GRANT SELECT (id, event_id, dataref, discarded_at), UPDATE (discarded_at), DELET
 GRANT SELECT (event_id, dataref) ON pipeline.scheduled TO :"retention";
 GRANT SELECT, UPDATE (published_at), DELETE ON pipeline.claim TO :"retention";
 
--- The service's own tables are for its handlers alone, in whatever schema the owner has them; also
--- those that a later migration makes there.
+-- The service's own tables, in any schema of the owner, are for its handlers alone, including tables
+-- of later migrations.
 
 CREATE TEMPORARY VIEW own AS
 SELECT oid::regclass AS name, relkind AS kind, relnamespace::regnamespace AS schema
@@ -157,7 +157,7 @@ SELECT CASE kind WHEN 'S' THEN format('GRANT USAGE ON SEQUENCE %s TO %I', name, 
        END
   FROM own WHERE name <> 'alembic_version'::regclass \gexec
 
--- A process checks at its start whether the database is migrated.
+-- Each process checks at its start whether the database is migrated.
 
 GRANT SELECT ON alembic_version TO :"service", :"relay", :"operator", :"retention";
 
