@@ -289,5 +289,5 @@ class _Day:
 
 
 def _end(parts: Sequence[Part], ids: _Ids) -> int:
-    """Return the id behind which the next part begins."""
+    """Return the id after which the next part begins."""
     return parts[-1].last_id if parts else (ids.first or 0) - 1
