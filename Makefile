@@ -92,7 +92,7 @@ test-full: $(INSTALLED) ## everything else: crashes, outages, plans, TLS, pooler
 # The bound is lifted and the pins are made again, so that generated services are tested with it, too.
 NEWEST ?= aiokafka
 CANARY = $(MAKE) --no-print-directory --directory=build/canary VENV=.venv
-canary: ## `make test` with the newest release of NEWEST=aiokafka, in a clone of what is committed
+canary: ## what `make test` runs, with the newest release of NEWEST=aiokafka, in a clone of what is committed
 	@rm -rf build/canary && git clone --quiet . build/canary
 	@cd 'build/canary/$(RAW)/requirements' && sed -i.old -E 's/^($(NEWEST)(\[.*\])?)>=[^ ;]+/\1/' base.in && rm base.in.old
 	@$(CANARY) requirements UPGRADE='--upgrade-package $(NEWEST)'
