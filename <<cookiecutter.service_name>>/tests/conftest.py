@@ -270,10 +270,11 @@ def records(kafka: str) -> Records:
         async with AIOKafkaConsumer(
             topic, bootstrap_servers=kafka, auto_offset_reset="earliest"
         ) as one:
-            async with asyncio.timeout(patience):
-                while len(found) < count:
-                    for batch in (await one.getmany(timeout_ms=200)).values():
-                        found += batch
+            until = asyncio.get_running_loop().time() + patience
+            while len(found) < count:
+                for batch in (await one.getmany(timeout_ms=200)).values():
+                    found += batch
+                assert asyncio.get_running_loop().time() < until, f"{len(found)} of {count} records"
         return found
 
     return read

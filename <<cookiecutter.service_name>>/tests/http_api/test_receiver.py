@@ -31,14 +31,7 @@ from tests.pipeline.integration.calling import take_calls
 from tests.pipeline.integration.conftest import new_desk  # noqa: F401 (a fixture)
 from tests.pipeline.integration.desk import NewDesk
 from tests.pipeline.integration.processes import forwarding
-from tests.pipeline.integration.test_door import (
-    ENDINGS,
-    REFUSED,
-    Changed,
-    core_savepoint,
-    driver_savepoint,
-    text_savepoint,
-)
+from tests.pipeline.integration.test_door import ENDINGS, REFUSED, SAVEPOINTS, Changed
 from tests.servers.waiting import eventually
 
 KEY = "7c4a8d09-ca95-4c28-a1d5-3b7f0c1a4e10"
@@ -261,7 +254,7 @@ async def test_a_handler_with_statements_of_its_own_answers_and_fails_as_a_whole
 
 
 @pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
-@pytest.mark.parametrize("end", [*ENDINGS, text_savepoint, driver_savepoint, core_savepoint])
+@pytest.mark.parametrize("end", [*ENDINGS, *SAVEPOINTS])
 async def test_a_handler_that_ends_its_transaction_stores_nothing_and_says_so(
     bank: Bank,
     settings: Callable[..., Settings],

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -115,6 +115,13 @@ class Attempt:
             self.guard.fault = None
             raise fault
         self.rows.raise_error()
+
+    async def is_sound(self) -> bool:
+        """Return whether no statement of the call has failed: an outage is of another server."""
+        with suppress(Exception):
+            await self.driver.execute("SELECT")
+            return not self.guard.has_failed
+        return False
 
     def event_of(self, item: Item) -> Event | None:
         """Return the event for a call; a new object for each, as a handler may have changed it."""

@@ -8,7 +8,7 @@ from time import perf_counter
 import pydantic_core
 import sqlalchemy as sa
 
-from pipeline.errors import describe_error
+from pipeline.errors import describe_error, is_infrastructure
 from pipeline.handlers.aggregate import Aggregate, Key
 from pipeline.handlers.policy import Reject
 from pipeline.handlers.sessions import DONE, SharedSession
@@ -50,15 +50,18 @@ async def call_handlers(
         attempt.memory.isolates |= bool(failures.failed)
     if attempt.own and not failures:
         await attempt.driver.execute(DONE)
-    # Code of some messages may have gone on after their handlers had returned.
     failures.in_batch = failures.in_batch or attempt.guard.stray
-    tried = {key: guard.stray for key, guard in attempt.guards.items() if guard.stray}
-    if errors := attempt.errors_after_return | tried:
-        failures.failed += [
-            MessageFailure(item, errors[item.key]) for item in outcome.applied if item.key in errors
-        ]
+    failures.failed = _strays(attempt, outcome) or failures.failed
     outcome.seconds = perf_counter() - begun
     return failures
+
+
+def _strays(attempt: Attempt, outcome: BatchOutcome) -> list[MessageFailure]:
+    """Return messages whose code went on after its return: others may have failed for that."""
+    faults = {key: guard.stray or guard.fault for key, guard in attempt.guards.items()}
+    errors = attempt.errors_after_return | {key: fault for key, fault in faults.items() if fault}
+    applied = outcome.applied if errors else ()
+    return [MessageFailure(item, errors[item.key]) for item in applied if item.key in errors]
 
 
 async def _call_in_order(
@@ -93,6 +96,7 @@ async def _call_in_order(
                 # other calls would fail.
                 await attempt.driver.execute("SELECT")
         except Exception:
+            failures.failed = failures.failed or _strays(attempt, outcome)
             if not failures.failed:
                 raise
             return
@@ -176,7 +180,8 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
             attempt.raise_error()
         except Exception as earlier:
             error = earlier
-        if is_guilty(error, attempt, is_alone=False):
+        at_fault = is_guilty(error, attempt, is_alone=False)
+        if at_fault or (is_infrastructure(error) and await attempt.is_sound()):
             raise CallFailed(error, attempt.context) from error
         raise
     finally:

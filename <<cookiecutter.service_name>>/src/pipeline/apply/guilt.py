@@ -8,8 +8,8 @@
     the object store                  An outage for a single record; many are halved.
     the source, which another         `SourceLost`: its messages are left to that process.
     process owns
-    the handler of a message          The message is retried later, parked or dead by its policy.
-                                      The others are applied without it.
+    the handler of a message, or a    The message is retried later, parked or dead by its policy.
+    server that only it uses          The others are applied without it.
     a further handler in the same     "undecided": it may have failed because of the first one.
     session                           The message is stored, and tried alone.
     a call that exceeds its time      The message is tried once more, because its connection may

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import asyncpg
 from sqlalchemy.event import listens_for
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.orm import InstanceState, Session, SessionTransaction
 from sqlalchemy.orm.attributes import instance_state
 
 from pipeline.servers.guard import (
@@ -27,6 +27,8 @@ from pipeline.servers.guard import (
     HandlerFault,
     Stages,
 )
+
+from .aggregate import Aggregate
 
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
@@ -132,8 +134,33 @@ class OwnSession(RowSession):
     def reset(self) -> None:
         self.guard.refuse("session.reset()")
 
-    def invalidate(self) -> None:
-        self.guard.refuse("session.invalidate()")
+    def unwritten(self) -> set[InstanceState[Any]]:
+        """Return the rows whose version was raised by an event, and is not written yet."""
+        return {
+            state
+            for state in (*self._new, *self.identity_map._modified)
+            if issubclass(state.class_, Aggregate)
+            and (version := state.dict.get("version"))
+            and version != state.committed_state.get("version", version)
+        }
+
+
+def _keeping(name: str) -> Callable[..., Any]:
+    original = getattr(Session, name)
+
+    @wraps(original)
+    def method(self: OwnSession, *args: Any, **options: Any) -> None:
+        # Neither for the engine, nor for a savepoint that is rolled back (`to_transient`).
+        before = self.unwritten() if CURRENT_GUARD.get() and not options else set()
+        original(self, *args, **options)
+        if before - self.unwritten():
+            raise self.guard.note("a row whose event was published is dropped: flush before")
+
+    return method
+
+
+for _name in ("_expire_state", "_expunge_states", "expire_all", "expunge_all"):
+    setattr(OwnSession, _name, _keeping(_name))
 
 
 class WriterSession(OwnSession):
@@ -233,8 +260,9 @@ async def own_session(
         await asyncio.sleep(0)
         await _end(session, driver, guard, restore_limits)
     except BaseException as error:
-        if guard.was_cancelled and not isinstance(error, asyncio.CancelledError):
-            raise HandlerFault(CANCELLED) from error
+        fault = HandlerFault(CANCELLED) if guard.was_cancelled else guard.fault
+        if fault and fault is not error and not isinstance(error, asyncio.CancelledError):
+            raise fault from error
         raise
     finally:
         info[GUARD] = others
@@ -287,7 +315,8 @@ async def isolated(
             await driver.execute(f"{_UNDO}; {_RESET}; {restore_limits}")
         except Exception:
             # SQLAlchemy rolls back after a flush that has failed.
-            if isinstance(error, HandlerFault) or not driver.is_in_transaction():
+            is_open = not driver.is_closed() and driver.is_in_transaction()
+            if isinstance(error, HandlerFault) or not is_open:
                 raise error from None
             raise HandlerFault(HAS_ENDED) from error
         outbox.staged = earlier

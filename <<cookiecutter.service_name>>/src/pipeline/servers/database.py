@@ -18,7 +18,7 @@ from pipeline.settings import Settings
 
 from . import revisions
 from .credentials import Credentials, CredentialsUnavailable
-from .guard import CURRENT_GUARD, GUARD
+from .guard import CURRENT_GUARD, GUARD, GuardedConnection
 
 _BESIDE_TRANSACTIONS = 5
 """Connections for the relay, retention, positions, filters, and the lanes of calls."""
@@ -53,7 +53,8 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
         hide_parameters=True,
         isolation_level="READ COMMITTED",
         connect_args=connect_args(settings, name=name)
-        | {"command_timeout": _COMMAND_SECONDS, "timeout": _CONNECT_SECONDS},
+        | {"command_timeout": _COMMAND_SECONDS, "timeout": _CONNECT_SECONDS}
+        | {"connection_class": GuardedConnection},
     )
     sa.event.listen(engine.sync_engine, "checkout", _refuse_if_closed)
     _watch_statements(engine.sync_engine)
@@ -72,7 +73,9 @@ def _watch_statements(engine: sa.Engine) -> None:
     sa.event.listen(engine, "before_cursor_execute", _begin)
     sa.event.listen(engine, "after_cursor_execute", _end)
     sa.event.listen(engine, "handle_error", _fail)
-    sa.event.listen(engine, "commit", _refuse_commit)
+    sa.event.listen(engine, "commit", lambda each: _refuse("COMMIT", each))
+    # A handler returns the connection to the pool, which closes it then.
+    sa.event.listen(engine, "reset", lambda _, each, __: _refuse("connection.close()", each))
 
 
 def _log_query(query: LoggedQuery) -> None:
@@ -80,6 +83,7 @@ def _log_query(query: LoggedQuery) -> None:
     # In the context of the task that has sent the statement.
     if guard := CURRENT_GUARD.get():
         guard.after(query.query)
+        guard.has_failed |= query.exception is not None
 
 
 def _begin(
@@ -109,12 +113,13 @@ def _fail(failed: sa.ExceptionContext) -> None:
         statement.end(failed.original_exception)
     if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
         guard.under_way.discard(failed.execution_context)
+        guard.has_failed = True
         guard.was_cancelled |= isinstance(failed.original_exception, asyncio.CancelledError)
 
 
-def _refuse_commit(connection: sa.Connection) -> None:
-    if guard := connection.info.get(GUARD):
-        guard.refuse("COMMIT")
+def _refuse(text: str, connection: Any) -> None:
+    if connection is not None and (guard := connection.info.get(GUARD)):
+        (CURRENT_GUARD.get() or guard).refuse(text)
 
 
 def _refuse_if_closed(connection: Any, *_: object) -> None:

@@ -25,6 +25,11 @@ _CONTROL = re.compile(
     r"|PREPARE\s+TRANSACTION)\b",
     re.IGNORECASE | re.DOTALL,
 )
+_QUOTED = re.compile(
+    r"\bE'(?:\\.|[^'\\])*'|'[^']*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$|/\*.*?\*/|--[^\n]*",
+    re.IGNORECASE | re.DOTALL,
+)
+"""Parts of a text that hold no statement of their own."""
 _SAVEPOINT_CLAUSES = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
 _USE_BEGIN_NESTED = (
     "savepoints are made by `async with tx.session.begin_nested()`, which the engine follows, and"
@@ -74,6 +79,8 @@ class Guard:
         self.under_way: set[object] = set()
         """Statements of SQLAlchemy that have not ended."""
         self.fault: HandlerFault | None = None
+        self.has_failed = False
+        """Whether any statement has failed."""
         self.was_cancelled = False
         """Whether a statement was cancelled under way, which makes the connection unusable."""
         self.stray: HandlerFault | None = None
@@ -114,21 +121,43 @@ class Guard:
         if (self._unsent < 0) if is_savepoint else _CONTROL.match(text):
             self.refuse(text)
         if not driver.is_in_transaction():
-            raise self._note(HAS_ENDED)
+            raise self.note(HAS_ENDED)
         self.under_way.add(context)
 
     def refuse(self, text: str) -> NoReturn:
         """Raise `HandlerFault` for a statement that ends the transaction or a part of it."""
-        raise self._note(f"{text.split(maxsplit=1)[0]} in a handler: {_USE_BEGIN_NESTED}")
+        raise self.note(f"{text.split(maxsplit=1)[0]} in a handler: {_USE_BEGIN_NESTED}")
 
     def after(self, text: str) -> None:
-        """Note a fault if a statement that asyncpg has sent controls the transaction."""
-        if control := _CONTROL.match(text):
-            self._note(f"{control[1]} in a handler: {_USE_BEGIN_NESTED}")
+        """Note a fault if a text that asyncpg has sent controls the transaction."""
+        for statement in _QUOTED.sub("", text).split(";"):
+            if control := _CONTROL.match(statement):
+                self.note(f"{control[1]} in a handler: {_USE_BEGIN_NESTED}")
 
-    def _note(self, text: str) -> HandlerFault:
+    def note(self, text: str) -> HandlerFault:
+        """Note a fault, also if the handler catches it; returns it."""
         self.fault = HandlerFault(text)
         return self.fault
+
+
+class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no types
+    """asyncpg's connection, which notes the fault of a handler that closes it."""
+
+    __slots__ = ()
+
+    async def close(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        self._note_closing()
+        await super().close(timeout=timeout)
+
+    def terminate(self) -> None:
+        self._note_closing()
+        super().terminate()
+
+    def _note_closing(self) -> None:
+        # SQLAlchemy closes it after a statement that was cancelled, or if it was lost.
+        guard = CURRENT_GUARD.get()
+        if guard and not guard.was_cancelled and not self.is_closed():
+            guard.note(f"connection.close() in a handler: {_USE_BEGIN_NESTED}")
 
 
 def watch_coroutines() -> None:

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.util import await_only
 
 from pipeline.servers.database import create_engine
+from pipeline.servers.guard import GuardedConnection
 from pipeline.servers.tasks import end
 from pipeline.settings import Settings
 
@@ -38,7 +39,7 @@ class MortalEngine:
         self.begin(None)
         pool = self.engine.sync_engine
         methods = {name: self._counted(name) for name in _METHODS}
-        kind = type("MortalConnection", (asyncpg.Connection,), methods)
+        kind = type("MortalConnection", (GuardedConnection,), methods)
 
         @sa.event.listens_for(pool, "do_connect")
         def connect(dialect: object, record: object, positional: Any, options: Any) -> None:
@@ -71,7 +72,7 @@ class MortalEngine:
         async def counted(one: asyncpg.Connection, text: str, *rest: Any, **named: Any) -> Any:
             if self._is_counting and self._crash == (len(self.statements), "connection"):
                 self._crash = None
-                one.terminate()
+                asyncpg.Connection.terminate(one)
                 raise asyncpg.ConnectionDoesNotExistError("the connection is lost")
             result = await method(one, text, *rest, **named)
             await self._executed(one, prefix + text)
@@ -89,11 +90,11 @@ class MortalEngine:
         if self._crash is None or number != self._crash.number:
             return
         if self._crash.loses == "answer":
-            connection.terminate()
+            asyncpg.Connection.terminate(connection)
             raise asyncpg.ConnectionDoesNotExistError("the answer to the statement is lost")
         self._died.set()
         for one in (*self._connections, connection):
-            one.terminate()
+            asyncpg.Connection.terminate(one)
         # Code of a dead process does not go on, until it is cancelled; a part may be shielded.
         await self._ends.wait()
         raise asyncpg.ConnectionDoesNotExistError("the process is dead")

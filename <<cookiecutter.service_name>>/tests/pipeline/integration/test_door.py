@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import decimal
+import re
 import warnings
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy import Text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError, IntegrityError
-from sqlalchemy.ext.asyncio import async_object_session
+from sqlalchemy.ext.asyncio import AsyncConnection, async_object_session
 from sqlalchemy.orm import (
     Mapped,
     Session,
@@ -401,7 +402,19 @@ async def driver_savepoint(tx: Transaction, key: str) -> None:
     await driver.execute("ROLLBACK TO mine")
 
 
-@pytest.mark.parametrize("habit", [core_savepoint, text_savepoint, driver_savepoint])
+async def hidden_savepoint(tx: Transaction, key: str) -> None:
+    driver = await driver_of(await tx.session.connection())
+    await change(tx, key)
+    await tx.session.flush()
+    undo = "UPDATE wallet SET cents = cents WHERE owner = 'a;''; ROLLBACK'; ROLLBACK TO mine"
+    await driver.execute(f"/* {key} */ SAVEPOINT mine; {undo}")
+
+
+SAVEPOINTS = (core_savepoint, text_savepoint, driver_savepoint, hidden_savepoint)
+"""Savepoints that the engine can't follow."""
+
+
+@pytest.mark.parametrize("habit", SAVEPOINTS)
 async def test_a_savepoint_that_the_engine_can_not_follow_is_refused(
     habits: Habits, db: asyncpg.Connection, habit: Habit
 ) -> None:
@@ -410,6 +423,23 @@ async def test_a_savepoint_that_the_engine_can_not_follow_is_refused(
     assert "tx.session.begin_nested()" in (await errors_of(habits.desk))[1]
     assert (await wallet_of(db))["cents"] == 1
     assert len(await events_of(db)) == 1
+
+
+async def test_words_of_transactions_in_other_places_of_a_statement_are_allowed(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    async def several(tx: Transaction, key: str) -> None:
+        driver = await driver_of(await tx.session.connection())
+        await driver.execute(
+            "DO $do$ BEGIN PERFORM 1; END; $do$; -- ; COMMIT\n SELECT '; COMMIT', E'\\'; COMMIT';"
+            ' SELECT 1 AS "; ROLLBACK" /* ; END */'
+        )
+        await change(tx, key)
+
+    habits.habits = {2: several}
+    await habits.together(1, 2, 3)
+    assert await errors_of(habits.desk) == {}
+    assert (await wallet_of(db))["cents"] == 3
 
 
 # The connection
@@ -545,6 +575,34 @@ async def connection_close(tx: Transaction, key: str) -> None:
     await (await tx.session.connection()).close()
 
 
+async def connection_invalidate(tx: Transaction, key: str) -> None:
+    await (await tx.session.connection()).invalidate()
+
+
+async def driver_close(tx: Transaction, key: str) -> None:
+    await (await driver_of(await tx.session.connection())).close()
+
+
+async def driver_terminate(tx: Transaction, key: str) -> None:
+    (await driver_of(await tx.session.connection())).terminate()
+    await tx.session.execute(sa.text("SELECT 1"))
+
+
+async def driver_reset(tx: Transaction, key: str) -> None:
+    await (await driver_of(await tx.session.connection())).reset()
+
+
+async def raw_close(tx: Transaction, key: str) -> None:
+    (await (await tx.session.connection()).get_raw_connection()).close()
+    await tx.session.execute(sa.text("SELECT 1"))
+
+
+async def release(tx: Transaction, key: str) -> None:
+    connection = await tx.session.connection()
+    await connection.run_sync(lambda sync: sync.connection.close())
+    await tx.session.execute(sa.text("INSERT INTO note (text) VALUES ('outside')"))
+
+
 ENDINGS = (
     text_commit,
     text_rollback,
@@ -560,6 +618,12 @@ ENDINGS = (
     session_reset,
     session_invalidate,
     connection_close,
+    connection_invalidate,
+    driver_close,
+    driver_terminate,
+    driver_reset,
+    raw_close,
+    release,
 )
 """What ends the transaction of a handler, a request or a writer."""
 REFUSED = "begin_nested|a handler has sent COMMIT"
@@ -900,8 +964,21 @@ async def test_what_looks_like_an_outage_is_the_fault_of_its_message(
     assert [(await wallet_of(db, name))["cents"] for name in ("ada", "eve")] == [1, 2]
 
 
+async def sleep_on(connection: AsyncConnection) -> None:
+    await connection.execute(sa.text("SELECT pg_sleep(0.3)"))
+
+
+async def close_driver(connection: AsyncConnection) -> None:
+    await (await driver_of(connection)).close()
+
+
+async def give_back(connection: AsyncConnection) -> None:
+    await connection.run_sync(lambda sync: sync.connection.close())
+
+
+@pytest.mark.parametrize("act", [sleep_on, close_driver, give_back])
 async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
-    habits: Habits, db: asyncpg.Connection
+    habits: Habits, db: asyncpg.Connection, act: Callable[[AsyncConnection], Awaitable[None]]
 ) -> None:
     tasks: list[asyncio.Task[None]] = []
 
@@ -910,20 +987,22 @@ async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
 
         async def later() -> None:
             await asyncio.sleep(0.02)
-            await connection.execute(sa.text("SELECT pg_sleep(0.3)"))
+            await act(connection)
 
         tasks.append(asyncio.create_task(later()))
 
     async def innocent(tx: Transaction, key: str) -> None:
-        _ = tx.session
+        session = tx.session
         await asyncio.sleep(0.05)
+        await session.execute(sa.text("SELECT 1"))
 
     habits.habits = {2: stray, 3: innocent, 4: innocent}
     deposits = [Deposit(n, account=name) for n, name in ((2, "ada"), (3, "bob"), (4, "eve"))]
     await habits.desk.apply(*deposits)
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert "has ended" in (await errors_of(habits.desk))[0]
+    assert re.search("has ended|begin_nested", (await errors_of(habits.desk))[0])
     assert set(await errors_of(habits.desk)) == {0}
+    assert habits.desk.outages == []
 
 
 async def test_many_that_fail_with_a_session_are_found_in_few_attempts(habits: Habits) -> None:

@@ -88,6 +88,41 @@ async def test_a_result_that_is_no_json_is_a_failure_that_says_what_to_return(
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}
 
 
+ODD = [
+    Response(),
+    {"a": Response()},
+    "\ud800",
+    b"\xff",
+    {Response(): 1},
+    Response,
+    ValueError("returned"),
+    [lambda: None],
+]
+"""What handlers return and is no JSON."""
+
+
+@pytest.mark.parametrize("uses_session", [False, True], ids=["", "with a session"])
+async def test_every_result_that_is_no_json_is_a_failure(
+    new_desk: NewDesk, uses_session: bool
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic="deposits", consumer="returning", policy=Policy(attempts=2))
+    async def returning(event: Deposited, tx: Transaction) -> object:
+        if uses_session:
+            _ = tx.session
+        return ODD[event.amount] if event.amount < len(ODD) else "\x00"
+
+    desk = await new_desk(handlers, topic="deposits", breaker_keys=100)
+    outcomes = await desk.apply(*(Deposit(n, account=str(n)) for n in range(len(ODD) + 1)))
+    await desk.work_off()  # each alone
+    rows = await desk.backlog()
+    assert [row["offset"] for row in rows] == [*range(len(ODD))]
+    assert {row["reason"] for row in rows} <= {"failed", "undecided"}
+    assert all("return text, a number" in row["error"] for row in rows)
+    assert [one.is_new for one in outcomes] == [False] * len(ODD) + [True]
+
+
 async def test_a_misuse_of_the_driver_is_the_messages_fault_and_no_outage(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:

@@ -177,6 +177,11 @@ async def expire_all(tx: Tx, key: str, cents: int) -> None:
 
 
 async def expunge_all(tx: Tx, key: str, cents: int) -> None:
+    if isinstance(tx, ByHand):
+        rows = (*tx.session.new, *tx.session.dirty, *tx.session.deleted)
+        versions = [sa.inspect(row).attrs.version for row in rows]
+        # An event would be published for a change that is never written.
+        tx.is_broken |= any(one.value and one.history.has_changes() for one in versions)
     tx.session.expunge_all()
 
 

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from operate.commands import command_line
 from pipeline import Event, Handlers, Park, Policy, Reject, Service, Transaction
+from pipeline.servers.database import driver_of
 from pipeline.testing import Harness, HarnessMisused, Sent
 from pipeline.testing.databases import Migrate, ResettableDatabase
 from pipeline.testing.explore import Scenario, scenarios
@@ -61,6 +62,8 @@ class Rules:
 
     raises: dict[int, list[Exception]] = field(default_factory=dict)
     """Errors by amount, one for each attempt."""
+    outages: set[int] = field(default_factory=set)
+    """Amounts at which the database fails."""
     audited: list[str] = field(default_factory=list)
 
 
@@ -87,6 +90,9 @@ async def book(event: Deposited, tx: Transaction) -> int:
     booked_cents.add(event.amount, {"account": account.id})
     if errors := rules.raises.get(event.amount):
         raise errors.pop(0)
+    if event.amount in rules.outages:
+        driver = await driver_of(await tx.session.connection())
+        await driver.execute("DO $$ BEGIN RAISE too_many_connections; END $$")
     return account.balance
 
 
@@ -119,6 +125,7 @@ async def audit_too(event: Audited, tx: Transaction) -> None:
 @pytest.fixture(autouse=True)
 def no_rules() -> None:
     rules.raises.clear()
+    rules.outages.clear()
     rules.audited.clear()
 
 
@@ -320,7 +327,7 @@ async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
 
 
 async def test_an_outage_is_raised_and_the_harness_goes_on(harness: Harness) -> None:
-    rules.raises[2] = [asyncpg.TooManyConnectionsError("full") for _ in range(5)]
+    rules.outages.add(2)
     with pytest.raises(asyncpg.TooManyConnectionsError):
         await harness.handle(deposit(2))
     assert (await harness.handle(deposit(3))).results == [3]
@@ -364,7 +371,7 @@ async def test_explore_names_the_scenario_in_which_an_invariant_is_violated(
     with pytest.raises(sa.exc.NoResultFound) as wrong:
         await harness.explore([deposit(1)], invariant=bob_is_there)
     assert wrong.value.__notes__ == ["scenario: messages in the order 0"]
-    rules.raises[2] = [asyncpg.TooManyConnectionsError("full") for _ in range(5)]
+    rules.outages.add(2)
     with pytest.raises(asyncpg.TooManyConnectionsError) as outage:
         await harness.explore([deposit(2)], invariant=bob_is_last, crashes=True)
     assert outage.value.__notes__ == ["scenario: messages in the order 0"]

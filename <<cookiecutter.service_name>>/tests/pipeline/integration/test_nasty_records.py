@@ -57,7 +57,7 @@ async def test_every_nasty_record_comes_as_it_was_sent_and_gets_its_fate(
     )
     async with sending_any_names(kafka) as one:
         for nasty in NASTY:
-            await one.send(
+            await one.send_and_wait(
                 topic,
                 nasty.value,
                 key=nasty.key,

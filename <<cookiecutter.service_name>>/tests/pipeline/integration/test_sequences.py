@@ -397,3 +397,15 @@ async def test_two_events_of_one_sequence_are_an_incident(
     assert "ada-2" in row["error"]
     assert await history(db, "ada") == [1, 2, 3]
     assert outcomes["dead"] == 1
+
+
+async def test_a_row_that_is_created_again_is_superseded_and_then_an_incident(
+    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+) -> None:
+    """Its sequence begins anew, which looks like late events of the row that was deleted."""
+    _, desk = await following(new_desk)
+    await desk.apply(*numbered(1, 2, 3))
+    await desk.apply(*(replace(one, id=f"again {one.amount}") for one in numbered(1, 2, 3, 4)))
+    assert await history(db) == [1, 2, 3, 4]
+    assert outcomes["superseded"] == 2
+    assert [row["reason"] for row in await desk.backlog()] == ["sequence conflict"]

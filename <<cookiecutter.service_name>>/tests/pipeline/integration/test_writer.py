@@ -34,7 +34,7 @@ from pipeline.settings import Settings
 
 from .calling import take_calls
 from .desk import NewDesk
-from .test_door import ENDINGS, REFUSED, core_savepoint, driver_savepoint, text_savepoint
+from .test_door import ENDINGS, REFUSED, SAVEPOINTS
 from tests.contract.bank import Base, Deposit, Deposited
 from tests.servers.pooler import POOLED
 
@@ -396,7 +396,7 @@ async def test_work_that_goes_on_after_an_error_writes_nothing_and_says_so(
 
 
 @pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
-@pytest.mark.parametrize("end", [*ENDINGS, text_savepoint, driver_savepoint, core_savepoint])
+@pytest.mark.parametrize("end", [*ENDINGS, *SAVEPOINTS])
 async def test_work_that_ends_its_transaction_writes_nothing_and_says_so(
     writer: Writer, db: asyncpg.Connection, end: Callable[..., Awaitable[None]], swallows: bool
 ) -> None:
