@@ -41,7 +41,8 @@ _HEADERS = {
 """The header for each column of the outbox that becomes one."""
 
 _SQL = """\
--- As a superuser, in the database of the service; wal_level must be logical. Then \\password {role}
+-- As a superuser, in the database of the service; wal_level must be logical. The role needs a
+-- password.
 CREATE ROLE {role} LOGIN REPLICATION;
 GRANT USAGE ON SCHEMA pipeline TO {role};
 GRANT SELECT ON pipeline.outbox TO {role};
@@ -77,7 +78,8 @@ def slot_of(service: str) -> str:
 
 def statements(service: str, role: str) -> str:
     """Return the SQL that prepares a database for the connector."""
-    return _SQL.format(slot=slot_of(service), role=role)
+    quoted = role.replace('"', '""')
+    return _SQL.format(slot=slot_of(service), role=f'"{quoted}"')
 
 
 def connector(service: str, role: str, settings: Settings) -> Mapping[str, str]:
@@ -85,7 +87,7 @@ def connector(service: str, role: str, settings: Settings) -> Mapping[str, str]:
     url = make_url(settings.database_url.get_secret_value())
     slot = slot_of(service)
     placed = ",".join(f"{column}:header:{name}" for column, name in _HEADERS.items())
-    outbox, version = "transforms.outbox.", "transforms.version."
+    outbox = "transforms.outbox."
     return {
         "connector.class": "io.debezium.connector.postgresql.PostgresConnector",
         "topic.prefix": service,
@@ -116,7 +118,15 @@ def connector(service: str, role: str, settings: Settings) -> Mapping[str, str]:
         "value.converter": "io.debezium.converters.BinaryDataConverter",
         "value.converter.delegate.converter.type": "org.apache.kafka.connect.json.JsonConverter",
         "header.converter": "org.apache.kafka.connect.storage.StringConverter",
-        "transforms": "outbox,version,id",
+        "transforms": "version,header,outbox,id",
+        # `InsertHeader` would make the number 1 of it.
+        "transforms.version.type": "org.apache.kafka.connect.transforms.InsertField$Value",
+        "transforms.version.static.field": "ce_specversion",
+        "transforms.version.static.value": "1.0",
+        "transforms.header.type": "org.apache.kafka.connect.transforms.HeaderFrom$Value",
+        "transforms.header.fields": "ce_specversion",
+        "transforms.header.headers": "ce_specversion",
+        "transforms.header.operation": "move",
         "transforms.outbox.type": "io.debezium.transforms.outbox.EventRouter",
         f"{outbox}route.by.field": "topic",
         f"{outbox}route.topic.replacement": "${routedByValue}",
@@ -124,9 +134,6 @@ def connector(service: str, role: str, settings: Settings) -> Mapping[str, str]:
         f"{outbox}table.field.event.key": "key",
         f"{outbox}table.field.event.payload": "payload",
         f"{outbox}table.fields.additional.placement": placed,
-        "transforms.version.type": "org.apache.kafka.connect.transforms.InsertHeader",
-        f"{version}header": "ce_specversion",
-        f"{version}value.literal": '"1.0"',  # without quotes it would be the number 1
         # The router's own, which is the same as ce_id.
         "transforms.id.type": "org.apache.kafka.connect.transforms.DropHeaders",
         "transforms.id.headers": "id",

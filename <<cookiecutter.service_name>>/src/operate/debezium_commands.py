@@ -10,31 +10,32 @@ from pipeline.runtime import Part, run
 from .debezium import FollowingRelay, connector, slot_of, statements
 from .errors import Refused
 from .output import print_json
-from .terminal import in_a_sentence, read_settings, run_to_end, service_of, serving
+from .terminal import Invocation, operation, read_settings, run_to_end, service_of, serving
 
 app = typer.Typer(help="Debezium in the place of the relay.", no_args_is_help=True)
 
 Role = Annotated[str, typer.Option(help="role in PostgreSQL by which the connector reads")]
 
 
-@app.command(epilog="For example: service debezium sql --role debezium")
-def sql(context: typer.Context, role: Role = "debezium") -> None:
-    """Print the statements for the role, the publication and the replication slot."""
-    typer.echo(statements(service_of(context).name, role), nl=False)
+@operation(app, example="service debezium sql --role debezium")
+async def sql(invocation: Invocation, role: Role = "debezium") -> None:
+    """Print the statements that make the role, the publication and the replication slot."""
+    text = statements(invocation.service.name, role)
+    if invocation.as_json:
+        print_json({"statements": text})
+    else:
+        typer.echo(text, nl=False)
 
 
-@app.command("connector", epilog="For example: service debezium connector --role debezium")
-def print_connector(context: typer.Context, role: Role = "debezium") -> None:
+@operation(app, "connector", example="service debezium connector --role debezium")
+async def print_connector(invocation: Invocation, role: Role = "debezium") -> None:
     """Print the connector's configuration as JSON, for the REST API of Kafka Connect."""
-    service = service_of(context)
-    settings = read_settings(service)
-    with in_a_sentence():
-        if service.encryption is not None:
-            raise Refused(
-                "the service encrypts personal data, which only its relay can decrypt: Debezium"
-                " would publish it as it is stored. Keep `service relay`"
-            )
-        print_json(connector(service.name, role, settings))
+    if invocation.service.encryption is not None:
+        raise Refused(
+            "the service encrypts personal data, which only its relay can decrypt: Debezium would"
+            " publish it as it is stored. Keep `service relay`"
+        )
+    print_json(connector(invocation.service.name, role, invocation.settings))
 
 
 @app.command(epilog="For example: service debezium follow  # beside service consume")

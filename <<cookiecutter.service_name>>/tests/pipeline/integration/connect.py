@@ -6,6 +6,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from servers.java import Jars, require_jars, require_java
@@ -135,6 +136,11 @@ class Connect(LocalServer):
             return True
 
         await eventually(is_put)
+
+    async def delete(self, name: str) -> None:
+        """Delete a connector."""
+        with suppress(urllib.error.HTTPError):  # there is none of that name, or it is under way
+            await asyncio.to_thread(self._request, "DELETE", f"/connectors/{name}")
 
     async def restart(self, name: str) -> None:
         """Start the connector's failed tasks again."""

@@ -6,12 +6,14 @@ Trap 36.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import time
+from uuid import uuid4
 
 import asyncpg
 import psutil
@@ -19,17 +21,19 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
 from servers.state import StateDirectory
 
-from operate.debezium import slot_of
+from operate.commands import command_line
+from operate.debezium import FollowingRelay, slot_of
 from pipeline import Event, Handlers, Service, Transaction
 from pipeline.events.cloudevents import event_headers
+from pipeline.observe.health import Health
 from pipeline.retention.maintenance import run_retention
-from pipeline.runtime import Part
+from pipeline.runtime import Part, serve
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
 from .bank import Bank
 from .clusters import Cluster, private
-from .conftest import build
+from .conftest import Command, build
 from .connect import Connect
 from .outgoing import LARGE, OLD, allow, event, make_old_day, stage, stage_long_ago
 from .processes import starting
@@ -39,7 +43,7 @@ from tests.servers.databases import administer
 from tests.servers.processes import Process, Start
 from tests.servers.programs import running as running_server
 from tests.servers.topics import create_topic, following, id_of
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 pytestmark = [pytest.mark.full, pytest.mark.together]
 
@@ -97,21 +101,13 @@ def connecting(kafka: str, group: str) -> Iterator[Connect]:
             yield connect
 
 
-@pytest.fixture
-def worker(kafka: str, bank: Bank, used_topics: list[str]) -> Iterator[Connect]:
+@pytest.fixture(scope="module")
+def worker(kafka: str, used_topics: list[str]) -> Iterator[Connect]:
     """Return a worker of Kafka Connect, with topics of its own."""
-    group = f"connect-{bank.name}"
+    group = f"connect-{uuid4().hex[:8]}"
     used_topics += [f"{group}-{one}" for one in ("configs", "offsets", "status")]
     with connecting(kafka, group) as one:
         yield one
-
-
-@pytest.fixture
-async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Start]:
-    """Start processes of the bank."""
-    common = {"database_url": database_url, "kafka_bootstrap_servers": kafka, "relay_lease": 2}
-    async with starting(bank, **common) as start:
-        yield start
 
 
 @dataclass
@@ -131,10 +127,10 @@ class Debezium:
 
     async def run_sql(self) -> None:
         """Execute what `service debezium sql` prints, in transactions of their own."""
-        for statement in self.statements.split(";\n"):
+        for statement in self.statements.removesuffix(";\n").split(";\n"):
             await self.db.execute(statement)
         role = self.config["database.user"]
-        await self.db.execute(f"ALTER ROLE {role} PASSWORD '{PASSWORD}'")
+        await self.db.execute(f"ALTER ROLE \"{role}\" PASSWORD '{PASSWORD}'")
 
     async def put(self) -> None:
         """Start the connector."""
@@ -178,22 +174,44 @@ async def debezium(
     bank: Bank,
     worker: Connect,
     db: asyncpg.Connection,
-    start: Start,
+    commands: Callable[..., Command],
     kafka: str,
     used_topics: list[str],
-) -> Debezium:
-    """Return a connector that is not started yet."""
-    role = f"debezium_{bank.name.partition('-')[2]}"
-    printed = []
-    for command in ("connector", "sql"):
-        process = await start("debezium", command, "--role", role)
-        assert await process.ended() == 0, process.output
-        printed.append(process.output)
-    config = json.loads(printed[0])
-    heartbeats = f"__debezium-heartbeat.{config['topic.prefix']}"
+) -> AsyncIterator[Debezium]:
+    """Return a connector that is not started yet, configured by the commands of the bank."""
+    command = commands(command_line(bank.service), "debezium")
+    role = f"debezium {bank.name}"
+    config, statements = [await command(name, "--role", role) for name in ("connector", "sql")]
+    given = json.loads(config.stdout)
+    heartbeats = f"__debezium-heartbeat.{given['topic.prefix']}"
     used_topics.append(heartbeats)
     await create_topic(kafka, heartbeats)
-    return Debezium(bank, worker, db, config, printed[1])
+    yield Debezium(bank, worker, db, given, statements.stdout)
+    await worker.delete(bank.name)
+
+
+Follow = Callable[[], AbstractAsyncContextManager[Health]]
+
+
+@pytest.fixture
+def follow(bank: Bank, settings: Callable[..., Settings]) -> Follow:
+    """Run what `service debezium follow` runs, as long as the `with` block lasts."""
+
+    @asynccontextmanager
+    async def run() -> AsyncIterator[Health]:
+        health, stopping = Health(stall_after=3_600), asyncio.Event()
+        relay = partial(FollowingRelay, slot=slot_of(bank.name))
+        work = serve(
+            bank.service, settings(), Part.RELAY, health=health, stopping=stopping, make_relay=relay
+        )
+        task = asyncio.create_task(work)
+        try:
+            yield health
+        finally:
+            stopping.set()
+            await asyncio.wait_for(task, PATIENCE)
+
+    return run
 
 
 def auditor(balances: str) -> Service:
@@ -253,9 +271,9 @@ async def deposit_all(producer: AIOKafkaProducer, topic: str) -> None:
         await Deposit(amount, KEYS[amount % 3], headers=headers).send(producer, topic)
 
 
-async def not_ready_for(process: Process, why: str) -> bool:
-    """Whether the relay of the process is not ready, for this reason."""
-    return why in str((await process.reasons()).get("relay", ""))
+def reason(health: Health) -> str:
+    """Return why the relay is not ready; empty if it is."""
+    return health.reasons.get("relay", "")
 
 
 async def has_dropped(db: asyncpg.Connection, settings: Settings) -> bool:
@@ -263,14 +281,20 @@ async def has_dropped(db: asyncpg.Connection, settings: Settings) -> bool:
     return not (await run_retention(db, settings)).held
 
 
+SCHEDULE = """
+INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)
+VALUES ('reminder', clock_timestamp(), $1, 'scheduled', '/bank', 'reminded', 'text/plain')
+"""
+
+
 async def test_the_connector_publishes_in_the_place_of_the_relay(
     bank: Bank,
     debezium: Debezium,
     db: asyncpg.Connection,
-    start: Start,
     kafka: str,
     producer: AIOKafkaProducer,
     running: Running,
+    follow: Follow,
     settings: Callable[..., Settings],
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
@@ -279,15 +303,15 @@ async def test_the_connector_publishes_in_the_place_of_the_relay(
     await debezium.run_sql()
     await debezium.put()
     await eventually(debezium.runs)
-    await start("consume")
-    follower = await start("debezium", "follow")
     async with (
         following(kafka, others) as more,
         following(kafka, bank.balances) as tail,
+        running(bank.service, Part.CONSUME),
         running(auditor(bank.balances), Part.CONSUME),
+        follow() as health,
     ):
         await more.until_ids(["before the slot"])
-        await eventually(follower.is_ready)
+        await eventually(lambda: health.is_ready)
 
         # It is killed while it publishes, and repeats with the same ids what it had not confirmed.
         async with in_background(deposit_all(producer, bank.deposits)) as depositing:
@@ -295,7 +319,7 @@ async def test_the_connector_publishes_in_the_place_of_the_relay(
             await debezium.kill()
             assert len(set(tail.ids)) < AMOUNT
             await depositing
-        await eventually(lambda: not_ready_for(follower, "no connector reads"))
+        await eventually(lambda: "no connector reads" in reason(health))
 
         # A day of which it has not confirmed everything is kept.
         await make_old_day(db)
@@ -303,13 +327,14 @@ async def test_the_connector_publishes_in_the_place_of_the_relay(
         assert [one.name for one in (await run_retention(db, settings())).held] == [OLD]
 
         await debezium.start_again()
-        await stage(db, [event(others, "no key", None), event(others, "null", payload=None)])
-        await Deposit(AMOUNT + 1, type="promised").send(producer, bank.deposits)
-        await more.until_ids(["long ago", "no key", "null"])
-        await tail.until(lambda: "reminded" in {headers_of(one)["ce_type"] for one in tail.records})
+        await stage(
+            db, [event(others, "no key", None), event(others, "null")._replace(payload=None)]
+        )
+        await db.execute(SCHEDULE, others)
+        await more.until_ids(["long ago", "no key", "null", "scheduled"])
         await eventually(lambda: has_heard_all(db))
         await eventually(lambda: has_dropped(db, settings()))
-        await eventually(follower.is_ready)
+        await eventually(lambda: health.is_ready)
 
     rows = {row["event_id"]: row for row in await outbox(db, bank.balances)}
     expected: dict[bytes, list[str]] = {}
@@ -327,6 +352,7 @@ async def test_the_connector_publishes_in_the_place_of_the_relay(
         "long ago": (b"ada", b"{}"),
         "no key": (None, b"{}"),
         "null": (b"ada", None),
+        "scheduled": (None, None),
     }
     traces = [headers_of(one).get("traceparent", "") for one in tail.records]
     assert any(TRACE in one for one in traces)
@@ -338,38 +364,37 @@ async def test_the_connector_publishes_in_the_place_of_the_relay(
 async def test_a_slot_that_was_made_again_skips_no_event(
     debezium: Debezium,
     db: asyncpg.Connection,
-    start: Start,
+    follow: Follow,
+    caplog: pytest.LogCaptureFixture,
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
     topic = await new_topic()
     await debezium.run_sql()
     await debezium.put()
-    follower = await start("debezium", "follow")
-    async with following(kafka, topic) as tail:
-        await eventually(follower.is_ready)
+    async with following(kafka, topic) as tail, follow() as health:
+        await eventually(lambda: health.is_ready)
         await stage(db, [event(topic, "by the connector")])
         await tail.until_ids(["by the connector"])
         await debezium.kill()
         await db.execute("SELECT pg_drop_replication_slot($1)", debezium.slot)
-        await follower.says("is missing or lost: this relay publishes")
+        await eventually(lambda: "missing or lost: this relay publishes" in caplog.text)
         await stage(db, [event(topic, "by the relay")])
         await tail.until_ids(["by the relay"])
 
         # The connector creates the slot that it lacks, and refuses it for its offset.
         await debezium.start_again()
         await eventually(debezium.has_failed)
-        await follower.says("its connector publishes")
+        await eventually(lambda: "its connector publishes" in caplog.text)
         await stage(db, [event(topic, "after")])
         await debezium.forget_offsets()
         await tail.until_ids(["after"])
-        await eventually(follower.is_ready)
+        await eventually(lambda: health.is_ready)
 
 
 async def test_an_oversized_event_stops_the_connector_until_its_topic_takes_it(
     debezium: Debezium,
     db: asyncpg.Connection,
-    start: Start,
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
@@ -489,6 +514,14 @@ async def measured(
         await asyncio.sleep(10)
         idle = since(before, time() - begun)
     return Measured(rate, delays[FEW // 2], delays[FEW * 99 // 100], busy, idle)
+
+
+@pytest.fixture
+async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Start]:
+    """Start processes of the bank."""
+    servers = {"database_url": database_url, "kafka_bootstrap_servers": kafka}
+    async with starting(bank, **servers) as start:
+        yield start
 
 
 async def test_both_publish_a_backlog_and_single_events(
