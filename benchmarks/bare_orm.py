@@ -75,7 +75,7 @@ class _Staged:
 
 
 def handle(scan: ScanRecorded, parcel: Parcel, staged: _Staged) -> None:
-    """Keep the parcel's place and tell the world; also when it is late."""
+    """Store the parcel's place, and publish its move and its delay."""
     parcel.move_to(scan.place, scan.scanned_at)
     for type, event in events_of(scan, parcel):
         staged.publish(type, event, of=parcel)

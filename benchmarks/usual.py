@@ -83,7 +83,7 @@ async def apply(record: ConsumerRecord, sessions: Sessions) -> None:
 
 
 async def handle(scan: ScanRecorded, session: AsyncSession) -> None:
-    """Keep the parcel's place and tell the world; also when it is late."""
+    """Store the parcel's place, and publish its move and its delay."""
     parcel = await session.get(Parcel, scan.parcel_id, with_for_update=True)
     if parcel is None:
         parcel = Parcel(scan.parcel_id)

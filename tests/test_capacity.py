@@ -1,16 +1,9 @@
 """The capacity guide says what its formulas give."""
 
-import asyncio
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
-import asyncpg  # type: ignore[import-untyped]
 import pytest
 
 from benchmarks import capacity
@@ -29,8 +22,6 @@ from benchmarks.capacity import (
 )
 from benchmarks.kept import PLOTS
 from demo.flights import ROOT
-
-from tests.baked import RAW, BakedProject
 
 TEXT = (ROOT / "docs" / "capacity.md").read_text("utf-8")
 ENGINE = ROOT / "<<cookiecutter.service_name>>" / "src" / "pipeline"
@@ -185,74 +176,3 @@ def test_what_cannot_be_is_refused(options: list[str], capsys: pytest.CaptureFix
 
 def test_a_slower_process_needs_more_of_its_kind() -> None:
     assert Demand(200_000_000, rate=5_000).processes > Demand(200_000_000).processes
-
-
-SERVER = """
-from tests.pipeline.integration.clusters import private
-with private("--wal_level=logical") as cluster:
-    print(cluster.url(), flush=True)
-    input()
-"""
-
-
-@contextmanager
-def decoding() -> Iterator[str]:
-    """Start a server whose log can be decoded, as the engine's tests start one; give its URL."""
-    folders = os.pathsep.join(map(str, (RAW, RAW / "dev")))
-    process = subprocess.Popen(
-        [sys.executable, "-B", "-c", SERVER],
-        cwd=RAW,
-        env={**os.environ, "PYTHONPATH": folders},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout
-    try:
-        yield process.stdout.readline().strip()
-    finally:
-        process.communicate("\n", timeout=60)
-
-
-@pytest.mark.full
-@pytest.mark.integration
-def test_debezium_is_given_what_the_guide_says_and_the_outbox_takes_it(
-    default_project: BakedProject,
-) -> None:
-    """Debezium itself is not run here; when it was, the guide says."""
-    chapter = TEXT.partition("\n## Past polling: Debezium\n")[2]
-    (connector,) = re.findall(r"^```json\n(.*?)^```", chapter, re.DOTALL | re.MULTILINE)
-    (statements,) = re.findall(r"^```sql\n(.*?)^```", chapter, re.DOTALL | re.MULTILINE)
-    (cursor,) = re.findall(r"`(UPDATE pipeline\.outbox_cursor [^`]+)`", chapter)
-    given = json.loads(connector)
-    placed = given["transforms.outbox.table.fields.additional.placement"].split(",")
-
-    async def follow(url: str) -> None:
-        db = await asyncpg.connect(url.replace("+asyncpg", ""))
-        await db.execute(statements.rpartition("SELECT")[0])
-        await db.execute(statements.strip().splitlines()[-1])  # no transaction may have written
-        published = await db.fetchval(
-            "SELECT attnames::text[] FROM pg_publication_tables WHERE pubname = $1",
-            given["publication.name"],
-        )
-        fields = {
-            value for name, value in given.items() if re.search(r"\.(event\.\w+|by\.field)$", name)
-        }
-        assert fields | {one.partition(":")[0] for one in placed} <= set(published)
-        slot = "SELECT plugin FROM pg_replication_slots WHERE slot_name = $1"
-        assert await db.fetchval(slot, given["slot.name"]) == given["plugin.name"]
-        await db.execute(given["heartbeat.action.query"])
-        await db.execute(cursor.replace("<the snapshot>", "pg_current_snapshot()"))
-        await db.execute(f"SET SESSION AUTHORIZATION {given['database.user']}")
-        assert await db.fetchval(f"SELECT count(*) FROM {given['table.include.list']}") == 0
-        await db.close()
-
-    with decoding() as url:
-        default_project.run(
-            *(sys.executable, "-B", "-c", "from parcel_tracker.main import main; main()"),
-            "migrate",
-            PYTHONPATH="src",
-            PIPELINE_DATABASE_URL=url,
-            PIPELINE_KAFKA_BOOTSTRAP_SERVERS="unused:9092",
-        )
-        asyncio.run(follow(url))

@@ -45,20 +45,21 @@ RUNS = (
 """Those of the README's table."""
 WHERE_FOUND = Run("3.14", 18, "4.4.0")
 """Its Python was on no machine that had the others."""
+UV = Path(sys.prefix) / "bin" / "uv"
 
 
-def interpreter(version: str) -> Path:
-    """Return where this Python is. Without it the test is skipped, and fails where CI is set."""
-    uv = Path(sys.executable).with_name("uv")
+@pytest.fixture
+def python(run: Run) -> Path:
+    """Where this Python is. Without it the test is skipped, and fails where CI is set."""
     found = subprocess.run(
-        [uv, "python", "find", "--no-python-downloads", "--system", version],
+        [UV, "python", "find", "--no-python-downloads", "--system", run.python],
         # What pyenv has installed may be in no version that is switched on.
-        env={**os.environ, "PYENV_VERSION": version},
+        env={**os.environ, "PYENV_VERSION": run.python},
         capture_output=True,
         text=True,
     )
     if found.returncode != 0:
-        lacking(f"Python {version} is not installed: `uv python install {version}`, for example")
+        lacking(f"Python {run.python} is not installed: `uv python install {run.python}` does it")
     return Path(found.stdout.strip())
 
 
@@ -92,17 +93,20 @@ async def version_of(url: str) -> str:
 @pytest.mark.timeout(1_800)  # with all that it installs
 @pytest.mark.parametrize("run", [*RUNS, WHERE_FOUND], ids=str)
 def test_a_new_service_passes_its_own_tests_on(
-    run: Run, template: Template, output: Path, request: pytest.FixtureRequest
+    run: Run, python: Path, servers: ReleasedServers, template: Template, output: Path
 ) -> None:
     require("pgbouncer")
-    python = interpreter(run.python)
-    servers: ReleasedServers = request.getfixturevalue("servers")
     addresses = servers.addresses()
     assert asyncio.run(version_of(addresses[DATABASE_URL])).startswith(f"{run.postgres}.")
     assert f"Kafka version: {run.kafka} " in servers.kafka.log.read_text("utf-8")
     project = template.bake(output)
+    # As `make` does it, several times as quickly.
+    into = ("--python", ".venv/bin/python", "--require-hashes")
+    project.run(UV, "venv", "--quiet", "--no-project", "--python", python)
+    project.run(UV, "pip", "install", "--quiet", *into, "-r", "requirements/dev.txt")
 
-    said = project.run("make", f"PYTHON={python}", "test", "WORKERS=2", **addresses)
+    tests = ("--numprocesses=2", "tests/contract", f"tests/{project.package}")
+    said = project.run(".venv/bin/python", "-m", "pytest", *tests, PYTHONPATH="src", **addresses)
 
     assert f"-- Python {run.python}." in said
     assert re.search(r"\d+ passed", said)

@@ -52,9 +52,7 @@ class ReleasedPostgres(Postgres):
 class ReleasedServers(LocalServers):
     """Servers of these versions; without Kafka if its version is None."""
 
-    def __init__(
-        self, directory: StateDirectory, postgres: int, kafka: str | None = KAFKA_VERSION
-    ) -> None:
+    def __init__(self, directory: StateDirectory, postgres: int, kafka: str | None) -> None:
         directory.state.postgres_alone = kafka is None
         super().__init__(directory)
         if postgres in OTHER_POSTGRES:

@@ -20,6 +20,7 @@ from pipeline.service import Service
 
 from . import (
     dead_commands,
+    debezium_commands,
     inbox_commands,
     retention_commands,
     status_commands,
@@ -59,6 +60,7 @@ GROUPS = {
     "retention": retention_commands.app,
     "scheduled": scheduled_app,
     "relay": relay_app,
+    "debezium": debezium_commands.app,
 }
 WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
 

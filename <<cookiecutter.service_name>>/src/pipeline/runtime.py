@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import Flag, auto
 
@@ -48,7 +48,9 @@ class Part(Flag):
     RELAY = auto()
 
 
-async def run(service: Service, settings: Settings, parts: Part) -> None:
+async def run(
+    service: Service, settings: Settings, parts: Part, *, make_relay: Callable[..., Relay] = Relay
+) -> None:
     """Run until SIGTERM or SIGINT, then finish what is begun within the shutdown grace.
 
     Raises `Misconfigured`, `NotMigrated`, `RemembersTooLittle`, `CannotListen`, and any error with
@@ -58,7 +60,13 @@ async def run(service: Service, settings: Settings, parts: Part) -> None:
     migrations = revisions.load_migrations()
     async with process(service, settings) as (health, stopping):
         await serve(
-            service, settings, parts, health=health, stopping=stopping, migrations=migrations
+            service,
+            settings,
+            parts,
+            health=health,
+            stopping=stopping,
+            migrations=migrations,
+            make_relay=make_relay,
         )
 
 
@@ -111,6 +119,7 @@ async def serve(
     health: Health,
     stopping: asyncio.Event,
     migrations: ScriptDirectory | None = None,
+    make_relay: Callable[..., Relay] = Relay,
 ) -> None:
     """Run the parts until `stopping` is set, then stop them in order.
 
@@ -135,7 +144,7 @@ async def serve(
         if is_consuming and topics:
             health.not_ready("consumer", "the retention of its topics is not checked yet")
             await inbox_coverage.check(settings, topics)
-        relay = Relay(
+        relay = make_relay(
             engine,
             name=service.name,
             settings=settings,

@@ -90,8 +90,9 @@ SELECT count(*) > $2 AS is_wide, pg_postmaster_start_time() AS server,
                 SELECT xid FROM pipeline.outbox WHERE xid BETWEEN running AND running
                  ORDER BY xid LIMIT $2 + 1) AS ended)) AS unseen
 """
+# As a number: PostgreSQL 14 has no max(xid8).
 _LOWEST = """
-SELECT min(id) AS id, max(xid) AS xid, count(*) AS rows
+SELECT min(id) AS id, max(xid::text::bigint) AS xid, count(*) AS rows
   FROM (SELECT id, xid FROM pipeline.outbox
          WHERE xid >= $1 AND xid < $2 ORDER BY xid LIMIT $3) AS piece
 """

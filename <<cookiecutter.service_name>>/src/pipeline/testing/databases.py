@@ -59,16 +59,16 @@ class ResettableDatabase:
     url: str
     reset_statements: str
     """Statements, for one transaction, that do so."""
-    checked: set[int] = field(default_factory=set)
-    """Ids of the services that `check` has accepted."""
+    checked: list[Service] = field(default_factory=list)
+    """What `check` has accepted."""
 
     def check(self, service: Service) -> None:
         """Raise `Misconfigured` for a service that would not start because of its handlers."""
-        if id(service) not in self.checked:
+        if not any(one is service for one in self.checked):
             # Settings of the others belong to the deployment.
             handlers_only = replace(service, archive=None, claims=None, encryption=None)
             handlers_only.check(self.settings())
-            self.checked.add(id(service))
+            self.checked.append(service)
 
     def settings(self) -> Settings:
         """Return the settings of the environment, for this database and without Kafka."""

@@ -27,7 +27,7 @@ from .plans import MAJOR_VERSIONS, Explaining, connected, execute, only, server_
 from tests.contract.bank import Base, Deposit
 from tests.servers.databases import built, migrations_of_the_engine
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]  # with what is filled
 
 BANK = Bank(deposits="t", balances="balances", name="bank")
 BANK.handlers.topic("t", codec=Plain("deposited", Position()))

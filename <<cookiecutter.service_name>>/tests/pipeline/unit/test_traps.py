@@ -29,5 +29,4 @@ def test_every_trap_of_the_list_is_held_off_by_the_tests_that_it_names() -> None
     ):
         listed[row[0]] = set(re.findall(r"`(\w+)`", row[1]))
     assert listed == named
-    connectors = 36  # of Debezium, which the engine does not use
-    assert set(listed) == {str(n) for n in range(1, 38) if n != connectors}
+    assert set(listed) == {str(n) for n in range(1, 38)}
