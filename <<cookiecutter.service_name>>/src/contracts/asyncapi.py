@@ -81,8 +81,8 @@ class _Document:
             "info": {
                 "title": self._service.name,
                 "version": sha256(written(body).encode()).hexdigest()[:12],
-                "description": "Events that the service consumes and publishes. The version is a hash"
-                " of its topics and events.",
+                "description": "Events that the service consumes and publishes. The version is a"
+                " hash of its topics and events.",
             },
             "defaultContentType": "application/json",
             "operations": self._operations,
