@@ -8,6 +8,7 @@ import asyncio
 import gc
 import importlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -15,6 +16,8 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+
+from pipeline.consume import gathering
 
 from .processes import APP
 from tests.servers.databases import HOME
@@ -111,6 +114,8 @@ def main() -> None:
     """Fork until there are no more orders."""
     for name in _NEEDED:
         importlib.import_module(name)
+    # Batches share transactions however slow the machine is, and soon after a failure.
+    gathering._EXPECTED_SECONDS, gathering._SHARE, gathering._APART_SECONDS = math.inf, 1.0, 0.5
     gc.freeze()
     signal.signal(signal.SIGCHLD, _tell_ends)
     for line in sys.stdin:
