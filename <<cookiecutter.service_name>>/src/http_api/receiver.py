@@ -130,14 +130,15 @@ class Receiver(ConsumeTransactions):
         try:
             async with limit:
                 outcome = await self._receive(source, retrying)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise Unavailable(reasons[-1]) from error
         except KeyReused as error:
             metrics.processed(REQUESTS, consumer, "mismatch", 1, self.group)
             log.warning("%s: %s", source.item.name, error)
             raise
+        except Exception as error:
+            # SQLAlchemy replaces a cancellation in its first connection by another error.
+            if not limit.expired():
+                raise
+            raise Unavailable(reasons[-1]) from error
         result = source.answer or outcome.returned.get(source.item.key)
         return Answer(None if result is None else from_json(result), bool(outcome.duplicates))
 

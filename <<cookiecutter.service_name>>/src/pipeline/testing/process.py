@@ -35,7 +35,7 @@ from .stand_ins import StandIn, replaced
 
 _OUTAGES = 5
 """Attempts after which a step raises the error of the database."""
-_ROUNDS = 200
+_ROUNDS = 100
 """Rounds of retries in a step after which it ends with an error."""
 _HANGS = 3_600.0
 
