@@ -144,6 +144,22 @@ class Debezium:
             )
         )
 
+    async def confirms(self) -> None:
+        """Wait until the slot, and so the connector's offset, is past what is committed now."""
+        written = await self.db.fetchval("SELECT pg_current_wal_insert_lsn()::text")
+
+        async def is_past() -> bool:
+            return bool(
+                await self.db.fetchval(
+                    "SELECT confirmed_flush_lsn >= $2::text::pg_lsn FROM pg_replication_slots"
+                    " WHERE slot_name = $1",
+                    self.slot,
+                    written,
+                )
+            )
+
+        await eventually(is_past)
+
     async def has_failed(self) -> bool:
         """Whether its task has ended with an error."""
         return (await self.worker.state(self.bank.name))[0] == "FAILED"
@@ -376,6 +392,7 @@ async def test_a_slot_that_was_made_again_skips_no_event(
         await eventually(lambda: health.is_ready)
         await stage(db, [event(topic, "by the connector")])
         await tail.until_ids(["by the connector"])
+        await debezium.confirms()
         await debezium.kill()
         await db.execute("SELECT pg_drop_replication_slot($1)", debezium.slot)
         await eventually(lambda: "missing or lost: this relay publishes" in caplog.text)
