@@ -184,10 +184,12 @@ async def test_a_wide_window_is_opened_at_its_first_event_by_statements_that_are
     assert len(page.events) == 0
     assert page.then.last_id == first - 1
     assert len(asked.plans) > 1 + (1_000_000 - published) // 50_000
+    # Version 14 reads the whole window while it lacks statistics.
+    most = 20_000 if asked._db.get_server_version().major == 14 else 6_000
     for plan in asked.plans:
         # By id it would go through the published ones first.
         assert (plan.indexes, plan.scanned) == ({"outbox_xid_idx"}, set())
-        assert plan.blocks < 6_000
+        assert plan.blocks < most
 
 
 async def test_a_page_of_a_backlog_of_a_million(asked: Explaining, large: Large) -> None:
