@@ -21,7 +21,7 @@ from demo.flights import ROOT
 
 NAME, PACKAGE = "parcel-tracker", "parcel_tracker"
 
-READY_WITHIN = 60.0
+READY_WITHIN = 300.0
 STOPPED_WITHIN = 30.0
 TAIL = 15
 

@@ -37,7 +37,7 @@ FIRST, SECOND = "parcel-tracker", "notice-board"
 PICTURE = ROOT / "docs" / "trace.svg"
 SECRET = "T024BE7LD"
 """What lets somebody use the webhook: path and query of its URL, as for chats."""
-WITHIN = 60.0
+WITHIN = 300.0
 """Seconds in which the scan has gone through both services."""
 STATUS_CODE_ERROR = 2
 """As OTLP writes it in JSON: enumerations are numbers there."""
