@@ -612,7 +612,7 @@ def test_what_keeps_an_update_from_beginning_is_said_and_nothing_is_changed(
     project.run("git", "branch", "--quiet", "--force", "template")
     project.run("git", "rm", "--quiet", "--cached", ".cookiecutter.json")
     before = project.run("git", "for-each-ref")
-    assert "not committed" in refusal()
+    assert "uncommitted" in refusal()
     shutil.rmtree(project.path / ".git")
     outcome = update(project.path)
     assert (outcome.code, "git repository first" in outcome.said) == (1, True)

@@ -168,7 +168,7 @@ async def test_a_dead_letter_shows_its_headers_error_and_traceback(
     )
     text = (await ann.get(f"/dead/{id}")).text
     assert '<dt>tenant</dt><dd class="text">north &amp; south</dd>' in text
-    assert '<dt>binary</dt><dd class="text">2 bytes that are no UTF-8:\nff00</dd>' in text
+    assert '<dt>binary</dt><dd class="text">2 bytes, not UTF-8:\nff00</dd>' in text
     assert '<dt>Error</dt><dd class="text">Reject: no &lt;money&gt;</dd>' in text
     traceback = text.partition("<h2>Traceback</h2>")[2]
     assert "Traceback:\n  deposit\nReject: no</pre>" in traceback

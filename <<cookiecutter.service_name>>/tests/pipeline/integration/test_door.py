@@ -981,18 +981,22 @@ async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
     habits: Habits, db: asyncpg.Connection, act: Callable[[AsyncConnection], Awaitable[None]]
 ) -> None:
     tasks: list[asyncio.Task[None]] = []
+    goes_on = asyncio.Event()
 
     async def stray(tx: Transaction, key: str) -> None:
         connection = await tx.session.connection()
+        goes_on.clear()
 
         async def later() -> None:
             await asyncio.sleep(0.02)
+            goes_on.set()
             await act(connection)
 
         tasks.append(asyncio.create_task(later()))
 
     async def innocent(tx: Transaction, key: str) -> None:
         session = tx.session
+        await goes_on.wait()
         await asyncio.sleep(0.05)
         await session.execute(sa.text("SELECT 1"))
 

@@ -27,11 +27,15 @@ TRANSACTIONS = "SELECT count(DISTINCT xmin::text), count(*) FROM pipeline.inbox"
 
 
 @pytest.fixture
-async def bank(new_desk: NewDesk) -> tuple[Bank, Desk, Apply]:
-    """Return a bank, its desk, and a function that applies a deposit of a partition."""
+async def bank(new_desk: NewDesk, request: pytest.FixtureRequest) -> tuple[Bank, Desk, Apply]:
+    """Return a bank, its desk, and a function that applies a deposit of a partition.
+
+    The parameter is another time limit of shared transactions, in seconds.
+    """
     bank = Bank("deposits", "balances", "bank", options={"timeout": 2.0})
     desk = await new_desk(bank.handlers, topic=bank.deposits)
     gatherer = Gatherer(desk.consume)
+    gatherer._time_limit = getattr(request, "param", gatherer._time_limit)
     attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
 
     async def apply(deposit: Deposit, *, topic: str = "deposits") -> None:
@@ -62,6 +66,7 @@ async def stored(db: asyncpg.Connection) -> dict[int, int]:
     return {row["partition"]: row["next_offset"] for row in rows}
 
 
+@pytest.mark.parametrize("bank", [PATIENCE], indirect=True)
 async def test_the_batches_of_many_partitions_that_are_ready_are_one_transaction(
     bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
 ) -> None:
