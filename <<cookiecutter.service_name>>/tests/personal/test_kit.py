@@ -1,12 +1,14 @@
 """The test kit of a service that encrypts: outcomes have the personal data that tables lack."""
 
+from collections.abc import Iterator
+
 import pytest
 import sqlalchemy as sa
 
 from personal import PersonalData
 from pipeline import Service
 from pipeline.testing import Harness, Sent
-from pipeline.testing.databases import Migrate
+from pipeline.testing.databases import ResettableDatabase, resettable_database
 
 from .clinic import SECRET, Clinic, LetterSent, Visited, rejects
 from tests.contract.bank import Base
@@ -23,11 +25,17 @@ def harness_service() -> Service:
     return CLINIC.service(PersonalData())
 
 
-@pytest.fixture(scope="session")
-def harness_migrate() -> Migrate:
+@pytest.fixture(scope="module")
+def harness_database(harness_server: str, harness_service: Service) -> Iterator[ResettableDatabase]:
+    """A database with the package's tables, which that of the session may lack."""
     config = migrations_of_the_engine()
     config.set_main_option("version_locations", "pipeline:migrations/versions\npersonal:migrations")
-    return lambda url: databases.build(url, config, Base.metadata)
+
+    def migrate(url: str) -> None:
+        databases.build(url, config, Base.metadata)
+
+    with resettable_database(harness_server, harness_service, migrate) as one:
+        yield one
 
 
 async def test_an_outcome_has_the_personal_data_that_tables_lack(harness: Harness) -> None:
