@@ -72,6 +72,7 @@ def test_the_first_test_takes_seconds_and_each_further_one_milliseconds(
             PACE_FILE=str(file),
             PYTHONPATH=f"{project.path / 'src'}:{tmp_path}",
             PIPELINE_DATABASE_URL="",  # the fixture starts PostgreSQL
+            PIPELINE_KAFKA_BOOTSTRAP_SERVERS="",
         )
         if number > 0:  # the first round makes the folder of PostgreSQL's data, and bytecode
             first, others = durations(file, began)
