@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,8 @@ def build(site: Path) -> list[str]:
             sources.write(pages)
         except sources.Broken as error:
             return str(error).splitlines()
+        if (site / "objects.inv").exists():  # an earlier site, whose deleted pages would stay
+            shutil.rmtree(site)
         sys.path.insert(0, str(bake(work)))
         reference.write(pages)
         if not render(pages, site, work / "doctrees"):
