@@ -18,6 +18,7 @@ from sqlalchemy import make_url
 from pipeline import Service
 from pipeline.observe import logs
 from pipeline.observe.health import Health
+from pipeline.relay.relay import Relay
 from pipeline.runtime import Part, serve
 from pipeline.settings import Settings
 
@@ -229,11 +230,18 @@ def running(settings: Callable[..., Settings]) -> Running:
 
     @asynccontextmanager
     async def run(
-        service: Service, parts: Part = Part.CONSUME | Part.RELAY, **changes: object
+        service: Service,
+        parts: Part = Part.CONSUME | Part.RELAY,
+        *,
+        make_relay: Callable[..., Relay] = Relay,
+        **changes: object,
     ) -> AsyncIterator[Health]:
         health, stopping = Health(stall_after=3_600), asyncio.Event()
         chosen = settings(**changes)
-        task = asyncio.create_task(serve(service, chosen, parts, health=health, stopping=stopping))
+        work = serve(
+            service, chosen, parts, health=health, stopping=stopping, make_relay=make_relay
+        )
+        task = asyncio.create_task(work)
         try:
             yield health
         finally:

@@ -127,7 +127,7 @@ class PersonalData(Encryption):
         plans = list(map(_plan_of_row, rows))
         keys = await self._keys_for(connection, plans)
         return [
-            row if plan is None else row._replace(record=_with_value(row, plan.stored(keys)))
+            row if plan is None else _with_value(row, plan.stored(keys))
             for row, plan in zip(rows, plans, strict=True)
         ]
 
@@ -217,18 +217,8 @@ def _json_of(item: Item) -> bytes | None:
         return None
 
 
-def _with_value(row: Row, value: bytes) -> StoredRecord:
-    record = row.record
-    return StoredRecord(
-        record.topic,
-        record.partition,
-        record.offset,
-        record.timestamp,
-        record.key,
-        value,
-        record.headers,
-        0.0,
-    )
+def _with_value(row: Row, value: bytes) -> Row:
+    return row._replace(record=StoredRecord.copy_of(row.record, value, row.record.headers))
 
 
 def _redacted(item: Item, decision: Decision) -> Decision:

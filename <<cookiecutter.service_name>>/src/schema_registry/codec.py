@@ -295,13 +295,4 @@ def _in_json(record: Record, name: str | None, data: bytes) -> Record:
     headers.append(("content-type", b"application/json"))
     if name:
         headers.append((_NAME, name.encode()))
-    return StoredRecord(
-        record.topic,
-        record.partition,
-        record.offset,
-        record.timestamp,
-        record.key,
-        data,
-        headers,
-        stored_for=0.0,
-    )
+    return StoredRecord.copy_of(record, data, headers)

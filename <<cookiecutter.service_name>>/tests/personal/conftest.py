@@ -30,8 +30,7 @@ Search = Callable[[str], Awaitable[set[str]]]
 @pytest.fixture(scope="session")
 def template(server_url: str) -> Iterator[str]:
     """Name of a database with the tables of this package, too."""
-    config = migrations_of_the_engine()
-    config.set_main_option("version_locations", "pipeline:migrations/versions\npersonal:migrations")
+    config = migrations_of_the_engine("personal:migrations")
     with built(server_url, config, Base.metadata) as name:
         yield name
 

@@ -28,8 +28,7 @@ def harness_service() -> Service:
 @pytest.fixture(scope="module")
 def harness_database(harness_server: str, harness_service: Service) -> Iterator[ResettableDatabase]:
     """A database with the package's tables, which that of the session may lack."""
-    config = migrations_of_the_engine()
-    config.set_main_option("version_locations", "pipeline:migrations/versions\npersonal:migrations")
+    config = migrations_of_the_engine("personal:migrations")
 
     def migrate(url: str) -> None:
         databases.build(url, config, Base.metadata)

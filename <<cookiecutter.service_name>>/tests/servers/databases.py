@@ -20,11 +20,12 @@ HOME = Path(__file__).with_name("alembic")
 """Working directory of the tests' processes: its `alembic.ini` names the engine's migrations."""
 
 
-def migrations_of_the_engine() -> Config:
-    """Return Alembic's configuration for the engine's branch alone."""
+def migrations_of_the_engine(*others: str) -> Config:
+    """Return Alembic's configuration for the engine's branch, and those in other locations."""
+    locations = ("pipeline:migrations/versions", *others)
     config = Config()
     config.set_main_option("script_location", str(HOME))
-    config.set_main_option("version_locations", "pipeline:migrations/versions")
+    config.set_main_option("version_locations", "\n".join(locations))
     config.set_main_option("path_separator", "newline")
     return config
 

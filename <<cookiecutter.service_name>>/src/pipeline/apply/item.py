@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from opentelemetry.context import Context
 
@@ -56,6 +56,14 @@ class StoredRecord(NamedTuple):
     headers: Sequence[tuple[str, bytes | None]]
     stored_for: float
     """Seconds that it has been in the backlog."""
+
+    @classmethod
+    def copy_of(
+        cls, record: Record, value: bytes, headers: Sequence[tuple[str, bytes | None]]
+    ) -> Self:
+        """Return a record with another value and other headers."""
+        place = record.topic, record.partition, record.offset, record.timestamp
+        return cls(*place, record.key, value, headers, stored_for=0.0)
 
 
 class Item(NamedTuple):

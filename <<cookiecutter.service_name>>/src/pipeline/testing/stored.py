@@ -176,8 +176,11 @@ async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -
     payload = codec.decode(record).data
     if (url := row["dataref"]) is not None:  # too large for a record: in the harness's folder
         payload = _read(url)
-    kinds = [one for one in declared_events() if one.event_topic == topic]
-    kinds = [one for one in kinds if getattr(one, "event_type", "") == row["type"]]
+    kinds = [
+        one
+        for one in declared_events()
+        if (one.event_topic, getattr(one, "event_type", "")) == (topic, row["type"])
+    ]
     kinds.sort(key=lambda one: one.__module__.startswith(f"{package}."))
     # The last class of a type is the one to use; a generic event has several that are in use.
     event: Event

@@ -6,7 +6,7 @@ Trap 36.
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -27,23 +27,23 @@ from pipeline import Event, Handlers, Service, Transaction
 from pipeline.events.cloudevents import event_headers
 from pipeline.observe.health import Health
 from pipeline.retention.maintenance import run_retention
-from pipeline.runtime import Part, serve
+from pipeline.runtime import Part
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
 from .bank import Bank
 from .clusters import Cluster, private
-from .conftest import Command, build
+from .conftest import Command
 from .connect import Connect
 from .outgoing import LARGE, OLD, allow, event, make_old_day, stage, stage_long_ago
+from .private_server import server_url, template, used_databases, way_in  # noqa: F401 (fixtures)
 from .processes import starting
 from tests.conftest import Running
 from tests.contract.bank import Account, Base, Deposit, histories
-from tests.servers.databases import administer
 from tests.servers.processes import Process, Start
 from tests.servers.programs import running as running_server
 from tests.servers.topics import create_topic, following, id_of
-from tests.servers.waiting import PATIENCE, eventually
+from tests.servers.waiting import eventually
 
 pytestmark = [pytest.mark.full, pytest.mark.together]
 
@@ -64,50 +64,16 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def server_url(cluster: Cluster) -> str:
-    """URL of that server, in the place of the one that all tests share."""
-    return cluster.url("postgres")
-
-
-@pytest.fixture(scope="module")
-def way_in(server_url: str) -> str:
-    """URL of the server, past any pooler."""
-    return server_url
-
-
-@pytest.fixture(scope="module")
-def template(cluster: Cluster, server_url: str) -> str:
-    """Name of a migrated database that every test gets a copy of."""
-    name = "template_of_debezium"
-    asyncio.run(administer(server_url, f"CREATE DATABASE {name}"))
-    build(cluster.url(name))
-    return name
-
-
-@pytest.fixture(scope="module")
-def used_databases() -> list[str]:
-    """Databases that go with their server."""
-    return []
-
-
-@contextmanager
-def connecting(kafka: str, group: str) -> Iterator[Connect]:
-    """Start a worker of Kafka Connect, and remove it at the end of the block."""
+def worker(kafka: str, used_topics: list[str]) -> Iterator[Connect]:
+    """Return a worker of Kafka Connect, with topics of its own."""
+    group = f"connect-{uuid4().hex[:8]}"
+    used_topics += [f"{group}-{one}" for one in ("configs", "offsets", "status")]
     with TemporaryDirectory() as folder:
         directory = StateDirectory(Path(folder))
         connect = Connect(directory, "connect", directory.state.kafka)
         connect.kafka, connect.group, connect.password = kafka, group, PASSWORD
         with running_server(connect):
             yield connect
-
-
-@pytest.fixture(scope="module")
-def worker(kafka: str, used_topics: list[str]) -> Iterator[Connect]:
-    """Return a worker of Kafka Connect, with topics of its own."""
-    group = f"connect-{uuid4().hex[:8]}"
-    used_topics += [f"{group}-{one}" for one in ("configs", "offsets", "status")]
-    with connecting(kafka, group) as one:
-        yield one
 
 
 @dataclass
@@ -210,24 +176,10 @@ Follow = Callable[[], AbstractAsyncContextManager[Health]]
 
 
 @pytest.fixture
-def follow(bank: Bank, settings: Callable[..., Settings]) -> Follow:
+def follow(bank: Bank, running: Running) -> Follow:
     """Run what `service debezium follow` runs, as long as the `with` block lasts."""
-
-    @asynccontextmanager
-    async def run() -> AsyncIterator[Health]:
-        health, stopping = Health(stall_after=3_600), asyncio.Event()
-        relay = partial(FollowingRelay, slot=slot_of(bank.name))
-        work = serve(
-            bank.service, settings(), Part.RELAY, health=health, stopping=stopping, make_relay=relay
-        )
-        task = asyncio.create_task(work)
-        try:
-            yield health
-        finally:
-            stopping.set()
-            await asyncio.wait_for(task, PATIENCE)
-
-    return run
+    relay = partial(FollowingRelay, slot=slot_of(bank.name))
+    return partial(running, bank.service, Part.RELAY, make_relay=relay)
 
 
 def auditor(balances: str) -> Service:

@@ -36,9 +36,9 @@ from sqlalchemy import make_url
 
 from .bank import Bank
 from .clusters import Cluster, private, private_broker
-from .conftest import build
 from .doors import Door
 from .kafka_wire import Api, Wire
+from .private_server import server_url, template, used_databases, way_in  # noqa: F401 (fixtures)
 from .processes import starting
 from .test_process import check_the_ledger, send_deposits
 from tests.servers.databases import administer
@@ -79,33 +79,6 @@ def kafka(broker: Kafka) -> str:
 @pytest.fixture(scope="module")
 def used_topics() -> list[str]:
     """Topics of that broker: they go with it."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def server_url(cluster: Cluster) -> str:
-    """URL of that server, likewise."""
-    return cluster.url("postgres")
-
-
-@pytest.fixture(scope="module")
-def way_in(server_url: str) -> str:
-    """URL of the server, past any pooler."""
-    return server_url
-
-
-@pytest.fixture(scope="module")
-def template(cluster: Cluster, server_url: str) -> str:
-    """Name of a migrated database that every test gets a copy of."""
-    name = "template_of_outages"
-    asyncio.run(administer(server_url, f"CREATE DATABASE {name}"))
-    build(cluster.url(name))
-    return name
-
-
-@pytest.fixture(scope="module")
-def used_databases() -> list[str]:
-    """Databases that go with their server."""
     return []
 
 
