@@ -30,7 +30,8 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo chaos chaos-selftest bench model docs test-unit test test-full canary
+.PHONY: help setup up down demo chaos chaos-selftest bench model docs test-unit test test-full
+.PHONY: test-docker canary release
 .PHONY: test-engine test-template test-engine-full test-template-full
 .PHONY: check check-raw format requirements clean
 
@@ -88,6 +89,11 @@ test-full: $(INSTALLED) ## run the other tests: crashes, outages, plans, TLS, po
 	@$(BIN)/python -m tests.programs test-full
 	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine-full test-template-full
 
+test-docker: $(INSTALLED) ## run the tests that need a Docker engine: image, Compose, development stack
+	@docker info > /dev/null && docker compose version > /dev/null || { \
+	    echo "make test-docker needs a Docker engine that runs, and Docker Compose" >&2; exit 1; }
+	@$(TEMPLATE) -m docker
+
 # Removes the upper bound and pins again, so that generated services are tested with it, too.
 NEWEST ?= aiokafka
 CANARY = $(MAKE) --no-print-directory --directory=build/canary VENV=.venv
@@ -137,6 +143,9 @@ check-raw: $(INSTALLED)
 format: $(INSTALLED) ## format the code and apply the linter's fixes
 	@$(RUFF) check --fix .
 	@$(RUFF) format .
+
+release: $(INSTALLED) ## commit and tag the version that CHANGELOG.md begins with: see docs/contributing.md
+	@$(STACK) run --postgres -- $(BIN)/python -m tests.release
 
 requirements: $(INSTALLED) ## pin the packages of the .in files (UPGRADE=--upgrade: newest versions)
 	@cd '$(RAW)' && $(PIN) requirements/base.in --output-file requirements/base.txt

@@ -137,6 +137,11 @@ for name in required:
 for path in [*paths, MANIFEST]:
     remove(path)
 
+# The pages are copied as they are, and name the service of the default answers.
+for path in Path("docs").glob("*.md"):
+    text = path.read_text("utf-8").replace("parcel-tracker", ANSWERS["service_name"])
+    path.write_text(text.replace("parcel_tracker", ANSWERS["package_name"]), "utf-8")
+
 # Caches from a local folder of the template in which tests have run.
 for pattern in ("__pycache__", ".*_cache", ".hypothesis"):
     for cache in list(Path().rglob(pattern)):

@@ -275,6 +275,14 @@ def test_alerts_are_on_the_services_own_job(unusual: BakedProject) -> None:
     assert [group["name"] for group in yaml.safe_load(rules)["groups"]] == ["z9-a-1"]
 
 
+def test_the_pages_name_the_service(unusual: BakedProject) -> None:
+    pages = "".join(path.read_text("utf-8") for path in unusual.path.glob("docs/*.md"))
+
+    assert "kubectl create namespace z9-a-1\n" in pages
+    assert "src/aa_1/credentials.py" in pages
+    assert not re.search("parcel[-_]tracker", pages)
+
+
 def test_answers_and_template_version_are_kept(unusual: BakedProject, template: Template) -> None:
     version = json.loads((RAW.parent / "cookiecutter.json").read_text("utf-8"))["_template_version"]
 

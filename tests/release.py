@@ -1,0 +1,69 @@
+"""`make release`: the last commit of a release, with a dump of its database, and its tag.
+
+The version is that of `cookiecutter.json` and of the changelog's first heading. The commit is
+neither pushed nor tested: docs/contributing.md says what comes before and after.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tests.baked import RAW, ROOT
+
+DUMPS = ROOT / "tests" / "releases"
+CHANGELOG = ROOT / "CHANGELOG.md"
+
+
+def git(*arguments: str) -> str:
+    """Run git in this repository, and return what it wrote."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"git {arguments[0]} failed")
+    return done.stdout.strip()
+
+
+def dumps(*arguments: str | Path) -> str:
+    """Run `tests/releases/dumps.py` with the engine of the raw tree, and return what it wrote."""
+    paths = os.pathsep.join(map(str, (RAW / "src", RAW / "dev", RAW)))
+    return subprocess.run(
+        [sys.executable, DUMPS / "dumps.py", *arguments],
+        cwd=RAW,
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def released(version: str, changelog: str, day: str) -> str:
+    """Return the changelog with the day of the release. Raises `SystemExit` if it has another."""
+    heading = f"\n## {version} (unreleased)\n"
+    if changelog.count(heading) != 1:
+        raise SystemExit(
+            f"CHANGELOG.md has no heading `{heading.strip()}`, with the version of"
+            " cookiecutter.json: begin the next version in both files"
+        )
+    return changelog.replace(heading, f"\n## {version} ({day})\n")
+
+
+def main() -> None:
+    """Make the release."""
+    version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
+    if git("status", "--porcelain"):
+        raise SystemExit("there are changes that are not committed")
+    if git("tag", "--list", f"v{version}"):
+        raise SystemExit(f"there is a tag v{version} already")
+    changelog = released(version, CHANGELOG.read_text("utf-8"), f"{datetime.now(UTC):%Y-%m-%d}")
+    (DUMPS / f"{version}.sql").write_text(dumps("make", version), "utf-8")
+    CHANGELOG.write_text(changelog, "utf-8")
+    git("add", "CHANGELOG.md", "tests/releases")
+    git("commit", "--quiet", "--message", f"Release {version}")
+    git("tag", "--annotate", f"v{version}", "--message", f"Release {version}")
+    print(f"Release {version} is committed and tagged v{version}, and not pushed.")
+
+
+if __name__ == "__main__":
+    main()
