@@ -683,22 +683,30 @@ def test_settings_in_the_manifests_exist(with_components: list[dict[str, Any]]) 
 COMPOSE = ("deploy/compose.yaml", "deploy/compose.service.yaml")
 
 
-@pytest.fixture(scope="module")
-def together(default_project: BakedProject) -> dict[str, dict[str, Any]]:
-    """The services of both compose files, as Docker Compose merges them."""
+def composed(project: BakedProject) -> dict[str, dict[str, Any]]:
+    """Return the services of both compose files, as Docker Compose merges them."""
     files = [option for name in COMPOSE for option in ("--file", name)]
     compose = require("docker-compose")
-    merged = json.loads(default_project.run(compose, *files, "config", "--format", "json"))
+    merged = json.loads(project.run(compose, *files, "config", "--format", "json"))
     services: dict[str, dict[str, Any]] = merged["services"]
     return services
+
+
+@pytest.fixture(scope="module")
+def together(default_project: BakedProject) -> dict[str, dict[str, Any]]:
+    """The services of both compose files."""
+    return composed(default_project)
 
 
 @pytest.fixture(scope="module", params=["no", "yes"])
 def project(
     request: pytest.FixtureRequest, template: Template, tmp_path_factory: pytest.TempPathFactory
 ) -> BakedProject:
-    """A service without and with the engine's own tests."""
-    return template.bake(tmp_path_factory.mktemp("project"), engine_tests=request.param)
+    """A service without and with what files for compose and CI have conditions for."""
+    optional = ("engine_tests", "http_api", "personal_data")
+    return template.bake(
+        tmp_path_factory.mktemp("project"), **dict.fromkeys(optional, request.param)
+    )
 
 
 SCHEMAS = {
@@ -735,6 +743,21 @@ def test_compose_brings_up_all_of_it(together: dict[str, dict[str, Any]]) -> Non
         assert all(port["host_ip"] == "127.0.0.1" for port in service.get("ports", []))
         for other in service.get("depends_on", {}):
             assert other in together
+
+
+def test_compose_serves_an_http_api_as_it_runs_the_consumer(project: BakedProject) -> None:
+    services = composed(project)
+    if project.answers["http_api"] == "no":
+        assert "api" not in services
+        return
+    other = {"command", "ports", "networks"}
+    api, consumer = (
+        {name: value for name, value in services[one].items() if name not in other}
+        for one in ("api", "consumer")
+    )
+
+    assert api == consumer
+    assert api["environment"]["PIPELINE_PERSONAL_KEYS"]
 
 
 def test_compose_mounts_files_that_exist(together: dict[str, dict[str, Any]]) -> None:
