@@ -28,14 +28,17 @@ def git(*arguments: str) -> str:
 def dumps(*arguments: str | Path) -> str:
     """Run `tests/releases/dumps.py` with the engine of the raw tree, and return what it wrote."""
     paths = os.pathsep.join(map(str, (RAW / "src", RAW / "dev", RAW)))
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, DUMPS / "dumps.py", *arguments],
         cwd=RAW,
         env={**os.environ, "PYTHONPATH": paths},
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
-    ).stdout
+    )
+    if done.returncode != 0:
+        print(done.stdout)
+        raise SystemExit(f"dumps.py {' '.join(map(str, arguments))} failed")
+    return done.stdout
 
 
 def released(version: str, changelog: str, day: str) -> str:
