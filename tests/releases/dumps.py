@@ -25,7 +25,7 @@ from unittest.mock import patch
 from uuid import uuid4
 
 import asyncpg  # type: ignore[import-untyped]
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 from servers.postgres import installation
 from sqlalchemy import make_url
 
@@ -211,7 +211,7 @@ def empty_database(server_url: str) -> str:
     """Create a database without tables, and return its URL."""
     name = f"release_{uuid4().hex[:12]}"
     asyncio.run(administer(server_url, f"CREATE DATABASE {name}"))
-    return url_of(server_url, name)
+    return str(url_of(server_url, name))
 
 
 def new_database(server_url: str, version: str) -> str:
@@ -384,7 +384,7 @@ def main(command: str, version: str, *files: str) -> None:
         sys.stdout.write(make(server_url, version))
     else:
         dump, *code = map(Path, files)
-        upgrade(server_url, version, dump.read_text("utf-8"), *(code or [None]))
+        upgrade(server_url, version, dump.read_text("utf-8"), code[0] if code else None)
 
 
 if __name__ == "__main__":
