@@ -236,7 +236,13 @@ AUTHORS_EXAMPLES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["run", "types"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([], id="run"),
+        pytest.param(["-m", "mypy", "--strict"], id="types", marks=pytest.mark.full),
+    ],
+)
 def test_the_examples_for_authors_of_handlers_work(tmp_path: Path, command: list[str]) -> None:
     for name, guide in AUTHORS_EXAMPLES.items():
         (tmp_path / f"{name}_examples.py").write_text(blocks(guide), "utf-8")
