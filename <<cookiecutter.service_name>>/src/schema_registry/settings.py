@@ -30,8 +30,8 @@ class RegistrySettings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix="PIPELINE_SCHEMA_REGISTRY_", env_ignore_empty=True)
 
     url: Annotated[str, AfterValidator(_check_urls)] | None = None
-    """`https://host:port`, with the path of its Confluent API if it has one, such as
-    `/apis/ccompat/v7` for Apicurio. Several, separated by commas, are tried in this order."""
+    """`https://host:port`, with the path of its Confluent API, such as `/apis/ccompat/v7` for
+    Apicurio. Several, separated by commas, are tried in order."""
     user: str | None = None
     """Name for basic authentication; for Confluent Cloud the API key."""
     password: SecretStr | None = None
@@ -53,8 +53,8 @@ class RegistrySettings(EnvironmentSettings):
     schemas: Count = 1_000
     """Schemas that a codec keeps in memory."""
     unknown_age: Seconds = 30.0
-    """Time for which a schema id that the registry lacks is not requested again, except for records
-    of the backlog."""
+    """A schema id that the registry lacks is not requested again for this long, except for the
+    backlog."""
     auto_register: bool = False
     """Register the code's schemas of published events at the start, for development."""
 
