@@ -69,7 +69,7 @@ class ServerSettings(EnvironmentSettings):
     database_url: SecretStr
     """`postgresql+asyncpg://user:password@host:port/database`"""
     database_password_provider: Function | None = None
-    """`module:function` that returns the password for each new connection, instead of the URL's."""
+    """`module:function` that returns the password for each new connection."""
     database_pooler: bool = False
     """The database is behind a pooler in transaction mode."""
     kafka_bootstrap_servers: Annotated[

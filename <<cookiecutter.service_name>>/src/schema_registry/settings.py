@@ -53,8 +53,7 @@ class RegistrySettings(EnvironmentSettings):
     schemas: Count = 1_000
     """Schemas that a codec keeps in memory."""
     unknown_age: Seconds = 30.0
-    """A schema id that the registry lacks is not requested again for this long, except for the
-    backlog."""
+    """A missing schema id is not requested again for this long, except for the backlog."""
     auto_register: bool = False
     """Register the code's schemas of published events at the start, for development."""
 
