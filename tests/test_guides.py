@@ -310,10 +310,9 @@ def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None
     assert f"{shown} passed" in done.stdout
 
 
-def test_the_guide_to_sagas_shows_parts_of_its_file() -> None:
-    *shown, _ = examples(SAGAS)
-    assert len(shown) == 3
-    assert [one for one in shown if one not in SAGA] == []
+def test_the_guide_to_sagas_shows_a_part_of_its_file() -> None:
+    shown, _ = examples(SAGAS)
+    assert shown in SAGA
 
 
 @pytest.mark.full
