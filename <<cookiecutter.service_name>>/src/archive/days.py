@@ -61,8 +61,7 @@ class ArchiveSettings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix="PIPELINE_ARCHIVE_", env_ignore_empty=True)
 
     url: StoreUrl | None = None
-    """`file:///folder`, `s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`;
-    unset: nothing is archived. Credentials come from the usual variables of each store's tools."""
+    """Object store of the archive, such as `s3://bucket/prefix`; unset: nothing is archived."""
 
 
 class ArchiveDiffers(Exception):

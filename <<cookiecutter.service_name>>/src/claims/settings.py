@@ -18,22 +18,22 @@ class ClaimSettings(EnvironmentSettings):
 
     url: StoreUrl | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://…` or `az://…`, the same for all services that
-    exchange events; each stores its own below its name."""
+    exchange events."""
     limit: Count = 500 * 1024
     """A larger payload, in bytes, is stored; less than `PIPELINE_MAX_EVENT_BYTES`."""
     memory: Count = 16 * 2**20
-    """Most bytes of a payload that is stored or fetched, and of those of a batch together. A
-    process holds two batches of each partition."""
+    """Most bytes of a payload, and of a batch's payloads together. A process holds two batches of
+    each partition."""
     concurrency: Count = 8
-    """Payloads that the process stores at once, and as many that it fetches."""
+    """Payloads that are stored at once, and as many that are fetched."""
     timeout: Seconds = 3.0
-    """Time for each payload that is fetched, and for all that a transaction stores. At most half of
+    """Time for each fetched payload, and for all that a transaction stores; at most half of
     `PIPELINE_TRANSACTION_TIMEOUT`."""
     grace: Annotated[Seconds, Field(ge=3_600)] = 2_592_000.0
     """Objects without a committed event are deleted after this long: 30 days."""
     age: Seconds = 2_592_000.0
-    """Payloads are deleted this long after their events were published: 30 days. It must exceed the
-    topics' retention, and the time that dead letters wait."""
+    """Payloads are deleted this long after publication: 30 days. It must exceed the topics'
+    retention and the wait of dead letters."""
 
     @model_validator(mode="after")
     def _a_payload_fits(self) -> Self:

@@ -15,10 +15,10 @@ class HttpSettings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix="PIPELINE_HTTP_")
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """`0.0.0.0` for all addresses, where a proxy with TLS stands before it."""
+    """`0.0.0.0` for all addresses, behind a proxy with TLS."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8_000
     """0 picks a free port and logs it."""
     request_timeout: Seconds = 10.0
-    """A request that is not applied after this long is answered with 503."""
+    """Time after which a request is answered with 503."""
     max_body_bytes: Count = 900_000
     """A larger request is answered with 413."""

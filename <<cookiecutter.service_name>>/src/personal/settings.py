@@ -22,7 +22,7 @@ class PersonalSettings(EnvironmentSettings):
     cache: Count = 10_000
     """Decrypted keys that a process keeps in memory."""
     cache_age: Seconds = 60.0
-    """Time for which it keeps them. A deleted key is not used any more."""
+    """Time for which it keeps them; a deleted key is not used any more."""
 
     @field_validator("keys")
     @classmethod

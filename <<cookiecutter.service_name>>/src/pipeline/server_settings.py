@@ -69,9 +69,9 @@ class ServerSettings(EnvironmentSettings):
     database_url: SecretStr
     """`postgresql+asyncpg://user:password@host:port/database`"""
     database_password_provider: Function | None = None
-    """`module:function` that returns a password for each new connection. The URL then has none."""
+    """`module:function` that returns the password for each new connection."""
     database_pooler: bool = False
-    """The database is behind a pooler in transaction mode. Then set `jit = off` for the role."""
+    """The database is behind a pooler in transaction mode."""
     kafka_bootstrap_servers: Annotated[
         str,
         written(
@@ -84,40 +84,39 @@ class ServerSettings(EnvironmentSettings):
     database_tls: bool = False
     """Connect by TLS only, and verify the server's certificate and name."""
     database_ca_file: Path | None = None
-    """Authorities to trust, in PEM; unset: the system's."""
+    """Authorities to trust; unset: the system's."""
     database_certificate_file: Path | None = None
-    """The service's certificate, in PEM, if the server requests one."""
+    """The service's certificate, if the server requests one."""
     database_key_file: Path | None = None
-    """Its key, in PEM; it may be the same file."""
+    """Its key; it may be in the same file."""
     database_key_password: SecretStr | None = None
     """If the key is encrypted."""
 
     kafka_security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
-    """As Kafka names them. SSL verifies the brokers' certificates and names; SASL sends a user."""
+    """SSL verifies the brokers' certificates and names; SASL sends a user."""
     kafka_sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"] = (
         "SCRAM-SHA-512"
     )
-    """PLAIN sends the password as it is, OAUTHBEARER the token: only with SASL_SSL."""
+    """`PLAIN` and `OAUTHBEARER` need `SASL_SSL`."""
     kafka_user: str | None = None
     """For SASL with a password."""
     kafka_password: SecretStr | None = None
     """For SASL with a password."""
     kafka_token_provider: Function | None = None
-    """`module:function` that returns a token for OAUTHBEARER; `oidc.tokens:token` gets it from an
-    OIDC provider."""
+    """`module:function` that returns a token for OAUTHBEARER."""
     kafka_token_extensions: (
         Annotated[
             str, written("[A-Za-z]+=[^,]+(,[A-Za-z]+=[^,]+)*", "name=value, separated by commas")
         ]
         | None
     ) = None
-    """SASL extensions that brokers require with the token: `name=value`, separated by commas."""
+    """SASL extensions for the token: `name=value`, separated by commas."""
     kafka_ca_file: Path | None = None
-    """Authorities to trust, in PEM; unset: the system's."""
+    """Authorities to trust; unset: the system's."""
     kafka_certificate_file: Path | None = None
-    """The service's certificate, in PEM, if brokers request one (mTLS)."""
+    """The service's certificate, if brokers request one (mTLS)."""
     kafka_key_file: Path | None = None
-    """Its key, in PEM; it may be the same file."""
+    """Its key; it may be in the same file."""
     kafka_key_password: SecretStr | None = None
     """If the key is encrypted."""
 

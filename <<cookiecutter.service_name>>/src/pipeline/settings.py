@@ -61,69 +61,66 @@ class Settings(ServerSettings):
     """What may differ between two deployments of the same service."""
 
     consumer_start: Literal["earliest", "latest"] = "earliest"
-    """Start of a partition that was never read. With `latest` the first records of one that is
-    added later are missed."""
+    """Start of a partition that was never read; `latest` misses the first records of new
+    partitions."""
     batch_size: Count = 3_000
     """Most records in a transaction."""
     concurrency: Count = 4
-    """Concurrent consume transactions, each on its own connection."""
+    """Concurrent consume transactions."""
     kafka_session_timeout: Annotated[Seconds, Field(ge=1)] = 10.0
-    """Time without a heartbeat after which the group reassigns the partitions."""
+    """Time without a heartbeat after which partitions are reassigned."""
     kafka_client_rack: str | None = None
-    """Rack or zone: records are read from a replica there, by brokers with the
-    `RackAwareReplicaSelector`."""
+    """Rack or zone, to read from a replica there."""
     transaction_timeout: Seconds = 8.0
     """Longest consume transaction; below the session timeout."""
     lock_timeout: Seconds = 4.0
     """Longest wait for a lock; then the statement is retried."""
     offset_commit_interval: Seconds = 5.0
-    """Interval at which committed offsets follow the positions, for lag tools."""
+    """Interval of offset commits to Kafka, for lag tools."""
     retry_pause: Seconds = 5.0
-    """Pause between attempts of a blocked partition or an open breaker."""
+    """Pause between attempts of a blocked partition or open breaker."""
     breaker_keys: Count = 20
     """Keys in a row that fail alike before a consumer's breaker opens."""
     unclean_starts: Count = 3
-    """Deaths at one position after which its first records are tried one by one."""
+    """Deaths at one position after which its first records are tried singly."""
     unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
     """Most MiB to which a producer's batch may unpack, for which a process needs twice as much. A
-    larger one blocks its partition until an operator decides."""
+    larger batch blocks its partition."""
     hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
-    """A process whose event loop is blocked for this long ends, with its stack in the log."""
+    """A process whose event loop is blocked for this long ends."""
     gc_threshold: Annotated[int, Field(ge=700)] = 100_000
-    """New objects after which Python's garbage collector runs. Lower it if handlers leave much
-    memory in cycles."""
+    """New objects after which Python's garbage collector runs."""
 
     backlog_workers: Count = 2
     """Lanes of the backlog that the process handles concurrently."""
     backlog_lease: Annotated[Seconds, Field(ge=1)] = 10.0
-    """Time after which the lane of a dead worker is taken over."""
+    """Time after which a dead worker's lane is taken over."""
     backlog_poll_min: Seconds = 0.02
-    """Pause after a poll of the backlog that found something."""
+    """Pause after a poll that found messages."""
     backlog_poll_max: Seconds = 2.0
-    """Longest pause of idle polls."""
+    """Longest pause between idle polls."""
 
     max_event_bytes: Count = 900_000
     """A larger event is rejected when it is staged; below the topics' `max.message.bytes`."""
     relay_page: Count = 5_000
-    """Most events that the relay reads and sends at a time. While twice as many are unsent,
-    transactions of the same process wait, up to a second each."""
+    """Most events that the relay sends at a time; while twice as many are unsent, transactions of
+    its process wait."""
     relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0
-    """Time after which the shards of a dead relay are taken over."""
+    """Time after which a dead relay's shards are taken over."""
     relay_poll_min: Seconds = 0.01
     """Pause after a poll that found events of other processes."""
     relay_poll_max: Seconds = 0.25
-    """Longest pause of idle polls, which delays only events of other processes."""
+    """Longest pause between idle polls; it delays only events of other processes."""
     relay_cursor_interval: Seconds = 0.25
-    """Interval at which the cursor is written; a crash repeats what was sent in it."""
+    """Interval of cursor writes; a crash repeats what was sent in it."""
 
     relay_compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "zstd"
-    """`zstd` needs brokers and consumers from Kafka 2.1 on."""
+    """`zstd` needs Kafka 2.1 or newer."""
     relay_idempotent: bool = True
-    """Brokers drop a batch that is sent again. Without it, for brokers that can't, a lost
-    connection may repeat a batch; the order stays."""
+    """Brokers drop a batch that is sent again; `false` is for brokers that can't."""
     relay_transactional: bool = False
     """Publish in Kafka transactions: a paused relay can't send late to consumers that read
-    committed. Repeats after a crash remain."""
+    committed."""
 
     dead_letter_topic: (
         Annotated[
@@ -132,10 +129,10 @@ class Settings(ServerSettings):
         ]
         | None
     ) = None
-    """Dead letters are sent there, too, with the reason in headers."""
+    """Dead letters are also sent to this topic."""
 
     relay_topic_pause: Seconds = 5.0
-    """Pause between attempts to publish to a topic that is missing or may not be written."""
+    """Pause between attempts to publish to a missing or forbidden topic."""
 
     outbox_days_ahead: Count = 7
     """Daily outbox partitions that are created ahead."""
@@ -147,31 +144,30 @@ class Settings(ServerSettings):
     """Shortest time for which an event is remembered: 8 days. It must exceed the topics'
     retention."""
     inbox_must_cover_topics: bool = False
-    """Refuse to start if a topic's retention exceeds `PIPELINE_INBOX_AGE`, instead of a warning."""
+    """Refuse to start, instead of warning, if a topic's retention exceeds `PIPELINE_INBOX_AGE`."""
     outbox_age: Annotated[Seconds, Field(ge=7_200)] = 172_800.0
-    """Time after its end when a day of the outbox is dropped, if all of it is published."""
+    """A published day of the outbox is dropped this long after its end."""
     discarded_age: Seconds = 2_592_000.0
-    """Time after which discarded dead letters are deleted: 30 days."""
+    """Discarded dead letters are deleted after this long: 30 days."""
     inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = 128
-    """MiB of memory for filters of closed generations, which save look-ups: 28 for 16 generations
-    of a million messages. One filter takes at most half, with 290,000 messages for each MiB."""
+    """MiB for filters that save look-ups in closed generations: 1.8 bytes for each message. One
+    filter takes at most half."""
     housekeeping_interval: Seconds = 3_600.0
-    """Interval at which one process drops old partitions and generations."""
+    """Interval at which one process drops old partitions."""
 
     shutdown_grace: Seconds = 20.0
-    """Time after SIGTERM for running batches, the relay and telemetry. The supervisor's time-out
-    must be 10 s longer."""
+    """Time after SIGTERM to finish work. The supervisor's time-out must be 10 s longer."""
     health_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address of the health server; `0.0.0.0` for all, if access is restricted elsewhere."""
+    """Address of the health server; `0.0.0.0` for all."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080
     """`/health/live`, `/health/ready` and `/metrics`; 0 picks a free port and logs it."""
     otlp_endpoint: (
         Annotated[str, written("https?://[^/@][^@]*", "http://host:port or https://host:port")]
         | None
     ) = None
-    """Base URL of an OTLP/HTTP receiver. Credentials belong into `OTEL_EXPORTER_OTLP_HEADERS`."""
+    """Base URL of an OTLP/HTTP receiver; credentials belong into `OTEL_EXPORTER_OTLP_HEADERS`."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of the traces started here that are recorded; a caller's decision is kept."""
+    """Share of the traces started here that are recorded."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Only DEBUG has a line for each message."""
     log_loggers: (
@@ -180,10 +176,10 @@ class Settings(ServerSettings):
         ]
         | None
     ) = None
-    """Libraries that log from the same level on, such as `httpx2,sqlalchemy.engine`, not only
-    warnings. Their lines may contain URLs and, at DEBUG, rows and payloads."""
+    """Libraries that log from the same level on, such as `httpx2,sqlalchemy.engine`; others log
+    only warnings."""
     log_json: bool | None = None
-    """JSON or readable lines; unset: JSON unless standard error is a terminal."""
+    """JSON or readable lines; unset: JSON except on a terminal."""
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()

@@ -30,20 +30,20 @@ class RegistrySettings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix="PIPELINE_SCHEMA_REGISTRY_", env_ignore_empty=True)
 
     url: Annotated[str, AfterValidator(_check_urls)] | None = None
-    """`https://host:port`, with the path of its Confluent API if it has one, such as
-    `/apis/ccompat/v7` for Apicurio. Several, separated by commas, are tried in this order."""
+    """`https://host:port`, with the path of its Confluent API, such as `/apis/ccompat/v7` for
+    Apicurio. Several, separated by commas, are tried in order."""
     user: str | None = None
-    """Name for basic authentication; for Confluent Cloud the API key."""
+    """User, or for Confluent Cloud the API key."""
     password: SecretStr | None = None
-    """Password for `PIPELINE_SCHEMA_REGISTRY_USER`."""
+    """Password of the user."""
     token: SecretStr | None = None
     """Bearer token, instead of user and password."""
     ca_file: Path | None = None
     """Authorities to trust, in PEM; unset: the public ones."""
     certificate_file: Path | None = None
-    """The service's certificate, in PEM, if the registry requests one."""
+    """The service's certificate, if the registry requests one."""
     key_file: Path | None = None
-    """Its key, in PEM."""
+    """Its key."""
     key_password: SecretStr | None = None
     """If the key is encrypted."""
     timeout: Seconds = 3.0
@@ -53,10 +53,9 @@ class RegistrySettings(EnvironmentSettings):
     schemas: Count = 1_000
     """Schemas that a codec keeps in memory."""
     unknown_age: Seconds = 30.0
-    """Time for which a schema id that the registry lacks is not requested again, except for records
-    of the backlog."""
+    """A missing schema id is not requested again for this long, except for the backlog."""
     auto_register: bool = False
-    """Register the code's schemas of published events at the start, for development."""
+    """Register the code's schemas at the start, for development."""
 
     @model_validator(mode="after")
     def _credentials_fit(self) -> Self:

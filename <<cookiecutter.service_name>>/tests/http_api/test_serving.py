@@ -92,6 +92,7 @@ async def test_an_answer_that_was_lost_with_its_process_is_found_again(
     assert await stored(db) == ONE
 
 
+@pytest.mark.full
 async def test_clients_that_repeat_while_the_process_is_killed_pay_in_once_each(
     start: Start, client: Client, db: asyncpg.Connection
 ) -> None:

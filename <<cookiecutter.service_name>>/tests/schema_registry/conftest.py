@@ -12,6 +12,12 @@ from .proxy import Proxy
 from tests.servers.programs import running
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and "apicurio" in item.fixturenames:
+            item.add_marker(pytest.mark.full)
+
+
 @pytest.fixture(scope="module")
 def apicurio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apicurio]:
     """Run a registry."""

