@@ -267,7 +267,7 @@ class Harness:
     @asynccontextmanager
     async def _fresh(self, handlers: Handlers, mortal: MortalEngine | None) -> AsyncIterator[None]:
         """Reset the database, and let another process do the work of the block."""
-        await self._database.reset(self.engine)
+        await self._database.reset()
         self._mortal = mortal
         self._start(handlers)
         try:

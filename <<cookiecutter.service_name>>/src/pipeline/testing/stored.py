@@ -30,9 +30,9 @@ _FIRST_OF_CALLS = 2 * LANES
 """The lowest lane that holds calls."""
 
 _MARK = """
-SELECT COALESCE(max(id), 0) AS outbox, clock_timestamp() AS at,
+SELECT COALESCE(pg_sequence_last_value('pipeline.outbox_id_seq'), 0) AS outbox,
+       clock_timestamp() AS at,
        COALESCE(pg_sequence_last_value('pipeline.backlog_call_seq'), 0) AS calls
-  FROM pipeline.outbox
 """
 
 # Dead letters for the dead-letter topic have no content type.
