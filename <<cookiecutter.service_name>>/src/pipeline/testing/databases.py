@@ -17,12 +17,11 @@ from alembic import command
 from alembic.config import Config
 from pydantic import SecretStr
 from sqlalchemy import make_url
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import NullPool
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply import inbox
 from pipeline.retention.maintenance import make_ahead
-from pipeline.servers.database import autocommitting, connect_args, create_engine
+from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.retrying import Attempts
 from pipeline.service import Service
 from pipeline.settings import Settings, WriterSettings
@@ -32,6 +31,8 @@ from .errors import HarnessMisused
 Migrate = Callable[[str], None]
 """Creates all tables in the empty database of a URL."""
 
+_LONGEST_SECONDS = 600.0
+"""Time limit of statements that wait for a checkpoint of the whole server."""
 _OUTAGES = 5
 """Attempts after which the error of the database is raised."""
 _NEVER = 1_000_000
@@ -177,10 +178,9 @@ def resettable_database(
 
 
 async def _administer(server_url: str, statement: str) -> None:
-    options = connect_args(_settings(server_url), name="harness")
-    engine = create_async_engine(server_url, poolclass=NullPool, connect_args=options)
+    engine = create_engine(_settings(server_url), name="harness")
     async with autocommitting(engine) as driver:
-        await driver.execute(statement)
+        await driver.execute(statement, timeout=_LONGEST_SECONDS)
     await engine.dispose()
 
 
