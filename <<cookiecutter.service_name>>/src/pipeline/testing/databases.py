@@ -3,12 +3,13 @@
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
+from typing import TypeVar
 from unittest.mock import patch
 from uuid import uuid4
 
@@ -28,6 +29,7 @@ from pipeline.settings import Settings, WriterSettings
 
 from .errors import HarnessMisused
 
+T = TypeVar("T")
 Migrate = Callable[[str], None]
 """Creates all tables in the empty database of a URL."""
 
@@ -64,8 +66,8 @@ class ResettableDatabase:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # Each test has an event loop of its own, and opens connections. The one that resets stays
-        # open, in another loop: a new one would have to look up all tables.
+        # Each test has an event loop of its own, and opens connections. One for the kit's queries
+        # stays open, in another loop: a new one would have to look up all tables.
         self._loop, self._thread = asyncio.new_event_loop(), ThreadPoolExecutor(1)
         self._connections = create_engine(self.settings(), name="harness")
         self._idle: dict[tuple[Settings, str], list[AsyncEngine]] = defaultdict(list)
@@ -111,29 +113,41 @@ class ResettableDatabase:
             await engine.dispose()
             idle.append(engine)
 
+    async def query(self, work: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        """Return the result of work that may be repeated, with a connection that stays open.
+
+        It runs in another event loop, so that it may await nothing of the test's.
+        """
+
+        async def query() -> T:
+            async with autocommitting(self._connections) as driver:
+                return await work(driver, *arguments)
+
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._thread, self._loop.run_until_complete, attempts()(query))
+
     async def reset(self) -> None:
         """Restore all rows and sequences. Raises `HarnessMisused` if the role is not allowed to.
 
         What a test has done beyond rows, as by CREATE TABLE, stays until the session ends.
         """
-        run = asyncio.get_running_loop().run_in_executor
-        await run(self._thread, self._loop.run_until_complete, attempts()(self._reset))
+        await self.query(_reset, self._reset_statements)
 
-    async def _reset(self) -> None:
-        async with autocommitting(self._connections) as driver:
-            try:
-                await driver.execute(self._reset_statements)
-            except asyncpg.InsufficientPrivilegeError as error:
-                raise HarnessMisused(
-                    f"the database can't be reset between tests ({error}): let the role of"
-                    " PIPELINE_DATABASE_URL be a SUPERUSER, as that of `make up`, or GRANT SET ON"
-                    " PARAMETER session_replication_role to it"
-                ) from None
-            except asyncpg.LockNotAvailableError as error:
-                raise HarnessMisused(
-                    f"the database can't be reset ({error}): an earlier test has left a transaction"
-                    " open; end it, for instance by `async with`"
-                ) from None
+
+async def _reset(driver: asyncpg.Connection, statements: str) -> None:
+    try:
+        await driver.execute(statements)
+    except asyncpg.InsufficientPrivilegeError as error:
+        raise HarnessMisused(
+            f"the database can't be reset between tests ({error}): let the role of"
+            " PIPELINE_DATABASE_URL be a SUPERUSER, as that of `make up`, or GRANT SET ON"
+            " PARAMETER session_replication_role to it"
+        ) from None
+    except asyncpg.LockNotAvailableError as error:
+        raise HarnessMisused(
+            f"the database can't be reset ({error}): an earlier test has left a transaction"
+            " open; end it, for instance by `async with`"
+        ) from None
 
 
 def attempts() -> Attempts:
