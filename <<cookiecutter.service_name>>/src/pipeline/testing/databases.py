@@ -2,10 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import replace
 from functools import cache
+from itertools import count
+from typing import TypeVar
 from unittest.mock import patch
 from uuid import uuid4
 
@@ -14,20 +18,25 @@ from alembic import command
 from alembic.config import Config
 from pydantic import SecretStr
 from sqlalchemy import make_url
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import NullPool
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply import inbox
 from pipeline.retention.maintenance import make_ahead
-from pipeline.servers.database import autocommitting, connect_args, create_engine
+from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.retrying import Attempts
 from pipeline.service import Service
 from pipeline.settings import Settings, WriterSettings
 
 from .errors import HarnessMisused
 
+T = TypeVar("T")
 Migrate = Callable[[str], None]
 """Creates all tables in the empty database of a URL."""
 
+_LONGEST_SECONDS = 600.0
+"""Time limit of statements that wait for a checkpoint of the whole server."""
+_OUTAGES = 5
+"""Attempts after which the error of the database is raised."""
 _NEVER = 1_000_000
 """Keys in a row that open the breaker: a test sees each failure, however many there are."""
 
@@ -52,47 +61,104 @@ SELECT format('SELECT setval(%L, %s, %L)', format('%I.%I', schemaname, sequencen
 _BEGIN = "SET LOCAL lock_timeout = '2s'; SET LOCAL session_replication_role = replica"
 
 
-@dataclass(frozen=True)
 class ResettableDatabase:
     """A database whose rows can be made those that it had after its migration."""
 
-    url: str
-    reset_statements: str
-    """Statements, for one transaction, that do so."""
-    checked: list[Service] = field(default_factory=list)
-    """What `check` has accepted."""
+    def __init__(self, url: str) -> None:
+        self.url = url
+        # Each test has an event loop of its own, and opens connections. One for the kit's queries
+        # stays open, in another loop: a new one would have to look up all tables.
+        self._loop, self._thread = asyncio.new_event_loop(), ThreadPoolExecutor(1)
+        self._connections = create_engine(self.settings(), name="harness")
+        self._idle: dict[tuple[Settings, str], list[AsyncEngine]] = defaultdict(list)
+        self._checked: list[Service] = []
+        self._reset_statements = ""
+
+    def prepare(self, service: Service) -> None:
+        """Do what a service does when it starts; `reset` restores the rows of now."""
+        prepared = _prepare(self._connections, self.settings(), service)
+        self._reset_statements = self._loop.run_until_complete(prepared)
+
+    def close(self) -> None:
+        """Close its connection."""
+        self._thread.shutdown()
+        self._loop.run_until_complete(self._connections.dispose())
+        self._loop.close()
 
     def check(self, service: Service) -> None:
         """Raise `Misconfigured` for a service that would not start because of its handlers."""
-        if not any(one is service for one in self.checked):
+        if not any(one is service for one in self._checked):
             # Settings of the others belong to the deployment.
             handlers_only = replace(service, archive=None, claims=None, encryption=None)
             handlers_only.check(self.settings())
-            self.checked.append(service)
+            self._checked.append(service)
 
     def settings(self) -> Settings:
         """Return the settings of the environment, for this database and without Kafka."""
         return _settings(self.url)
 
-    async def reset(self, engine: AsyncEngine) -> None:
+    @asynccontextmanager
+    async def engine(self, name: str) -> AsyncIterator[AsyncEngine]:
+        """Yield a pool without connections that nothing else uses; they are closed at the end.
+
+        It may be that of an earlier test, which has compiled the service's statements.
+        """
+        settings = self.settings()
+        idle = self._idle[settings, name]
+        engine = idle.pop() if idle else create_engine(settings, name=name)
+        try:
+            # A test's listeners are those of the copy.
+            yield engine.execution_options()
+        finally:
+            await engine.dispose()
+            idle.append(engine)
+
+    async def query(self, work: Callable[..., Awaitable[T]], *arguments: object) -> T:
+        """Return the result of work that may be repeated, with a connection that stays open.
+
+        It runs in another event loop, so that it may await nothing of the test's.
+        """
+
+        async def query() -> T:
+            async with autocommitting(self._connections) as driver:
+                return await work(driver, *arguments)
+
+        run = asyncio.get_running_loop().run_in_executor
+        return await run(self._thread, self._loop.run_until_complete, attempts()(query))
+
+    async def reset(self) -> None:
         """Restore all rows and sequences. Raises `HarnessMisused` if the role is not allowed to.
 
         What a test has done beyond rows, as by CREATE TABLE, stays until the session ends.
         """
-        async with autocommitting(engine) as driver:
-            try:
-                await driver.execute(self.reset_statements)
-            except asyncpg.InsufficientPrivilegeError as error:
-                raise HarnessMisused(
-                    f"the database can't be reset between tests ({error}): let the role of"
-                    " PIPELINE_DATABASE_URL be a SUPERUSER, as that of `make up`, or GRANT SET ON"
-                    " PARAMETER session_replication_role to it"
-                ) from None
-            except asyncpg.LockNotAvailableError as error:
-                raise HarnessMisused(
-                    f"the database can't be reset ({error}): an earlier test has left a transaction"
-                    " open; end it, for instance by `async with`"
-                ) from None
+        await self.query(_reset, self._reset_statements)
+
+
+async def _reset(driver: asyncpg.Connection, statements: str) -> None:
+    try:
+        await driver.execute(statements)
+    except asyncpg.InsufficientPrivilegeError as error:
+        raise HarnessMisused(
+            f"the database can't be reset between tests ({error}): let the role of"
+            " PIPELINE_DATABASE_URL be a SUPERUSER, as that of `make up`, or GRANT SET ON"
+            " PARAMETER session_replication_role to it"
+        ) from None
+    except asyncpg.LockNotAvailableError as error:
+        raise HarnessMisused(
+            f"the database can't be reset ({error}): an earlier test has left a transaction"
+            " open; end it, for instance by `async with`"
+        ) from None
+
+
+def attempts() -> Attempts:
+    """Return attempts at work with the database, with an end."""
+    failures = count(1)
+    return Attempts(
+        "the harness",
+        "PostgreSQL",
+        unless=lambda: next(failures) >= _OUTAGES,
+        report=lambda reason: None,
+    )
 
 
 def with_alembic(config: Config) -> Migrate:
@@ -118,23 +184,22 @@ def resettable_database(
     try:
         url = make_url(server_url).set(database=name).render_as_string(hide_password=False)
         migrate(url)
-        yield ResettableDatabase(url, asyncio.run(_prepare(url, service)))
+        with closing(ResettableDatabase(url)) as database:
+            database.prepare(service)
+            yield database
     finally:
         asyncio.run(_administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))
 
 
 async def _administer(server_url: str, statement: str) -> None:
-    options = connect_args(_settings(server_url), name="harness")
-    engine = create_async_engine(server_url, poolclass=NullPool, connect_args=options)
+    engine = create_engine(_settings(server_url), name="harness")
     async with autocommitting(engine) as driver:
-        await driver.execute(statement)
+        await driver.execute(statement, timeout=_LONGEST_SECONDS)
     await engine.dispose()
 
 
-async def _prepare(url: str, service: Service) -> str:
+async def _prepare(engine: AsyncEngine, settings: Settings, service: Service) -> str:
     """Do what a service does when it starts; return the statements that restore this state."""
-    settings = _settings(url)
-    engine = create_engine(settings, name="harness")
     async with autocommitting(engine) as driver:
         await make_ahead(driver, settings)
         await inbox.register(driver, service.handlers.consumers)
@@ -149,7 +214,6 @@ async def _prepare(url: str, service: Service) -> str:
                     f"INSERT INTO {table} ({columns}) OVERRIDING SYSTEM VALUE SELECT * FROM {saved}"
                 )
         statements += [row[0] for row in await driver.fetch(_SEQUENCES)]
-    await engine.dispose()
     return ";\n".join(statements)
 
 
@@ -160,4 +224,10 @@ def _settings(url: str) -> Settings:
 
 @cache  # to read them takes longer than to handle a message
 def _read_settings(url: str, environment: frozenset[tuple[str, str]]) -> Settings:
-    return WriterSettings(database_url=SecretStr(url), breaker_keys=_NEVER)
+    return WriterSettings(
+        database_url=SecretStr(url),
+        breaker_keys=_NEVER,
+        # Each new connection looks up all partitions.
+        outbox_days_ahead=1,
+        inbox_generations_ahead=1,
+    )

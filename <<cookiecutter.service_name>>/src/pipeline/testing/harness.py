@@ -267,7 +267,7 @@ class Harness:
     @asynccontextmanager
     async def _fresh(self, handlers: Handlers, mortal: MortalEngine | None) -> AsyncIterator[None]:
         """Reset the database, and let another process do the work of the block."""
-        await self._database.reset(self.engine)
+        await self._database.reset()
         self._mortal = mortal
         self._start(handlers)
         try:
@@ -317,7 +317,7 @@ class Harness:
 
     async def _step(self, work: Callable[[], Awaitable[None]]) -> Outcome:
         """Do the work, and return what has become of messages and what is stored since."""
-        did, before = self._did, await self._query(stored.mark)
+        did, before = self._did, await self._database.query(stored.mark)
         did.begin()
         with observing(self.service, self._settings) as observed:
             await self._survive(work)
@@ -325,8 +325,8 @@ class Harness:
         return outcome_of(did.outcomes, **found._asdict(), skipped=did.skipped, observed=observed)
 
     async def _stored(self, since: Mark) -> Stored:
-        source = self.service.handlers, self.service.package, self.service.encryption
-        return await self._query(stored.since, since, *source)
+        rows = await self._database.query(stored.since, since)
+        return await stored.events_of(rows, self.service, self._query)
 
     async def _survive(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do the work; if the process dies over it, another one does what is left."""

@@ -17,7 +17,6 @@ from alembic.config import Config
 
 from pipeline.errors import StoreUnavailable
 from pipeline.events.event import Unpublishable, declared_events
-from pipeline.servers.database import create_engine
 from pipeline.service import Service
 
 from .databases import Migrate, ResettableDatabase, resettable_database, with_alembic
@@ -100,20 +99,17 @@ async def open_harness(
     service: Service, database: ResettableDatabase, kind: type[H]
 ) -> AsyncIterator[H]:
     """Reset the database and yield a harness of this kind for the service."""
-    engine = create_engine(database.settings(), name=service.name)
-    try:
-        database.check(service)
-        await database.reset(engine)
-        await service.open_codecs()
-        await _open_for_input(service)
+    database.check(service)
+    await database.reset()
+    await service.open_codecs()
+    await _open_for_input(service)
+    async with database.engine(service.name) as engine:
         with TemporaryDirectory() as folder:
             harness = kind(service, engine, database, Path(folder))
             try:
                 yield harness
             finally:
                 await harness.close()
-    finally:
-        await engine.dispose()
 
 
 async def _open_for_input(service: Service) -> None:

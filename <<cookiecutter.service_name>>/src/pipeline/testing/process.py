@@ -4,7 +4,6 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,12 +28,11 @@ from pipeline.servers.retrying import Attempts
 from pipeline.service import Service
 from pipeline.settings import Settings
 
+from .databases import attempts
 from .errors import HarnessMisused
 from .records import KafkaRecord
 from .stand_ins import StandIn, replaced
 
-_OUTAGES = 5
-"""Attempts after which a step raises the error of the database."""
 _ROUNDS = 100
 """Rounds of retries in a step after which it ends with an error."""
 _HANGS = 3_600.0
@@ -122,7 +120,7 @@ class Process:
         start = self._positions.pop(slot, None)
         while True:
             if start is None:
-                start = await self._attempts()(self._position, slot)
+                start = await attempts()(self._position, slot)
             if records[0].offset < 0:  # they are new
                 for place, one in enumerate(records):
                     one.offset = start + place
@@ -134,7 +132,7 @@ class Process:
             batch = await resolve_batch(batch, self._consume.claims)
             try:
                 await self._consume.apply(
-                    PartitionSource([PartitionBatch(slot, batch)]), self._attempts()
+                    PartitionSource([PartitionBatch(slot, batch)]), attempts()
                 )
             except SourceLost:  # it was committed, and the answer was lost
                 start = None
@@ -165,16 +163,6 @@ class Process:
             found = await positions.position(driver, slot)
         assert found is not None
         return found.next_offset
-
-    @staticmethod
-    def _attempts() -> Attempts:
-        failures = count(1)
-        return Attempts(
-            "the harness",
-            "PostgreSQL",
-            unless=lambda: next(failures) >= _OUTAGES,
-            report=lambda reason: None,
-        )
 
 
 def open_claims(service: Service, settings: Settings, folder: Path) -> ClaimCheck | None:

@@ -445,6 +445,49 @@ async def test_each_test_begins_with_what_the_migrations_have_made(
         await session.execute(sa.text("INSERT INTO account VALUES ('x', 1, '', 0)"))
 
 
+heard: list[int] = []
+
+
+@pytest.mark.parametrize("number", range(2))
+async def test_a_listener_ends_with_its_test(harness: Harness, number: int) -> None:
+    heard.clear()
+    engine = harness.engine.sync_engine
+    sa.event.listen(engine, "before_cursor_execute", lambda *each: heard.append(number))
+    await harness.handle(deposit(5))
+    assert {*heard} == {number}
+
+
+async def test_harnesses_in_two_event_loops_have_connections_of_their_own(
+    harness: Harness, harness_service: Service, harness_database: ResettableDatabase
+) -> None:
+    async def handle() -> Outcome:
+        async with open_harness(harness_service, harness_database, Harness) as another:
+            return await another.handle(deposit(6))
+
+    await harness.handle(deposit(5))
+    async with harness.session() as session:
+        await session.get(Account, "ada")
+        outcome = await asyncio.to_thread(asyncio.run, handle())
+    assert outcome.results == [6]
+    assert (await harness.get(Account, "ada")).history == "6,"
+
+
+async def test_the_database_is_reset_after_its_connections_were_closed(
+    harness: Harness, harness_database: ResettableDatabase
+) -> None:
+    await harness.handle(deposit(5))
+    async with harness.session() as session:
+        closed = await session.scalars(
+            sa.text(
+                "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND application_name = 'harness'"
+            )
+        )
+        assert [*closed] == [True]
+    await harness_database.reset()
+    assert await harness.records() == []
+
+
 async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
     with pytest.raises(HarnessMisused, match=r"no handler takes Booked: register one by @handlers"):
         await harness.handle(Booked(account="ada", balance=1))
