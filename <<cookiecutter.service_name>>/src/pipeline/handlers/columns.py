@@ -37,6 +37,8 @@ _EXACT: dict[type[sa.types.TypeEngine[Any]], type] = {
 _BITS: dict[type[Any], int] = {sa.SmallInteger: 15, sa.Integer: 31, sa.BigInteger: 63}
 _IMMUTABLE = (sa.types.Numeric, sa.types.DateTime, sa.Enum, sa.String)
 _NO_OFFSET = timedelta(0)
+_STATE = "_sa_instance_state"
+"""Stands among the values of a row, and is SQLAlchemy's."""
 
 
 def cache_by_class(build: Callable[[type[Any]], T]) -> Callable[[type[Any]], T]:
@@ -102,7 +104,7 @@ def is_as_stored(row: Any) -> bool:
     checks = _checks(row.__class__)
     state = instance_state(row)  # sa.inspect() takes ten times as long
     values, is_new = state.dict, state.key is None
-    if checks is None or len(values) != len(checks) + 1:  # the other one is SQLAlchemy's state
+    if checks is None or values.keys() != checks.keys():  # some are unset, or no columns
         return False
     if not is_new and not state.modified:
         return True
@@ -118,7 +120,7 @@ def is_as_stored(row: Any) -> bool:
 
 @cache_by_class
 def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None:
-    """Return by column whether the database would accept and return a value that is written.
+    """Return by what a row contains whether the database would accept and return a written value.
 
     A column is None if that is unknown, as with a constraint, and all are if the database computes
     one of them or has a CHECK. The result is None if a value can change in place or by a
@@ -149,7 +151,7 @@ def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None
         for one in constrained
         for constraint in getattr(one, "constraints", ())
     )
-    return dict.fromkeys(columns) if is_computed or has_check else checks
+    return {**(dict.fromkeys(columns) if is_computed or has_check else checks), _STATE: bool}
 
 
 def _check(column: sa.Column[Any]) -> Callable[[Any], bool] | None:

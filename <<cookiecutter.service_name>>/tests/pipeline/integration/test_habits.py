@@ -11,7 +11,7 @@ from typing import Any, Literal
 import asyncpg
 import pytest
 import sqlalchemy as sa
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError
@@ -418,7 +418,12 @@ def drawing(examples: int) -> settings:
     )
 
 
+# The attribute of the first message's row stands for a column that is not set.
+KEPT = Message("b", [Step(rate, 8), Step(keep_aside, 4)])
+
+
 @drawing(40)
+@example(batch=[KEPT, Message("a", [Step(rename, 6)])])
 @given(batch=batches)
 async def test_a_batch_comes_out_as_plain_sqlalchemy_does(
     world: World, batch: list[Message]
