@@ -7,6 +7,9 @@ from claims import ClaimSettings, open_claims
 from claims.commands import group as claims_commands
 # <% endif %>
 from contracts.commands import group as schema_commands
+# <% if cookiecutter.debezium == "yes" %>
+from debezium.commands import app as debezium_commands
+# <% endif %>
 # <% if cookiecutter.outside_calls == "yes" %>
 from effects import EffectSettings, EffectWorkers
 # <% endif %>
@@ -81,6 +84,9 @@ main = command_line(
     # <% if cookiecutter.object_store == "yes" %>
     archive=archive_commands(archive),
     claims=claims_commands(service),
+    # <% endif %>
+    # <% if cookiecutter.debezium == "yes" %>
+    debezium=debezium_commands,
     # <% endif %>
     # <% if cookiecutter.operations_page == "yes" %>
     page=page_commands(service),

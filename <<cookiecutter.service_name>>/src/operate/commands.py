@@ -18,14 +18,7 @@ from pipeline.runtime import Part, run
 from pipeline.servers import cluster, revisions
 from pipeline.service import Service
 
-from . import (
-    dead_commands,
-    debezium_commands,
-    inbox_commands,
-    retention_commands,
-    status_commands,
-    topic_commands,
-)
+from . import dead_commands, inbox_commands, retention_commands, status_commands, topic_commands
 from .errors import Refused
 from .output import format_time, print_json, print_table
 from .terminal import (
@@ -60,7 +53,6 @@ GROUPS = {
     "retention": retention_commands.app,
     "scheduled": scheduled_app,
     "relay": relay_app,
-    "debezium": debezium_commands.app,
 }
 WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
 
