@@ -723,7 +723,7 @@ WORK = {
     "archive verify": ("", "1 events in"),
     "archive find": ("", '"event_id":"7d0f2c5e"'),
     "zcat": ("", '"event_id": "7d0f2c5e"'),
-    "replay scans": ("", "were known"),
+    "replay scans": ("", "had done so before"),
     "scheduled cancel": ("", "cancelled payment-due-4711"),
     "topics seek scans --partition 3 --to 1235": ("", "scans/3 goes from 1300 to 1235"),
     "relay reset": ("", "belongs to this database cluster now"),
