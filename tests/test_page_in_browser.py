@@ -213,7 +213,7 @@ def test_a_dead_letter_is_edited_and_a_search_discarded(page: Page) -> None:
     page.get_by_role("status").filter(has_text="A copy of").wait_for()
     page.goto("/dead?key=account+5")
     page.get_by_role("link", name="Redrive or discard all").click()
-    page.get_by_label("Why they are given up").fill("a test")
+    page.get_by_label("Reason to discard them").fill("a test")
     page.get_by_role("button", name="Discard 1").click()
     page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
 
