@@ -44,7 +44,7 @@ SELECT consumer, count(*) - count(died_at) AS waiting, count(died_at) AS dead,
  GROUP BY consumer
 """
 
-# Also counts what a relay has published since it last wrote its cursor, a quarter of a second ago.
+# Also counts what a relay has published in the quarter of a second since it wrote its cursor.
 _OUTBOX = """
 SELECT count(*) AS count,
        COALESCE(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest

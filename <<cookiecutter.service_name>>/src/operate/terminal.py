@@ -51,7 +51,7 @@ Limit = Annotated[int, typer.Option(min=1, help="largest number to list")]
 Yes = Annotated[bool, typer.Option("--yes", help="do not ask for confirmation")]
 
 Report = Callable[[str], None]
-"""Reports an error to a person, or to the log."""
+"""Reports an error, to standard error or to the log."""
 
 PREFIX = "PIPELINE_"
 """Prefix of every variable that is a setting, of the engine or of an optional package."""
