@@ -809,7 +809,7 @@ async def test_show_tells_all_and_lets_no_payload_command_the_terminal(
     for text in (
         "waiting",
         "failed",
-        "nothing: it is tried again by its schedule",
+        "nothing: it is tried again on schedule",
         r"ValueError: \x1b[2Jgone",
         r"ada\nstate  discarded",
         str(2**62),
