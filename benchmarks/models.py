@@ -1,4 +1,4 @@
-"""Events and the parcel's table, as Pydantic and SQLAlchemy have them."""
+"""The events as Pydantic models, and the table of parcels in SQLAlchemy."""
 
 from datetime import datetime
 
@@ -10,7 +10,7 @@ from benchmarks.work import DELAYED, LATE, MOVED
 
 
 class ScanRecorded(BaseModel):
-    """A scanner has seen a parcel. A scan is identified by its scanner and its number there."""
+    """A parcel was scanned. Scanner and number identify the scan."""
 
     scanner: str
     number: int
@@ -21,7 +21,7 @@ class ScanRecorded(BaseModel):
 
 
 class ParcelMoved(BaseModel):
-    """A parcel was scanned; `scans` counts how often by now."""
+    """A parcel was scanned; `scans` is the number of its scans so far."""
 
     parcel_id: str
     place: str
@@ -40,11 +40,11 @@ class ParcelDelayed(BaseModel):
 
 
 class Base(DeclarativeBase):
-    """Every table derives from it."""
+    """The base of all tables."""
 
 
 class Parcel(Base):
-    """Where a parcel is."""
+    """A parcel, with the place of its newest scan."""
 
     __tablename__ = "parcel"
 
@@ -53,7 +53,7 @@ class Parcel(Base):
     scans: Mapped[int]
     last_scanned_at: Mapped[datetime | None] = mapped_column(DateTime(timezone=True))
     version: Mapped[int] = mapped_column(BigInteger)
-    """Counts the events published of the parcel."""
+    """Number of events published about the parcel."""
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -63,7 +63,7 @@ class Parcel(Base):
         self.version = 0
 
     def move_to(self, place: str, scanned_at: datetime) -> None:
-        """Count a scan; the parcel is at the place of the newest one, whatever comes in late."""
+        """Count a scan; the place is that of the newest one, in whatever order scans arrive."""
         self.scans += 1
         if self.last_scanned_at is None or scanned_at >= self.last_scanned_at:
             self.place = place
@@ -71,7 +71,7 @@ class Parcel(Base):
 
 
 def events_of(scan: ScanRecorded, parcel: Parcel) -> list[tuple[bytes, BaseModel]]:
-    """Return what is told of a scan that the parcel has had, with the types."""
+    """Return the events to publish after a scan of the parcel, with their types."""
     moved = ParcelMoved(
         parcel_id=parcel.id,
         place=parcel.place,

@@ -19,6 +19,7 @@ PACKAGES = (
         "archive",
         "claims",
         "contracts",
+        "debezium",
         "effects",
         "http_api",
         "object_store",

@@ -28,6 +28,7 @@ DEFAULTS = {
     "personal_data": "no",
     "operations_page": "yes",
     "http_api": "no",
+    "debezium": "no",
     "engine_tests": "no",
 }
 """The answers of `--no-input`."""

@@ -14,7 +14,15 @@ import pytest
 from benchmarks.measures import MEASURES
 from chaos.schedule import KINDS
 
-from tests.baked import RAW, ROOT, BakedProject, Template, clean_environment, variants
+from tests.baked import (
+    RAW,
+    ROOT,
+    BakedProject,
+    Template,
+    clean_environment,
+    features,
+    variants,
+)
 
 HANDLING = (RAW / "docs" / "handling-errors.md").read_text("utf-8")
 OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
@@ -405,6 +413,8 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         names |= {"operations-page"}
     if answers["http_api"] == "yes":
         names |= {"http"}
+    if answers["debezium"] == "yes":
+        names |= {"debezium"}
     assert guides == {f"docs/{name}.md" for name in names}
     named = re.compile(r"`(docs/[\w./-]+)`")
     assert set(named.findall(project.read("README.md"))) == guides
@@ -417,7 +427,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
 def test_every_test_that_a_service_speaks_of_is_there_or_said_to_come_with_the_engines(
     template: Template, output: Path, engine_tests: str
 ) -> None:
-    project = template.bake(output, engine_tests=engine_tests)
+    project = template.bake(output, engine_tests=engine_tests, debezium="yes")
     names = set(project.files())
     modules = {Path(name).stem for name in names if name.startswith("tests/")}
     for page in sorted(name for name in names if name.endswith(".md")):
@@ -617,7 +627,7 @@ def commands(page: str) -> set[str]:
 def test_every_command_that_a_page_shows_exists_with_its_options(
     template: Template, output: Path
 ) -> None:
-    project = template.bake(output, schema_registry="yes", personal_data="yes", http_api="yes")
+    project = template.bake(output, **dict.fromkeys(features(), "yes"))
     shown = set().union(*(commands(page.read_text("utf-8")) for page in PAGES))
     made_up = ["dead list --reasons failed", "dead walk"]
 

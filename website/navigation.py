@@ -71,7 +71,7 @@ SECTIONS: dict[str, list[Page]] = {
         ),
         _template("capacity", "processes, partitions, connections, disk; cells"),
         _template("cells", "a service on two databases, each for half of the keys: an example"),
-        _template("debezium", "the outbox published from the write-ahead log, by Kafka Connect"),
+        _service("debezium", "the outbox published from the write-ahead log, by Kafka Connect"),
         _service("security", "TLS, passwords, secrets, roles of the database"),
         _service("cloud-login", "tokens and expiring passwords: OIDC, AWS, Azure, Google"),
         _service("operating-errors", "what to watch, and what to do about a failed message"),

@@ -4,9 +4,12 @@
 from archive import Archive, ArchiveSettings
 from archive.commands import group as archive_commands
 from claims import ClaimSettings, open_claims
-from claims.commands import group as claims_commands
+from claims.commands import app as claims_commands
 # <% endif %>
 from contracts.commands import group as schema_commands
+# <% if cookiecutter.debezium == "yes" %>
+from debezium.commands import app as debezium_commands
+# <% endif %>
 # <% if cookiecutter.outside_calls == "yes" %>
 from effects import EffectSettings, EffectWorkers
 # <% endif %>
@@ -80,7 +83,10 @@ main = command_line(
     # <% endif %>
     # <% if cookiecutter.object_store == "yes" %>
     archive=archive_commands(archive),
-    claims=claims_commands(service),
+    claims=claims_commands,
+    # <% endif %>
+    # <% if cookiecutter.debezium == "yes" %>
+    debezium=debezium_commands,
     # <% endif %>
     # <% if cookiecutter.operations_page == "yes" %>
     page=page_commands(service),

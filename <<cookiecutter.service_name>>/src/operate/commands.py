@@ -18,20 +18,15 @@ from pipeline.runtime import Part, run
 from pipeline.servers import cluster, revisions
 from pipeline.service import Service
 
-from . import (
-    dead_commands,
-    debezium_commands,
-    inbox_commands,
-    retention_commands,
-    status_commands,
-    topic_commands,
-)
+from . import dead_commands, inbox_commands, retention_commands, status_commands, topic_commands
 from .errors import Refused
 from .output import format_time, print_json, print_table
 from .terminal import (
     Invocation,
     Json,
+    Limit,
     Program,
+    Yes,
     in_a_sentence,
     naming_servers,
     operation,
@@ -44,14 +39,14 @@ from .terminal import (
 log = logging.getLogger(__name__)
 
 _NO_SCHEMA = "3F000"
-"""PostgreSQL's error code where no schema of the search path exists."""
+"""PostgreSQL's error code if no schema of the search path exists."""
 
 _UNPUBLISHABLE = asyncpg.ObjectNotInPrerequisiteStateError, asyncpg.InvalidColumnReferenceError
-"""Raised for the update of a table whose rows a publication can't identify."""
+"""Errors of an update of a table whose rows a publication can't identify."""
 
 app = typer.Typer()
 relay_app = typer.Typer(invoke_without_command=True)
-scheduled_app = typer.Typer(help="Events that are to be published later.", no_args_is_help=True)
+scheduled_app = typer.Typer(help="Events to be published later.", no_args_is_help=True)
 
 GROUPS = {
     "topics": topic_commands.app,
@@ -60,7 +55,6 @@ GROUPS = {
     "retention": retention_commands.app,
     "scheduled": scheduled_app,
     "relay": relay_app,
-    "debezium": debezium_commands.app,
 }
 WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
 
@@ -125,16 +119,16 @@ async def reset(
             "--keep-progress", help="the cluster has kept the transaction ids (pg_upgrade)"
         ),
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="don't ask")] = False,
+    yes: Yes = False,
 ) -> None:
     """Publish everything in the outbox again, after a dump was restored."""
     async with invocation.connected() as connection:
         if not yes:
-            question = "Go on where the relays were?"
+            question = "Continue where the relays were?"
             if not keep_progress:
                 number = await cluster.count(connection)
                 is_ours = await cluster.is_ours(connection)
-                why = "The outbox is this database cluster's already. " if is_ours else ""
+                why = "The outbox already belongs to this database cluster. " if is_ours else ""
                 question = f"{why}Publish {number:,} events again, with their ids?"
             invocation.confirm(question)
         try:
@@ -142,8 +136,8 @@ async def reset(
         except _UNPUBLISHABLE as error:
             raise Refused(
                 f"nothing was reset: {summarize_error(error)}. `service relay reset` updates every"
-                " event, which a publication (CREATE PUBLICATION) prevents: take updates out of it"
-                " meanwhile, ALTER PUBLICATION … SET (publish = 'insert, delete, truncate')"
+                " event, which a publication (CREATE PUBLICATION) prevents: exclude updates from it"
+                " for this time, ALTER PUBLICATION … SET (publish = 'insert, delete, truncate')"
             ) from None
     if invocation.as_json:
         print_json({"published_again": renewed})
@@ -152,11 +146,8 @@ async def reset(
 
 
 @operation(scheduled_app, "list", example="service scheduled list --limit 10")
-async def list_waiting(
-    invocation: Invocation,
-    limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
-) -> None:
-    """List what waits, the next to be due first."""
+async def list_waiting(invocation: Invocation, limit: Limit = 50) -> None:
+    """List scheduled events, the next due first."""
     async with invocation.connected() as connection:
         found = await scheduled.waiting(connection, limit)
     if invocation.as_json:
@@ -175,7 +166,7 @@ async def cancel(
     invocation: Invocation,
     names: Annotated[list[str], typer.Argument(help="names of scheduled events")],
 ) -> None:
-    """Take events back, so that they are never published."""
+    """Cancel scheduled events, so that they are never published."""
     async with invocation.connected() as connection:
         cancelled = await scheduled.cancel(connection, names)
     if invocation.as_json:
@@ -189,7 +180,7 @@ async def cancel(
 
 @app.command(epilog="For example: service migrate")
 def migrate(context: typer.Context, as_json: Json = False) -> None:
-    """Bring the database to the newest schema, the engine's and yours."""
+    """Migrate the database to the newest schema, the engine's and yours."""
     service = service_of(context)
     settings = read_settings(service)
     with in_a_sentence():

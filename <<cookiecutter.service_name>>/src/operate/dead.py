@@ -1,8 +1,8 @@
 """Dead letters and dead events: counting, listing, redriving and discarding them.
 
 Both are tables whose rows wait, are dead, or were discarded by a person. Rows are changed in
-chunks, each in a transaction that holds the lock of the worker or relay that owns them: a command
-that is interrupted has done a part, and continues when it is run again.
+chunks, each in a transaction that holds the lock of the worker or relay that owns them. A command
+that was interrupted has changed a part of them, and can be run again.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ CHUNK = 1_000
 SECONDS = 600.0
 """Time limit of statements that read a whole table, which may hold millions of rows."""
 NAMED = 20
-"""Of the entries that died again, so many are listed."""
-DISCARDED = "nothing: it was discarded, and its row stays until it is too old"
-"""Advice for what was discarded, whatever its reason."""
+"""Largest number of entries listed as dead again."""
+DISCARDED = "nothing: it was discarded, and its row is deleted when it is too old"
+"""Advice for a discarded entry."""
 _POLL_MIN, _POLL_MAX = 0.05, 1.0
 
 State = Literal["dead", "waiting", "discarded"]
@@ -49,19 +49,19 @@ SELECT set_config('lock_timeout', $1, true),
 """
 
 Entry = dict[str, Any]
-"""A row as the commands show it: columns by their names; bytes as `Content`."""
+"""A row as commands show it: values by the names of columns; bytes as `Content`."""
 Rows = Sequence[asyncpg.Record]
 Outcome = Literal["waiting", "dead", "sent", "applied", "duplicate", "gone"]
 """What became of an entry that was redriven.
 
-`waiting`: it has not had its turn yet, or has failed and is tried again; `dead`: again;
-`sent`: Kafka has taken the event; `applied`: the message took effect; `duplicate`: its event took
-effect by way of another record; `gone`: its record is another event to the handlers now."""
+`waiting`: not tried yet, or failed and tried again later; `dead`: dead again; `sent`: Kafka has
+accepted the event; `applied`: the message took effect; `duplicate`: its event took effect in
+another record; `gone`: the handlers now read another event from its record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What entries are chosen by; None leaves a choice out."""
+    """Conditions for entries; one that is None is left out."""
 
     keys: Sequence[bytes] | Sequence[int] | None = None
     """Primary keys."""
@@ -77,7 +77,7 @@ class Selection:
 
     @property
     def arguments(self) -> tuple[object, ...]:
-        """The first parameters of every statement that chooses rows."""
+        """The first parameters of every statement that selects rows."""
         return tuple(getattr(self, one.name) for one in fields(self))
 
 
@@ -93,25 +93,25 @@ class Became:
 class Store(ABC):
     """Entries of one table.
 
-    `patience` is how many seconds a chunk waits for a lock. A stopped process that holds one loses
-    its connection after the same time.
+    `patience` is the time in seconds that a chunk waits for a lock. If this process is stopped
+    while it holds one, PostgreSQL ends its connection after the same time.
     """
 
     name: ClassVar[str]
     command: ClassVar[str]
     """The command group that shows and changes the entries."""
     reasons: ClassVar[Mapping[str, str]]
-    """Every reason for which a row is in the table, and what a person is to do about it."""
+    """What a person should do about an entry, by the reason for which it is in the table."""
     outcomes: ClassVar[tuple[Outcome, ...]]
     hint: ClassVar[str]
     """Where to look when redriven entries wait."""
     listed: ClassVar[Sequence[str]]
-    """Columns of entries that a list shows people."""
+    """Columns of a list without `--json`."""
 
     source: ClassVar[str]
-    """The table in SQL, with more names for its columns, so that both tables have these: `row_key`,
-    `lock` (the number of the lane or shard that a chunk locks), `waiting_since`, `why`, `consumer`,
-    `event_id`, `record_key`."""
+    """The table in SQL, with further names that both tables have: `row_key`, `lock` (the number of
+    the lane or shard that a chunk locks), `waiting_since`, `why`, `consumer`, `event_id`,
+    `record_key`."""
     key_type: ClassVar[str]
     entry: ClassVar[str]
     """Columns of an entry in short."""
@@ -141,23 +141,23 @@ class Store(ABC):
 
     @abstractmethod
     async def _redrive(self, rows: Rows) -> Sequence[Any]:
-        """Have a chunk of dead rows tried again, and return what `_settle` needs for each."""
+        """Let a chunk of dead rows be tried again, and return what `_settle` needs for each."""
 
     @abstractmethod
     async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
-        """Close a chunk of rows, and return them."""
+        """Discard a chunk of rows, and return them."""
 
     @abstractmethod
     async def _settle(self, some: Sequence[Any]) -> list[tuple[Outcome, asyncpg.Record | None]]:
         """Return what became of each of some entries, and its row if it is dead again."""
 
     def redrivable(self, selection: Selection) -> Selection:
-        """Return the selection without entries that a redrive must not touch."""
+        """Return the selection without entries that must not be redriven."""
         return selection
 
     @staticmethod
     def why_left_out(group: Entry, redrivable: Selection) -> str:
-        """Return why entries that are alike are not in this selection; empty if they are."""
+        """Return why a group of entries is not in this selection; empty if it is."""
         consumer, reason = group["consumer"], group["reason"]
         if redrivable.consumers is not None and consumer not in redrivable.consumers:
             return f"this service has no consumer {consumer!r}: they would wait for ever"
@@ -168,7 +168,7 @@ class Store(ABC):
         return ""
 
     async def count(self, state: State, selection: Selection) -> list[Entry]:
-        """Count the entries that are alike, the most frequent first."""
+        """Count entries by reason, consumer, type and topic, the largest group first."""
         statement = self._statement(
             state,
             "SELECT count(*), why AS reason, consumer, type, topic, min(<since>) AS oldest,"
@@ -225,20 +225,20 @@ class Store(ABC):
         }
 
     def redrive(self, selection: Selection) -> AsyncIterator[Sequence[Any]]:
-        """Have dead entries tried again, in the order of their keys; yields what was committed."""
+        """Let dead entries be tried again, in the order of their keys; yields committed chunks."""
         return self._in_chunks("dead", selection, self._redrive)
 
     def discard(
         self, selection: Selection, *, operator: str, why: str, state: State = "dead"
     ) -> AsyncIterator[Rows]:
-        """Close entries, of which the rows stay. Yields what was committed."""
+        """Discard entries, whose rows stay. Yields committed chunks."""
         change = partial(self._discard, operator=operator, why=why)
         return self._in_chunks(state, selection, change)
 
     async def _in_chunks(
         self, state: State, selection: Selection, change: Callable[[Rows], Awaitable[Any]]
     ) -> AsyncIterator[Any]:
-        """Change rows of a state lock by lock, and the rows of a key in their order."""
+        """Change rows in a state, one lock after the other, the rows of a key in their order."""
         connection = self.connection
         locks = self._statement(state, "SELECT DISTINCT lock", "ORDER BY lock")
         for (number,) in await connection.fetch(locks, *selection.arguments, timeout=SECONDS):
@@ -254,11 +254,11 @@ class Store(ABC):
                 is_done = len(rows) < CHUNK
 
     async def limit_waiting(self) -> None:
-        """Limit how long this transaction waits for locks, and holds them if the process stops."""
+        """Limit how long this transaction waits for a lock, and how long it may be idle."""
         await self.connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
 
     async def follow(self, redriven: Sequence[Any], seconds: float) -> Became:
-        """Return what became of entries, when none waits any more or so many seconds are over."""
+        """Return what became of entries, as soon as none waits or the time in seconds is over."""
         became = Became(dict.fromkeys(self.outcomes, 0))
         waiting, deadline, pause = redriven, monotonic() + seconds, _POLL_MIN
         while True:
@@ -287,9 +287,9 @@ class Store(ABC):
 
     @classmethod
     def _statement(cls, state: State, select: str, rest: str) -> str:
-        """Return a statement over the rows of a state that a selection chooses.
+        """Return a statement on the selected rows in a state.
 
-        `<since>` in it stands for the column with the time since which a row is in this state.
+        `<since>` in it stands for the column with the time at which a row got into this state.
         """
         since = {"dead": "died_at", "discarded": "discarded_at"}.get(state, "waiting_since")
         return f"""

@@ -1,6 +1,5 @@
 """The commands `service dead …` and `service dead events …`: list, show, redrive, discard."""
 
-import getpass
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
@@ -17,21 +16,19 @@ from .dead_events import DeadEvents
 from .dead_letters import DeadLetters
 from .errors import Refused
 from .output import format_value, one_line, print_fields, print_json, print_table
-from .terminal import Invocation, operation
+from .terminal import DryRun, Invocation, Limit, Yes, operation, user_name
 
 Kind = type[Store]
 
 PROGRESS = 10_000
-"""After so many changes there is a line on standard error."""
+"""Number of changes after which progress is reported on standard error."""
 _DEAD_AGAIN = 3
-"""Exit code."""
+"""Exit code if redriven entries are dead again."""
 _IS: dict[State, str] = {
     "waiting": "waits, and is tried again by itself",
     "dead": "is dead",
     "discarded": "was discarded",
 }
-
-
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
@@ -44,19 +41,20 @@ def _span(text: str) -> timedelta:
 
 _Age = Annotated[timedelta | None, typer.Option(parser=_span, metavar="90s|15m|2h|7d")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
+Waiting = Annotated[bool, typer.Option("--waiting", help="waiting ones instead")]
 
 
 async def ago(connection: asyncpg.Connection, time: timedelta) -> datetime:
-    """Return the time so long ago, by the database's clock."""
+    """Return the database's time minus a duration."""
     moment: datetime = await connection.fetchval("SELECT clock_timestamp() - $1::interval", time)
     return moment
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Options that choose entries."""
+    """Options that select entries."""
 
-    reason: Annotated[list[str] | None, typer.Option(help="may be repeated")] = None
+    reason: Annotated[list[str] | None, typer.Option(help="may be given several times")] = None
     event_id: Annotated[str | None, typer.Option(help="the event's own id, as in the log")] = None
     type: Annotated[str | None, typer.Option(help="type of the event")] = None
     topic: Annotated[str | None, typer.Option(help="topic of the record or event")] = None
@@ -70,7 +68,7 @@ class Filters:
         return any(getattr(self, one.name) not in (None, []) for one in fields(self))
 
     async def select(self, store: Store, ids: Sequence[str] | None = None) -> Selection:
-        """Return the entries that the options and ids choose at this moment."""
+        """Return the selection of the options and ids, as of now."""
         for reason in self.reason or ():
             if reason not in store.reasons:
                 known = ", ".join(store.reasons)
@@ -92,7 +90,7 @@ class Filters:
 
 @dataclass(frozen=True)
 class LetterFilters(Filters):
-    """Options that choose dead letters."""
+    """Options that select dead letters."""
 
     consumer: Annotated[
         str | None, typer.Option(help="name; '' for records that no handler has seen")
@@ -103,20 +101,20 @@ class LetterFilters(Filters):
 class Confirmation:
     """Options of commands that change entries."""
 
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only count")] = False
-    everything: Annotated[bool, typer.Option("--all", help="without ids and filters")] = False
-    yes: Annotated[bool, typer.Option("--yes", help="don't ask")] = False
+    dry_run: DryRun = False
+    everything: Annotated[bool, typer.Option("--all", help="all, without ids and filters")] = False
+    yes: Yes = False
 
     def check(self, *, are_chosen: bool) -> None:
-        """Demand `--all` with `--yes` where no id or filter chooses.
+        """Require `--all` for `--yes` without ids and filters.
 
-        Ids may come from a shell's variable that was empty.
+        The ids may be those of an empty shell variable.
         """
         if self.everything and are_chosen:
             raise typer.BadParameter("--all excludes ids and filters")
         if self.yes and not (are_chosen or self.everything or self.dry_run):
             raise typer.BadParameter(
-                "--yes without an id or a filter would mean everything: say --all if you mean that"
+                "--yes without an id or a filter would mean everything: add --all if you mean that"
             )
 
 
@@ -124,12 +122,12 @@ async def list_entries(
     invocation: Invocation,
     kind: Kind,
     filters: Filters,
-    waiting: Annotated[bool, typer.Option("--waiting", help="those that wait instead")] = False,
-    discarded: Annotated[bool, typer.Option("--discarded", help="those discarded")] = False,
-    summary: Annotated[bool, typer.Option("--summary", help="only count by groups")] = False,
-    limit: Annotated[int, typer.Option(min=1, help="so many at most")] = 50,
+    waiting: Waiting = False,
+    discarded: Annotated[bool, typer.Option("--discarded", help="discarded ones instead")] = False,
+    summary: Annotated[bool, typer.Option("--summary", help="only count, by groups")] = False,
+    limit: Limit = 50,
 ) -> None:
-    """List the newest; those that wait or were discarded if that is said."""
+    """List the newest dead ones, or those that wait or were discarded."""
     if waiting and discarded:
         raise typer.BadParameter("--waiting and --discarded exclude each other")
     state: State = "waiting" if waiting else "discarded" if discarded else "dead"
@@ -160,7 +158,7 @@ async def show(
     kind: Kind,
     id: Annotated[str, typer.Argument(help="as `list` shows it")],
 ) -> None:
-    """Show all that is stored of one, and what to do about it; also of one that waits."""
+    """Show all that is stored of an entry, and what to do about it."""
     async with invocation.connected() as connection:
         entry = await kind.of(connection, invocation.service, invocation.settings).show(id)
     if invocation.as_json:
@@ -179,7 +177,7 @@ async def redrive(
     ids: Ids = None,
     wait: Annotated[float, typer.Option(min=0, help="seconds to wait for what they become")] = 30.0,
 ) -> None:
-    """Try them again, in order and with a new budget, and report what became of them.
+    """Try them again, in order and with new attempts, and report what became of them.
 
     The exit code is 3 if some are dead again.
     """
@@ -216,16 +214,16 @@ async def discard(
     kind: Kind,
     filters: Filters,
     confirmation: Confirmation,
-    because: Annotated[str, typer.Option(help="why; it is kept")],
+    because: Annotated[str, typer.Option(help="reason to store")],
     ids: Ids = None,
-    operator: Annotated[str | None, typer.Option(help="name to keep", show_default="you")] = None,
-    waiting: Annotated[bool, typer.Option("--waiting", help="those that wait instead")] = False,
+    operator: Annotated[str | None, typer.Option(help="name to store", show_default="you")] = None,
+    waiting: Waiting = False,
 ) -> None:
-    """Give them up: their rows stay, and what waits for them goes on."""
-    by = _user() if operator is None else operator
+    """Discard them: their rows stay, and what waits for them is no longer held."""
+    by = user_name() if operator is None else operator
     for name, text in (("--because", because), ("--operator", by)):
         if not text.strip():
-            raise typer.BadParameter(f"{name} is empty: it is kept, to be read later")
+            raise typer.BadParameter(f"{name} is empty: it is stored, to be read later")
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
     state: State = "waiting" if waiting else "dead"
     async with invocation.connected() as connection:
@@ -241,13 +239,6 @@ async def discard(
         print_json({"found": _total(groups), "discarded": len(discarded)})
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # as in a container whose user has no name
-        return ""
-
-
 async def _check_state(store: Store, state: State, ids: Sequence[str] | None) -> None:
     """Raise `Refused` for an id of an entry in another state."""
     for id in ids or ():
@@ -258,7 +249,7 @@ async def _check_state(store: Store, state: State, ids: Sequence[str] | None) ->
 
 
 def _without_excluded(groups: Sequence[Entry], selection: Selection) -> list[Entry]:
-    """Return what is redriven, and report what is not, and why."""
+    """Return the groups that are redriven; report the others, with the reason."""
     redriven = []
     for one in groups:
         why = Store.why_left_out(one, selection)
@@ -281,7 +272,7 @@ def _is_confirmed(
     confirmation: Confirmation,
     state: State,
 ) -> bool:
-    """Show what will be changed, and ask whether to go on. Raises `typer.Abort` if not."""
+    """Show what will be changed, and ask for confirmation. Raises `typer.Abort` without it."""
     number = _total(groups)
     if not invocation.as_json:
         _print_groups(groups)
@@ -311,7 +302,7 @@ def _total(groups: Sequence[Entry]) -> int:
 async def _count_changes(
     verb: str, groups: Sequence[Entry], chunks: AsyncIterator[Sequence[Any]]
 ) -> Sequence[Any]:
-    """Return everything that chunks have changed; report how many, now and then and at the end."""
+    """Return everything that chunks have changed; report its number, from time to time, too."""
     changed: list[Any] = []
     reported, found = 0, _total(groups)
     try:
@@ -321,14 +312,14 @@ async def _count_changes(
                 reported = len(changed)
                 typer.echo(f"{verb} {reported:,} of {found:,}", err=True)
     except BaseException:
-        typer.echo(f"{verb} {len(changed):,} of {found:,}; run it again to go on", err=True)
+        typer.echo(f"{verb} {len(changed):,} of {found:,}; run it again to continue", err=True)
         raise
     typer.echo(f"{verb} {len(changed):,} of {found:,}", err=True)
     return changed
 
 
 def _group(kind: Kind, id: str, filters: type[Filters], help: str, **discarded: Any) -> typer.Typer:
-    """Return the commands for a kind of entries; `discarded` are no options of `discard`."""
+    """Return the commands for a kind of entries; `discarded` are fixed arguments of `discard`."""
     group = typer.Typer(help=help, no_args_is_help=True)
     line = f"service {kind.command}"
     chosen: dict[str, Any] = {"kind": kind, "filters": filters}
@@ -343,4 +334,4 @@ def _group(kind: Kind, id: str, filters: type[Filters], help: str, **discarded: 
 
 _LETTERS = "Messages that need a person's decision."
 app = _group(DeadLetters, "7d0f2c5e", LetterFilters, _LETTERS, waiting=False)
-app.add_typer(_group(DeadEvents, "17", Filters, "Events that Kafka rejects."), name="events")
+app.add_typer(_group(DeadEvents, "17", Filters, "Events that Kafka has rejected."), name="events")

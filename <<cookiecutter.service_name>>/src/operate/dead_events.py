@@ -20,14 +20,15 @@ REASONS: Mapping[str, str] = {
     "topic not allowed": "allow the service's user to Describe and Write the topic: then it is"
     " published; or discard it",
     "topic rejects many": "nothing: it is tried again; see the dead events of its topic",
-    "topic not writable": "discard it: it is one of the brokers' own topics",
+    "topic not writable": "discard it: the topic is the brokers' own",
     "too large": "raise the topic's max.message.bytes above its size, then redrive; or discard it",
-    "not valid": "see what the topic demands (a compacted one: a key), then redrive; or discard it",
+    "not valid": "find out what the topic requires (a compacted one: a key), then redrive; or"
+    " discard it",
     "subject forgotten": "discard it: it has personal data that nothing can decrypt any more",
-    "follows another": "nothing: it goes after those that wait for its topic",
-    "redriven": "nothing: it is tried again as soon as a relay sees it",
+    "follows another": "nothing: it is published after those that wait for its topic",
+    "redriven": "nothing: it is tried again as soon as a relay reads it",
 }
-"""Every reason for which an event is rejected, or waits, and what a person is to do."""
+"""What a person should do about an event, by the reason for which it is rejected or waits."""
 
 _LARGEST_ID = 2**63 - 1
 
@@ -50,8 +51,7 @@ UPDATE pipeline.outbox_rejected
 class DeadEvents(Store):
     """Events that Kafka has rejected. An id is the event's number in the outbox.
 
-    A chunk holds the cursor of a shard, so that the relay that owns it stores no rejected event
-    meanwhile.
+    A chunk locks the cursor of a shard, so that its relay stores no rejected event meanwhile.
     """
 
     name = "dead event"
@@ -79,7 +79,7 @@ SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text A
 
     @classmethod
     def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
-        """Return the store; a relay that waits for it has two thirds of its lease left."""
+        """Return the store; a relay that waits for its lock keeps two thirds of its lease."""
         return cls(connection, patience=settings.relay_lease / 3)
 
     async def keys_of(self, ids: Sequence[str]) -> list[int]:
@@ -90,7 +90,7 @@ SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text A
         return [int(id) for id in ids]
 
     def redrivable(self, selection: Selection) -> Selection:
-        """Return the selection without what can't be decrypted any more."""
+        """Return the selection without events that can't be decrypted any more."""
         return replace(selection, except_reasons=[FORGOTTEN])
 
     async def _lock(self, number: int) -> None:

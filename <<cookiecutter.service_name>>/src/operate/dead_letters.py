@@ -1,4 +1,4 @@
-"""Dead letters: messages of the backlog that a person has to decide on."""
+"""Dead letters: messages of the backlog that need a person's decision."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -26,48 +26,49 @@ TOO_OLD = "too old"
 
 REASONS: Mapping[str, str] = {
     # Records that no handler has seen.
-    "missing attribute": "have the producer send it, then discard this one",
-    "invalid attribute": "have the producer send it right, then discard this one",
-    "invalid envelope": "have the producer send the form that the error names, then discard it",
-    "unsupported specversion": "have the producer send CloudEvents 1.0, then discard this one",
+    "missing attribute": "let the producer send it again with the attribute; discard this one",
+    "invalid attribute": "let the producer send it again with a valid one; discard this one",
+    "invalid envelope": "let the producer send it again as the error says; discard this one",
+    "unsupported specversion": "let the producer send it as CloudEvents 1.0; discard this one",
     "not CloudEvents": "declare the topic's codec by handlers.topic(…, codec=…), then redrive",
-    "missing identity": "name the topic's events by something that all have, then redrive",
-    "missing type": "let the topic's codec find the type in all its records, then redrive",
-    "unknown schema": "register what the error names, then redrive; discard an invalid one",
-    "unknown type": "deploy a handler, or leave demands_types=True out, then redrive",
+    "missing identity": "declare an identity that all events of the topic have, then redrive",
+    "missing type": "declare a codec that finds the type in all records, then redrive",
+    "unknown schema": "register the schema that the error names, then redrive; or discard it",
+    "unknown type": "deploy a handler, or remove demands_types=True, then redrive",
     # Messages that a handler was not given.
-    "invalid payload": "make the event's model take it, then redrive; or discard it",
-    "data missing": "put the object back, then redrive; or have it sent by a new id, and discard",
-    "data changed": "put back what the event was sent with, then redrive; or discard it",
-    "data elsewhere": "let PIPELINE_CLAIM_URL be the store that the producer uses, then redrive",
+    "invalid payload": "let the event's model accept it, then redrive; or discard it",
+    "data missing": "restore the object, then redrive; or discard it, and let it be sent anew",
+    "data changed": "restore the object as it was sent, then redrive; or discard it",
+    "data elsewhere": "set PIPELINE_CLAIM_URL to the store of the producer, then redrive",
     "data too large": "raise PIPELINE_CLAIM_MEMORY, then redrive; or discard it",
-    "identity mismatch": "ask the producer which is right, and for a new id; then discard this one",
-    "sequence conflict": "see what the producer counts by, then discard, or have it sent again",
+    "identity mismatch": "find out which payload is valid; if this one is, let the producer send it"
+    " with a new id; discard this one",
+    "sequence conflict": "find out how the producer counts; let it be sent again, or discard it",
     "too old": "find out whether it was applied; if not, redrive it by its id; if so, discard it",
-    "no handler": "deploy the handler; if it is dead, redrive it then, or discard it",
+    "no handler": "deploy the handler; then redrive it if it is dead; or discard it",
     # Messages that a handler has failed on.
-    "attempts used up": "mend what the error names, deploy it, then redrive",
-    "waited too long": "see to what it waited for, then redrive",
-    "sequence gap": "have the producer send what is missing before it; if that is lost, redrive it"
-    " to go on without",
-    "outcome unknown": "find out at the service outside whether it took place; if not, redrive it;"
-    " if so, discard it",
+    "attempts used up": "correct what the error names, deploy it, then redrive",
+    "waited too long": "correct what it waited for, then redrive",
+    "sequence gap": "let the producer send what is missing before it; if that is lost, redrive it"
+    " to continue without",
+    "outcome unknown": "find out from the called service whether the call took effect; if not,"
+    " redrive it; if so, discard it",
     "subject forgotten": "discard it: it has personal data that nothing can decrypt any more",
-    "rejected": "its handler has rejected it: mend the data or the handler, then redrive;"
+    "rejected": "its handler has rejected it: correct the data or the handler, then redrive;"
     " or discard it",
     # What waits.
-    "failed": "nothing: it is tried again by its schedule",
-    "transaction failed": "nothing: it is tried again by its schedule",
-    "takes too long": "nothing: it is tried again by its schedule",
-    "locked out": "nothing: it is tried again; look for what holds the locks of its rows",
-    "process died": "the last log line of the process that died says why; it is tried alone",
-    "parked by its handler": "nothing: it is tried again when its handler said so",
-    "follows another": "nothing: it goes on after what its key waits for",
-    "undecided": "nothing: it is tried at once, by itself",
+    "failed": "nothing: it is tried again on schedule",
+    "transaction failed": "nothing: it is tried again on schedule",
+    "takes too long": "nothing: it is tried again on schedule",
+    "locked out": "nothing: it is tried again; find out what holds the locks of its rows",
+    "process died": "see the last log line of the process that died; it is tried again alone",
+    "parked by its handler": "nothing: it is tried again at the time that its handler has set",
+    "follows another": "nothing: it is handled after the message that its key waits for",
+    "undecided": "nothing: it is tried at once, alone",
     "deferred": "nothing: it is handled in its turn",
     "redriven": "nothing: it is handled in its turn",
 }
-"""Every reason for which something is in the backlog, and what a person is to do about it."""
+"""What a person should do about a message, by the reason for which it is in the backlog."""
 
 _KEYS = "SELECT key FROM pipeline.backlog WHERE key BETWEEN $1 AND $2 ORDER BY key LIMIT 2"
 
@@ -89,12 +90,12 @@ class Redriven:
     keys: Sequence[bytes]
     """Its own, and those of the rows that it may become."""
     markers: Sequence[bytes]
-    """The keys of its message's inbox markers, at each of its consumers."""
+    """The keys of its message's inbox markers, one for each consumer."""
     place: tuple[str, int, int]
 
 
 class DeadLetters(Store):
-    """Messages of the backlog. A chunk holds a lane, so that its worker settles nothing."""
+    """Messages of the backlog. A chunk locks a lane, so that its worker changes no row."""
 
     name = "dead letter"
     command = "dead"
@@ -150,11 +151,11 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         return keys
 
     def redrivable(self, selection: Selection) -> Selection:
-        """Return the selection without what would wait for ever, and what may have been applied.
+        """Return the selection without what must not be redriven.
 
-        The first are messages of consumers that the service does not have. What is too old, and a
-        call that may have taken place, is redriven only if it is named by its id or that reason.
-        What can't be decrypted any more never is.
+        Messages of consumers that the service does not have would wait for ever. What is too old,
+        or a call with an unknown outcome, may have taken effect: it is redriven only if it is
+        selected by id or by that reason. What can't be decrypted any more is never redriven.
         """
         known = ["", *self._handlers.consumers]
         chosen = [one for one in known if selection.consumers is None or one in selection.consumers]
@@ -197,7 +198,7 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         if self._encryption is not None:
             (stored,) = await self._encryption.decrypt(self.connection, [stored], "value")
         record = lane_source.stored_record(stored, stored_for=0.0)
-        # Without them its markers are not known, and it counts as waiting or gone.
+        # Without items its markers are not known, and it counts as waiting or gone.
         items: Sequence[Item] = ()
         has_killed = (stored["error"] or "").startswith(ProcessDied.__name__)
         if not has_killed and not await prepare(self._handlers, [record]):
@@ -211,7 +212,7 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
     ) -> list[tuple[Outcome, asyncpg.Record | None]]:
         keys = list({key for one in some for key in (*one.keys, *one.markers)})
         stored = await self._stored(keys)
-        # Markers are read later: a row that leaves the backlog in between is found by its marker.
+        # Markers are read after the backlog, so that a row that leaves it in between is found.
         marked = {row["key"]: _place(row) for row in await self.connection.fetch(_MARKED, keys)}
         return [_outcome(one, stored, marked) for one in some]
 

@@ -1,6 +1,6 @@
-"""`service doctor`: makes every check, and reports what each has found.
+"""The checks of `service doctor`.
 
-A check that can't be made is a finding, too, and the others are made.
+A check that can't be made is reported as a finding, and the others are still made.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from .health import Finding, Level, named
 CLOCKS_APART = 2.0
 _ANSWER_SECONDS = 10.0
 
-# The catalogue is read because it needs no privileges. A table without a schema is looked for in
-# all of them: the service's role may have another search path than this one.
+# Reads the catalogue, which needs no privileges. A table without a schema is searched in all
+# schemas: the service's role may have another search path than this connection.
 _LACKING = """
 SELECT schema, name, array_agg(field ORDER BY place) AS fields
   FROM unnest($1::text[], $2::text[], $3::text[]) WITH ORDINALITY
@@ -41,7 +41,7 @@ SELECT schema, name, array_agg(field ORDER BY place) AS fields
 LONG = timedelta(minutes=5)
 """How long a transaction may be open."""
 BLOATED = 10_000
-"""Dead rows of a table that has not a tenth as many living ones."""
+"""A table is bloated with more dead rows than this, if they are ten times as many as its others."""
 OLDEST_POSTGRESQL = 14
 _HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position", "scheduled"]
 """Tables whose rows are updated and deleted; the others are dropped as a whole."""
@@ -49,7 +49,10 @@ _HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position
 
 @dataclass(frozen=True)
 class ServerCheck:
-    """A statement; its rows fill in the texts, and may have the `level`."""
+    """A statement. Each row is a finding: its columns are placeholders in `found` and `advice`.
+
+    A column `level` replaces the level.
+    """
 
     name: str
     level: Level
@@ -63,7 +66,7 @@ SERVER_CHECKS = (
     ServerCheck(
         "server",
         "ok",
-        "PostgreSQL {version}, of which {oldest} is the oldest that will do",
+        "PostgreSQL {version}; {oldest} is the oldest supported version",
         "{advice}",
         """
 SELECT current_setting('server_version') AS version, $1 AS oldest,
@@ -83,14 +86,14 @@ SELECT current_setting('server_version') AS version, $1 AS oldest,
     ServerCheck(
         "jit",
         "warning",
-        "jit is on: to compile a page of the outbox takes longer than to read it",
+        "jit is on: compiling the statement for a page of the outbox takes longer than running it",
         "ALTER ROLE {role} SET jit = off",
         "SELECT quote_ident(current_user) AS role WHERE current_setting('jit') <> 'off'",
     ),
     ServerCheck(
         "activity",
         "warning",
-        "role {role} may not see whether others hold transactions open",
+        "role {role} lacks the privilege to see open transactions of other roles",
         "GRANT pg_read_all_stats TO {role}",
         """
 SELECT quote_ident(current_user) AS role WHERE NOT pg_has_role('pg_read_all_stats', 'USAGE')
@@ -151,13 +154,12 @@ Findings = AsyncIterator[Finding]
 async def examine(
     connection: asyncpg.Connection | None, service: Service, settings: Settings
 ) -> Findings:
-    """Make every check in turn; without a connection those that need no PostgreSQL."""
+    """Make all checks, one after the other; without a connection those without PostgreSQL."""
     described = None
     try:
-        names = service.topics | ({settings.dead_letter_topic or ""} - {""})
-        described = await topics.describe(settings, names)
+        described = await topics.describe(settings, topic_checks.used(service, settings))
         yield Finding("ok", f"{settings.kafka} answers", check="kafka")
-    except (KafkaError, OSError, TimeoutError) as error:
+    except (KafkaError, OSError) as error:
         found = f"{settings.kafka}: {describe_error(error)}; checks of topics and lag can't be made"
         advice = "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
         yield Finding("wrong", found, advice, check="kafka")
@@ -178,9 +180,9 @@ async def examine(
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError) as error:
             found = f"not migrated: {describe_error(error)}"
             of_database = [Finding("wrong", found, "run `service migrate`")]
-        except (asyncpg.PostgresError, TimeoutError) as error:
+        except (asyncpg.PostgresError, KafkaError, OSError) as error:
             if connection.is_closed():
-                raise  # the server is away, and no check can be made
+                raise  # without PostgreSQL no further check can be made
             found = f"the check can't be made: {describe_error(error)}"
             advice = "correct the cause, and run `service doctor` again"
             of_database = [Finding("warning", found, advice)]
@@ -241,16 +243,12 @@ async def _group(connection: asyncpg.Connection, service: Service, settings: Set
             await stamps.check(client, names, service.name, stamp)
     except revisions.WrongDatabase as error:
         yield Finding("wrong", error.found, error.advice)
-    except (KafkaError, OSError) as error:
-        found = f"for which database the group {service.name} reads is not known"
-        advice = "correct the cause, and run `service doctor` again"
-        yield Finding("warning", f"{found}: {describe_error(error)}", advice)
 
 
 async def _schema(connection: asyncpg.Connection) -> Findings:
     migrations = revisions.load_migrations()
     if migrations is None:
-        found = "no alembic.ini here, so that it is not known which schema is the newest"
+        found = "there is no alembic.ini in this folder: the newest schema is not known"
         yield Finding("warning", found, "run `service doctor` in the service's folder")
     elif missing := await revisions.missing(connection, migrations):
         found = f"not migrated to {', '.join(sorted(missing))}"
@@ -261,7 +259,7 @@ async def _schema(connection: asyncpg.Connection) -> Findings:
 
 
 async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
-    """Find tables and columns that the service's code has and no migration has made."""
+    """Find tables and columns of the service's code that the database lacks."""
     declared = [
         (table.schema, table.name, column.name)
         for table in service.metadata.sorted_tables
@@ -281,14 +279,14 @@ async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
 
 
 async def _pooler(connection: asyncpg.Connection, settings: Settings) -> Findings:
-    # A pooler invents the process ids that it gives its clients.
+    # The process ids that a pooler gives its clients are not the server's.
     given = connection.get_server_pid()
     is_there = given != await connection.fetchval("SELECT pg_backend_pid()")
     if is_there and not settings.database_pooler:
-        found = "there is a pooler before the database, and the settings name none"
+        found = "the database is reached through a pooler, and the settings name none"
         yield Finding("wrong", found, "set PIPELINE_DATABASE_POOLER=true")
     elif settings.database_pooler and not is_there:
-        found = "the settings name a pooler, and there is none: each statement is prepared anew"
+        found = "the settings name a pooler, and there is none: no statement stays prepared"
         yield Finding("warning", found, "unset PIPELINE_DATABASE_POOLER")
 
 

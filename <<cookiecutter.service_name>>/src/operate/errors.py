@@ -6,9 +6,9 @@ class Refused(Exception):
 
 
 class Unavailable(Exception):
-    """A server can't be used; the text names it, and the variable that says where it is."""
+    """A server can't be used; the text names it, and the variable with its address."""
 
 
-NOT_LET_IN = ("28", "3D", "42501")
-"""How PostgreSQL's error codes begin for a wrong user, password or database, and for a privilege
-that the user lacks."""
+ACCESS_DENIED = ("28", "3D", "42501")
+"""First characters of PostgreSQL's error codes for a wrong user, password or database, and for a
+missing privilege."""

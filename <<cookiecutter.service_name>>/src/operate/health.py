@@ -1,7 +1,7 @@
 """Checks of a service's status: for each, its threshold and the sentence for what it finds.
 
-`service doctor`, `service status` and the operations page report them. A threshold that an alert
-has, too, bears the alert's name in `deploy/prometheus/alerts.yaml`.
+`service doctor`, `service status` and the operations page report them. A threshold with a name in
+parentheses is also that of the alert of this name in `deploy/prometheus/alerts.yaml`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,16 +17,16 @@ OUTBOX_LAG: float = 300.0
 BACKLOG_AGE: float = 3_600.0
 """Seconds that a message may wait in the backlog (BacklogAge)."""
 EVENTS_REJECTED: float = 900.0
-"""Seconds that an event may wait for its topic to take it (EventsRejected)."""
+"""Seconds that an event may wait until its topic accepts it (EventsRejected)."""
 NO_PARTITION_AHEAD: int = 2
 """Days for which the outbox must have partitions (NoPartitionAhead)."""
 STALLED = 60.0
-"""Seconds that a partition with records to read may stand still."""
+"""Seconds for which the position of a partition with records to read may stay the same."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found: what happened, what it means, and what to do."""
+    """The result of a check: what was found, and what to do about it."""
 
     level: Level
     found: str
@@ -35,13 +35,13 @@ class Finding:
 
 
 def named(check: str, findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings that bear the name of their check; none means that all is well."""
+    """Return the findings of a check with its name; one that all is well if there are none."""
     found = [one if one.check else replace(one, check=check) for one in findings]
     return found or [Finding("ok", "as it should be", check=check)]
 
 
 def judge(status: Status) -> Iterator[Finding]:
-    """Yield what every check finds; of a part that is not known only that."""
+    """Yield the findings of all checks; for a part that could not be measured only that."""
     for part, checks in CHECKS.items():
         if why := status.unknown.get(part):
             yield Finding("warning", f"not known: {why}", "correct what it names", check=part)
@@ -51,9 +51,9 @@ def judge(status: Status) -> Iterator[Finding]:
 
 
 def cluster(status: Status) -> Iterator[Finding]:
-    """The outbox is this database cluster's."""
+    """The outbox belongs to this database cluster."""
     if not status.is_this_cluster:
-        found = "the outbox is another database cluster's, and nothing is published"
+        found = "the outbox belongs to another database cluster, and nothing is published"
         yield Finding("wrong", found, "run `service relay reset`")
 
 
@@ -77,7 +77,7 @@ def rejected_events(status: Status) -> Iterator[Finding]:
         if one.oldest > EVENTS_REJECTED:
             yield Finding(
                 "wrong",
-                f"Kafka takes no events for topic {one.topic} ({one.reasons}):"
+                f"Kafka accepts no events for topic {one.topic} ({one.reasons}):"
                 f" {format_count(one.count)} wait, one for {one.oldest:,.0f} seconds",
                 "see `service dead events list --waiting --summary`, and correct what it names:"
                 " they are published then (EventsRejected in the runbook)",
@@ -86,17 +86,19 @@ def rejected_events(status: Status) -> Iterator[Finding]:
 
 def dead_events(status: Status) -> Iterator[Finding]:
     """No event needs a person's decision."""
-    if status.dead_events:
-        found = f"dead events need a decision: {format_count(status.dead_events)}"
-        advice = "see `service dead events list`, correct the cause, and redrive or discard them"
-        yield Finding("warning", found, advice)
+    yield from _undecided("events", status.dead_events, "service dead events list")
 
 
 def dead_letters(status: Status) -> Iterator[Finding]:
     """No message needs a person's decision."""
-    if dead := sum(one.dead for one in status.backlog.values()):
-        found = f"dead messages need a decision: {format_count(dead)}"
-        advice = "see `service dead list`, correct the cause, and redrive or discard them"
+    dead = sum(one.dead for one in status.backlog.values())
+    yield from _undecided("messages", dead, "service dead list")
+
+
+def _undecided(what: str, count: int, command: str) -> Iterator[Finding]:
+    if count:
+        found = f"dead {what} need a decision: {format_count(count)}"
+        advice = f"see `{command}`, correct the cause, and redrive or discard them"
         yield Finding("warning", found, advice)
 
 
@@ -116,8 +118,8 @@ def consumers(status: Status) -> Iterator[Finding]:
     """Messages wait only for consumers that the service has."""
     for name, one in status.backlog.items():
         if one.waiting and name not in {*status.consumers, ""}:
-            found = f"no handler here is consumer {name}, for which messages wait:"
-            advice = "deploy it again; to discard them, as one that ignores them"
+            found = f"this service has no consumer {name}, for which messages wait:"
+            advice = "deploy it again; to drop them, with a handler that ignores them"
             yield Finding("warning", f"{found} {format_count(one.waiting)}", advice)
 
 
@@ -130,9 +132,9 @@ def partitions_ahead(status: Status) -> Iterator[Finding]:
 
 
 def held_partitions(status: Status) -> Iterator[Finding]:
-    """What is due to be dropped is dropped."""
+    """Partitions that are due to be dropped are dropped."""
     for name, why in status.held.items():
-        yield Finding("warning", f"{name} is due to go: {why}", "see `service retention status`")
+        yield Finding("warning", f"{name} is overdue: {why}", "see `service retention status`")
 
 
 def partitions(status: Status) -> Iterator[Finding]:
@@ -147,8 +149,8 @@ def partitions(status: Status) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"{topic} has partitions that were never read: {', '.join(numbers)}",
-            "start `service run`; if they were added, keys have moved there, and what is in their"
-            " old partitions may be handled after it",
+            "start `service run`. If partitions were added, keys have moved to them, and their"
+            " messages there may be handled before those in their old partitions",
         )
 
 
@@ -158,9 +160,9 @@ def positions(status: Status) -> Iterator[Finding]:
         if one.is_out_of_range:
             yield Finding(
                 "wrong",
-                f"{one.topic}/{one.partition} stands at offset {one.position}, and the brokers have"
+                f"{one.topic}/{one.partition} is at offset {one.position}, and the brokers have"
                 f" {one.first} to {one.end} (PartitionStuck in the runbook)",
-                f"see what was lost, then `service topics seek {one.topic} --partition"
+                f"find out what was lost, then `service topics seek {one.topic} --partition"
                 f" {one.partition} --to earliest`, first with --dry-run",
             )
 
@@ -198,9 +200,9 @@ def lag(status: Status) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"a producer's transaction is open in {topic}/{partition} at offset {start}:"
-            f" {one.lag:,} offsets are not read before it ends",
-            "its producer ends it, or the brokers do after the producer's transaction.timeout.ms,"
-            " by default a minute. If it stays: `kafka-transactions.sh describe-producers --topic"
+            f" {one.lag:,} offsets are not read until it ends",
+            "its producer ends it, or the brokers after the producer's transaction.timeout.ms, by"
+            " default a minute. If it stays open: `kafka-transactions.sh describe-producers --topic"
             f" {topic} --partition {partition}` names its producer, by"
             f" CurrentTransactionStartOffset {start}, and `kafka-transactions.sh abort --topic"
             f" {topic} --partition {partition} --start-offset {start}` aborts it: its records are"
@@ -217,4 +219,4 @@ CHECKS: Mapping[str, Sequence[Callable[[Status], Iterator[Finding]]]] = {
     "retention": (held_partitions,),
     "positions": (partitions, positions, readers, lag),
 }
-"""By the part of the status that they need."""
+"""By the part of the status that they check."""

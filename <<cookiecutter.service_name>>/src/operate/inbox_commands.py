@@ -1,4 +1,4 @@
-"""The command `service inbox show`: what is remembered of a message that was handled."""
+"""The command `service inbox show`: the inbox markers and events of a handled message."""
 
 from typing import Annotated
 
@@ -13,10 +13,10 @@ from .output import one_line, print_fields, print_json
 from .terminal import Invocation, operation
 
 _SECONDS = 86_400.0
-"""Without a source the statement reads all markers."""
+"""Time limit: without a source the statement reads all markers."""
 
 _ORDINALS = 1_000
-"""Events of one message that are looked for in the outbox."""
+"""Largest number of events of one message that are searched in the outbox."""
 
 _MARKERS = """
 SELECT consumer, source, id, type, topic, partition, "offset", created_at AS applied_at,
@@ -45,7 +45,7 @@ app = typer.Typer(help="Messages that the service has handled.", no_args_is_help
 async def show(
     invocation: Invocation,
     id: Annotated[str, typer.Argument(help="the event's id")],
-    source: Annotated[str | None, typer.Option(help="its source, to find it faster")] = None,
+    source: Annotated[str | None, typer.Option(help="its source, for a faster search")] = None,
 ) -> None:
     """Show when, where and with which outcome an event was handled."""
     keys = None

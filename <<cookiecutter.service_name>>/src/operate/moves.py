@@ -1,7 +1,7 @@
 """Positions in Kafka's topics: moving them, and following a replay from an earlier one.
 
-A replay reads records again. The inbox makes that safe: what took effect is known and skipped. What
-the inbox has forgotten would be a dead letter for its age, so that is counted before.
+A replay reads records again, and the inbox skips those that took effect. Records for which it may
+have no markers any more would become dead letters as too old, so they are counted before.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from .terminal import Invocation
 _LOOK_SECONDS = 1.0
 _STALLED_SECONDS = 30.0
 _COUNT_SECONDS = 600.0
-"""The markers of a day have no index by time."""
+"""Time limit for counting markers, which have no index by time."""
 
 _MARGIN = 1 / 8
-"""Part of the time for which the inbox remembers. A replay takes long: what is forgotten within
-this time counts as forgotten."""
+"""Part of the time for which the inbox keeps markers. A replay takes long, so markers that will be
+deleted within this time count as deleted."""
 
-# Nothing is too old for consumers that have begun since the last generation that counts.
+# Nothing is too old for consumers whose first generation is later than `soon.last`.
 _MEMORY = """
 SELECT CASE WHEN EXISTS (
            SELECT FROM unnest($3::text[]) AS reader (consumer)
@@ -63,13 +63,13 @@ SELECT (SELECT count(*) FROM pipeline.inbox JOIN again USING (partition)
 """
 
 Place = Literal["earliest", "latest"] | int | datetime
-"""Where a partition is to go on: the first record that the brokers have, the next one that is
-written, an offset, or the first record of a time."""
+"""A new position: the first record that the brokers have, the next one to be written, an offset, or
+the first record since a time."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """A partition that goes on from another offset; `old` is None if it was never read."""
+    """A change of a partition's position; `old` is None if it was never read."""
 
     slot: Slot
     old: int | None
@@ -87,7 +87,7 @@ async def plan_moves(
     partition: int | None,
     to: Place,
 ) -> list[Move]:
-    """Return how positions would move. Raises `Refused` for what the topic does not have."""
+    """Return how positions would change. Raises `Refused` for places outside of the topic."""
     service, settings = invocation.service, invocation.settings
     if topic not in service.handlers.topics:
         known = ", ".join(sorted(service.handlers.topics)) or "none"
@@ -126,7 +126,7 @@ async def plan_moves(
 async def _offsets_since(
     client: AIOKafkaConsumer, end: Mapping[TopicPartition, int], time: datetime
 ) -> dict[TopicPartition, int]:
-    """Return the offsets of the first records that are not older; where all are, the end."""
+    """Return the offsets of the first records since a time; the end, if all are older."""
     milliseconds = max(0, round(time.timestamp() * 1_000))
     found = await client.offsets_for_times(dict.fromkeys(end, milliseconds))
     return {one: found[one].offset if found[one] else end[one] for one in end}
@@ -138,16 +138,16 @@ class Replay:
 
     moves: Sequence[Move]
     memory: asyncpg.Record
-    """What the inbox remembers, and when the replay began, by the database's clock."""
+    """State of the inbox when the replay began, by the database's clock."""
     since: datetime | None
-    """What is older may have been forgotten, or will be within an eighth of the time for which the
-    inbox remembers; None: nothing was that a consumer of the topic has taken."""
+    """Markers of older records may be deleted, or soon will be; None: none that a consumer of the
+    topic has written."""
     forgotten: int
-    """Offsets that are older than that."""
+    """Offsets of records from before `since`."""
 
     @property
     def records(self) -> int:
-        """Offsets that are to be read again; fewer records, where some are missing."""
+        """Offsets that are to be read again; some may have no record."""
         return sum((one.old or 0) - one.new for one in self.moves)
 
 
@@ -158,7 +158,7 @@ async def plan_replay(
     partition: int | None,
     to: Place,
 ) -> Replay:
-    """Return what would be read again. Raises `Refused` if that is nothing."""
+    """Return what would be read again. Raises `Refused` if there is nothing to read."""
     service, settings = invocation.service, invocation.settings
     found = await plan_moves(connection, invocation, topic, partition, to)
     back = [one for one in found if one.old is not None and one.new < one.old]
@@ -179,7 +179,7 @@ async def plan_replay(
     )
     since, forgotten = memory["since"], 0
     if since is not None:
-        # Rounded up: messages name it to the second, and it has to be enough as `--from`.
+        # Rounded up to a second, as messages name it: given as `--from`, it must be late enough.
         since = since.replace(microsecond=0) + timedelta(seconds=bool(since.microsecond))
         ends = {TopicPartition(topic, one.slot.partition): one.end for one in back}
         async with clients.offsets_client(settings) as client:
@@ -190,9 +190,9 @@ async def plan_replay(
 
 
 async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterator[int]:
-    """Yield how many offsets are read again each time that it has moved, until all are.
+    """Yield the number of offsets that are read again, after each change, until all are.
 
-    While it stands still the same number comes again every 30 seconds.
+    Without a change the number is repeated every 30 seconds.
     """
     done, yielded_at = -1, monotonic()
     while done < replay.records:
@@ -211,8 +211,8 @@ async def follow(connection: asyncpg.Connection, replay: Replay) -> AsyncIterato
 async def outcome(connection: asyncpg.Connection, replay: Replay) -> asyncpg.Record:
     """Count what became of the messages that were read again.
 
-    `applied`: took effect only now; `known`: duplicates; `waiting`: in the backlog, they take
-    effect later; `buried`: dead letters now, as too old.
+    `applied`: took effect now; `known`: duplicates; `waiting`: in the backlog, to take effect
+    later; `buried`: became dead letters, as too old.
     """
     found, memory = replay.moves, replay.memory
     return await connection.fetchrow(

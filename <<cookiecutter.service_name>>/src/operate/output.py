@@ -1,4 +1,4 @@
-"""How commands write: JSON for programs; tables, fields and sentences for people."""
+"""Output of commands: JSON for programs; tables, fields and sentences for people."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,18 +14,18 @@ from rich.text import Text
 from pipeline.redaction import redact
 
 Content = dict[Literal["text", "hex"], str] | None
-"""Bytes: `text` if they are UTF-8, and else `hex`."""
+"""Bytes, as `text` if they are UTF-8, else as `hex`."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal interprets, and a payload may hold; tab and end of line are not."""
+"""Characters that a terminal interprets, other than tab and end of line."""
 _UNBOUNDED = 100_000
-"""Columns of a file or a pipe: each row stays on its line there, for `grep` and `awk`."""
+"""Width of a file or a pipe, so that each row is one line for `grep` and `awk`."""
 _STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}
-"""How a cell that holds nothing but such a word looks on a terminal."""
+"""Styles on a terminal of cells that hold only one of these words."""
 
 
 def print_json(*values: object) -> None:
-    """Write values for programs: a line of JSON for each."""
+    """Write each value as a line of JSON."""
     for one in values:
         typer.echo(to_json(one))
 
@@ -35,8 +35,8 @@ def print_table(
 ) -> None:
     """Write rows under the names of their columns; the columns in `right` are aligned right.
 
-    A cell is written as one line and never cut off: on a narrow terminal it is folded. The first
-    column, which identifies a row, is folded last. Without rows nothing is written.
+    No cell is cut off: on a narrow terminal cells are folded, those of the first column, which
+    identify the rows, last. Without rows nothing is written.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for number, name in enumerate(names):
@@ -59,7 +59,7 @@ def print_table(
 
 
 def print_fields(fields: Mapping[str, object], *texts: str) -> None:
-    """Write a line for each field that is not None, and then texts of several lines."""
+    """Write a line for each field that is not None, and then longer texts."""
     known = {name: value for name, value in fields.items() if value is not None}
     width = max(map(len, known))
     lines = [one_line(f"{name:<{width}}  {format_value(value)}") for name, value in known.items()]
@@ -90,7 +90,7 @@ def format_span(seconds: float) -> str:
 
 
 def content_of(data: bytes | None) -> Content:
-    """Return bytes as programs and people can read them, without secrets."""
+    """Return bytes as text or in hex, without secrets."""
     if data is None:
         return None
     try:
@@ -100,7 +100,7 @@ def content_of(data: bytes | None) -> Content:
 
 
 def format_value(value: object) -> str:
-    """Return a value as people read it: times to the second, bytes as text or in hex."""
+    """Return a value as text for people: times to the second, bytes as text or in hex."""
     match value:
         case None | "":
             return "-"

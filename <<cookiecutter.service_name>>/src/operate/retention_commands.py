@@ -1,4 +1,4 @@
-"""The commands `service retention …`: what is kept and until when, and what holds it back."""
+"""The commands `service retention …`: what is kept, until when, and why."""
 
 from datetime import datetime
 from typing import Annotated
@@ -18,11 +18,11 @@ app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
 
 @operation(app, example="service retention run --json")
 async def run(invocation: Invocation) -> None:
-    """Do what a running service does every hour: make partitions, drop what is too old."""
+    """Create partitions and drop old ones, as a running service does every hour."""
     async with invocation.connected() as connection:
         name = invocation.service.name
         await revisions.check(connection, name, revisions.load_migrations())
-        await maintenance.begin_round(connection, 0)  # so that no service begins one meanwhile
+        await maintenance.begin_round(connection, 0)  # so that no service begins one now
         done = await maintenance.run_retention(
             connection,
             invocation.settings,
@@ -59,16 +59,14 @@ async def skip_archive(
     days: Annotated[
         list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")
     ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="every day that is over, and those to come")
-    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="all days, also those to come")] = False,
 ) -> None:
-    """Let days of the outbox be dropped without being archived.
+    """Drop days of the outbox without archiving them, in the next round of retention.
 
-    --all is for an archive that was given up: take it out of the settings before.
+    --all ends archiving: remove the archive from the settings before.
     """
     if bool(days) == everything:
-        raise typer.BadParameter("name the days, or say --all")
+        raise typer.BadParameter("give either days or --all")
     chosen = [day.date() for day in days or ()]
     async with invocation.connected() as connection:
         skipped = await archive.skip(connection, chosen or None)
@@ -84,9 +82,9 @@ async def skip_archive(
 def describe(one: PartitionStatus) -> str:
     """Return until when a partition is kept, and why."""
     if one.due_at is None:
-        return "made ahead" if one.is_ahead else "takes new markers"
+        return "created ahead" if one.is_ahead else "takes new markers"
     since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
     if not one.is_due:
         return f"until {since}"
-    why = one.needed_by or "goes in the next round"
+    why = one.needed_by or "dropped in the next round"
     return f"due since {since}: {why}"

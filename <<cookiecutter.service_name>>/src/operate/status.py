@@ -1,7 +1,7 @@
-"""How far a service is: each part is measured by a small statement of its own.
+"""The status of a service, in parts that are measured by small statements of their own.
 
-Large tables are not counted to the end: a count stops above `AT_MOST`, and a statement after five
-seconds. A part that can't be measured is named with the reason; the others are measured still.
+A count of a large table stops above `AT_MOST`, and a statement after five seconds. A part that
+can't be measured is named with the reason, and the others are still measured.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pipeline.service import Service
 from pipeline.settings import Settings
 
 AT_MOST = 10_000
-"""A larger count was cut off: there are more."""
+"""The largest exact count; a larger one means that there are more."""
 
 _SECONDS = 5.0
 
@@ -28,7 +28,7 @@ SELECT topic, partition, next_offset AS position, moved_at, duplicates FROM pipe
  WHERE consumer_group = $1 ORDER BY topic, partition
 """
 
-# Consumers that this service does not have are counted apart: others must not hide them.
+# Consumers that this service does not have are counted separately, so that they are always found.
 _BACKLOG = """
 SELECT consumer, count(*) - count(died_at) AS waiting, count(died_at) AS dead,
        COALESCE(extract(epoch FROM clock_timestamp()
@@ -44,7 +44,7 @@ SELECT consumer, count(*) - count(died_at) AS waiting, count(died_at) AS dead,
  GROUP BY consumer
 """
 
-# What a relay has sent since it last wrote its cursor still counts: a quarter of a second's worth.
+# Also counts what a relay has published in the quarter of a second since it wrote its cursor.
 _OUTBOX = """
 SELECT count(*) AS count,
        COALESCE(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest
@@ -89,12 +89,12 @@ _MEMORY = "SELECT since FROM pipeline.inbox_generation"
 
 @dataclass
 class Reading:
-    """How far a partition is read. Without Kafka its end is not known."""
+    """The position of a partition, and where it ends in Kafka."""
 
     topic: str
     partition: int
     position: int | None = None
-    """The offset that it goes on from; None if it was never read."""
+    """The next offset to read; None if it was never read."""
     first: int | None = None
     """The first offset that the brokers have."""
     end: int | None = None
@@ -104,9 +104,9 @@ class Reading:
     duplicates: int = 0
     """Duplicates since the partition was first read."""
     open_transaction: int | None = None
-    """The offset of a producer's open transaction, where that keeps the partition from moving."""
+    """The offset of a producer's open transaction that prevents reading beyond it."""
     reader: str | None = None
-    """The member that reads it: its host, and the end of its name in the group; None: no member."""
+    """The member that reads it: its host, and the end of its member id; None: no member."""
 
     @property
     def is_out_of_range(self) -> bool:
@@ -118,17 +118,17 @@ class Reading:
 
 @dataclass
 class Backlog:
-    """What the backlog holds for a consumer; the empty name: records that no handler has seen."""
+    """The backlog of a consumer; the empty name stands for records that no handler has seen."""
 
     waiting: int = 0
     dead: int = 0
     oldest: float = 0.0
-    """Seconds since the oldest that waits was received."""
+    """Seconds since the oldest waiting message was received."""
 
 
 @dataclass
 class Rejected:
-    """Events that wait for their topic to take them."""
+    """Events that wait until their topic accepts them."""
 
     topic: str
     reasons: str | None
@@ -139,18 +139,18 @@ class Rejected:
 
 @dataclass
 class Relay:
-    """A relay that runs."""
+    """A running relay."""
 
     shards: list[int]
     published: int = 0
-    """Events that Kafka has taken from it since its start, updated three times in a lease."""
+    """Events that it has published since its start, updated three times in a lease."""
     lease_until: datetime | None = None
     """The end of its lease at the last update."""
 
 
 @dataclass
 class Status:
-    """What PostgreSQL and Kafka have of a service. Counts above `AT_MOST` mean more."""
+    """What is known of a service from PostgreSQL and Kafka. Counts above `AT_MOST` mean more."""
 
     service: str
     at: datetime
@@ -160,15 +160,15 @@ class Status:
     readings: list[Reading] = field(default_factory=list)
     are_readers_known: bool = False
     consumers: frozenset[str] = frozenset()
-    """Those that have a handler here."""
+    """Those that have a handler in this service."""
     backlog: dict[str, Backlog] = field(default_factory=dict)
     """By consumer."""
     outbox_events: int = 0
-    """Events that are not published."""
+    """Events that are not published yet."""
     outbox_seconds: float = 0.0
     """The age of the oldest of them."""
     is_this_cluster: bool = True
-    """Whether the outbox is this database cluster's; otherwise nothing is published."""
+    """Whether the outbox belongs to this database cluster; otherwise nothing is published."""
     relays: dict[str, Relay] = field(default_factory=dict)
     """By owner of shards."""
     shards_without_relay: int = 0
@@ -177,35 +177,35 @@ class Status:
     scheduled: int = 0
     next_due: datetime | None = None
     remembered_since: datetime | None = None
-    """What is older may be forgotten; None: nothing is."""
+    """Inbox markers from before may be deleted; None: none is."""
     ahead_until: date | None = None
     """The last day for which the outbox has a partition."""
     held: dict[str, str] = field(default_factory=dict)
-    """Partitions that are due to go, and what holds them back."""
+    """Partitions that are due to be dropped, and why they are kept."""
 
     @property
     def is_waiting_cut_off(self) -> bool:
-        """Whether more wait than are counted, of any consumers."""
+        """Whether more messages wait than are counted, of all consumers together."""
         return sum(one.waiting for one in self.backlog.values()) > AT_MOST
 
     @property
     def is_dead_cut_off(self) -> bool:
-        """Whether more are dead than are counted, of any consumers."""
+        """Whether more messages are dead than are counted, of all consumers together."""
         return sum(one.dead for one in self.backlog.values()) > AT_MOST
 
     @property
     def waiting_events(self) -> int:
-        """Events that wait for their topics to take them."""
+        """Events that wait until their topics accept them."""
         return sum(one.count for one in self.rejected)
 
 
 def format_count(number: int) -> str:
-    """Return a count of a status, and whether there are more."""
+    """Return a count of a status as text, with a plus sign if there are more."""
     return f"{min(number, AT_MOST):,}{'+' if number > AT_MOST else ''}"
 
 
 async def look(connection: asyncpg.Connection, service: Service, settings: Settings) -> Status:
-    """Return the status. Raises what PostgreSQL fails with when it can't be used at all."""
+    """Return the status. Raises the error of PostgreSQL if it can't be used at all."""
     async with asyncio.timeout(_SECONDS):
         now = await connection.fetchval("SELECT clock_timestamp()")
     consumers = frozenset(service.handlers.consumers)
@@ -231,15 +231,15 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
     for part in (measure.topics, measure.readers):
         try:
             await part()
-        except (KafkaError, OSError, TimeoutError) as error:
+        except (KafkaError, OSError) as error:
             found.unknown[part.__name__] = f"{settings.kafka}: {describe_error(error)}"
-            break  # the brokers would not answer the next request either
+            break  # without brokers the next part would only wait for its time limit
     return found
 
 
 @dataclass
 class _Measure:
-    """Measures the parts of a status, each in the method of its name."""
+    """Measures the parts of a status, each in the method with its name."""
 
     connection: asyncpg.Connection
     service: Service
@@ -294,7 +294,7 @@ class _Measure:
                 self.found.held[one.name] = one.needed_by
 
     async def topics(self) -> None:
-        """Needs the positions."""
+        """Requires the positions."""
         described = await topics.describe(self.settings, self.service.handlers.topics)
         known = {(one.topic, one.partition): one for one in self.found.readings}
         for topic in described.values():
@@ -310,7 +310,7 @@ class _Measure:
             self.found.unknown["topics"] = f"no such topic: {names} (`service topics create`)"
 
     async def readers(self) -> None:
-        """Needs the topics."""
+        """Requires the topics."""
         readers = await topics.readers(self.settings, self.service.name)
         self.found.are_readers_known = True
         for one in self.found.readings:

@@ -26,11 +26,11 @@ app = typer.Typer()
 @operation(app, "status", example="service status --watch")
 async def show(
     invocation: Invocation,
-    watch: Annotated[bool, typer.Option("--watch", help="again and again, to Ctrl+C")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="repeat until Ctrl+C")] = False,
 ) -> None:
-    """Show on one screen how far everything is. Counts end at 10,000+.
+    """Show lag, backlog, outbox and findings on one screen. Larger counts are 10,000+.
 
-    Each process knows its own breakers: /health/ready names those that are open.
+    Open breakers are known to their process only: /health/ready names them.
     """
     while True:
         try:
@@ -44,7 +44,7 @@ async def show(
                     if not watch:
                         return
                     await asyncio.sleep(_WATCH_SECONDS)
-        except Unavailable as error:  # an outage that is watched is watched to its end
+        except Unavailable as error:  # --watch continues after an outage
             if not watch:
                 raise
             typer.echo(error, err=True)
@@ -54,17 +54,17 @@ async def show(
 @operation(app, "doctor", example="service doctor --strict --json")
 async def examine(
     invocation: Invocation,
-    strict: Annotated[bool, typer.Option("--strict", help="warnings fail, too")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="warnings count as wrong")] = False,
 ) -> None:
-    """Look for what is wrong, and report what to do about it; changes nothing.
+    """Check settings, servers and tables, and report what to do; changes nothing.
 
-    The exit code is 1 when something is wrong.
+    The exit code is 1 if something is wrong.
     """
     try:
         async with invocation.connected() as connection:
             found = await _findings(connection, invocation)
     except Unavailable as error:
-        advice = "start the server, or correct PIPELINE_DATABASE_URL; then the rest is checked"
+        advice = "start the server, or correct PIPELINE_DATABASE_URL, for the other checks"
         away = Finding("wrong", summarize_error(error), advice, check="postgresql")
         found = [away, *await _findings(None, invocation)]
     if invocation.as_json:
@@ -92,7 +92,7 @@ def screen(found: Status) -> list[str]:
     topics: dict[str, list[Reading]] = {}
     for one in found.readings:
         topics.setdefault(one.topic, []).append(one)
-    # The furthest behind come first: a screen has room for five.
+    # Those with the largest lag come first: a screen has room for five.
     behind = sorted(topics.values(), key=lambda some: -max(one.lag or 0 for one in some))
     busy = sorted(found.backlog.items(), key=lambda item: -item[1].waiting - item[1].dead)
     lines = [f"{found.service}  {format_time(found.at)}", ""]
@@ -119,7 +119,7 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     """Yield a line's name, the part of the status that it needs, and its text."""
     age = f", oldest {format_span(found.outbox_seconds)}" if found.outbox_events else ""
     to_publish = f"{format_count(found.outbox_events)} to publish{age}"
-    other = "another cluster's, nothing is sent: `service relay reset`"
+    other = "of another cluster, nothing is published: `service relay reset`"
     yield "outbox", "outbox", to_publish if found.is_this_cluster else other
     shards = sum(len(one.shards) for one in found.relays.values())
     without = found.shards_without_relay

@@ -1,12 +1,13 @@
-"""What commands rest on: settings, an event loop, a connection, errors as one sentence."""
+"""What commands share: settings, event loop, connection, and errors as one sentence."""
 
 import asyncio
+import getpass
 import inspect
 import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -40,14 +41,17 @@ from pipeline.servers.revisions import NotMigrated
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
-from .errors import NOT_LET_IN, Refused, Unavailable
+from .errors import ACCESS_DENIED, Refused, Unavailable
 
 log = logging.getLogger(__name__)
 
-Json = Annotated[bool, typer.Option("--json", help="for programs: a line each")]
+Json = Annotated[bool, typer.Option("--json", help="write JSON, one line for each item")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="only report what would change")]
+Limit = Annotated[int, typer.Option(min=1, help="largest number to list")]
+Yes = Annotated[bool, typer.Option("--yes", help="do not ask for confirmation")]
 
 Report = Callable[[str], None]
-"""Reports an error to a person, or to the log."""
+"""Reports an error, to standard error or to the log."""
 
 PREFIX = "PIPELINE_"
 """Prefix of every variable that is a setting, of the engine or of an optional package."""
@@ -64,14 +68,14 @@ _EXPECTED = (
     Refused,
     OSError,
 )
-"""Errors whose text alone tells an operator what to do."""
+"""Errors whose text is enough for an operator."""
 
 
 class Program(typer.Typer):
-    """A command line whose process writes no secrets, whatever ends it."""
+    """A command line that removes secrets from what it writes, also after an unexpected error."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the command that the process was started with."""
+        """Run the command of the process's arguments."""
         secret = {name for name, field in variables().items() if is_secret(field)}
         redaction.learn(os.environ, secret)
         logging.captureWarnings(True)
@@ -86,25 +90,44 @@ class Program(typer.Typer):
 
 @dataclass(frozen=True)
 class Invocation:
-    """What a command is run with."""
+    """The service, settings and output format of one call of a command."""
 
     service: Service
     settings: Settings
     as_json: bool
-    """Whether standard output is for programs."""
 
-    def connected(self) -> AbstractAsyncContextManager[asyncpg.Connection]:
-        """Lend a connection on which every statement is a transaction of its own."""
-        return connected(self.service, self.settings)
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection on which every statement is a transaction of its own."""
+        engine = create_engine(self.settings, name=self.service.name)
+        try:
+            with naming_servers(self.settings):
+                async with autocommitting(engine) as connection:
+                    yield connection
+        except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
+            raise NotMigrated from None
+        except asyncpg.UndefinedColumnError as error:
+            found = f"{describe_error(error)}: `service doctor` names what the database lacks"
+            raise Refused(found) from None
+        finally:
+            await engine.dispose()
 
     def say(self, text: str) -> None:
-        """Write a sentence for people: beside standard output where that is for programs."""
+        """Write a line for people: to standard output, with `--json` to standard error."""
         typer.echo(text, err=self.as_json)
 
     def confirm(self, question: str) -> None:
-        """Ask, and go on only after a yes. Raises `typer.Abort`."""
+        """Ask a question. Raises `typer.Abort` unless the answer is yes."""
         if not typer.confirm(question, err=True):
             raise typer.Abort
+
+
+def user_name() -> str:
+    """Return the name of the process's user; empty in a container whose user has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 def service_of(context: typer.Context) -> Service:
@@ -120,9 +143,9 @@ def operation(
 ) -> Callable[[Operation], Operation]:
     """Register an asynchronous function as a command that has `--json`.
 
-    Its first parameter is the `Invocation`. The parameters in `given` are no options: they get
-    the value given here. A dataclass given here becomes an option for each of its fields, and the
-    parameter gets an instance.
+    Its first parameter is the `Invocation`. A parameter in `given` is not an option and always
+    gets that value; but a dataclass in `given` becomes one option for each of its fields, and the
+    parameter gets an instance of it.
     """
 
     def register(function: Operation) -> Operation:
@@ -169,9 +192,9 @@ def _report(text: str) -> None:
 def read_settings(
     service: Service, report: Report = _report, *others: type[BaseSettings]
 ) -> Settings:
-    """Return the settings, or report everything that is wrong with them, the packages' and others'.
+    """Return the settings. Reports all mistakes in them and raises `typer.Exit` if there are any.
 
-    After it each of these classes can be made of the environment.
+    The settings of the service's packages and of `others` are checked, too.
     """
     kinds: list[type[BaseSettings]] = [Settings, *service.settings, *others]
     wrong: list[str] = []
@@ -188,11 +211,11 @@ def read_settings(
 
 
 def _unknown_variables() -> Iterator[str]:
-    """Yield a sentence for each variable that looks like a setting and has no effect."""
+    """Yield a sentence for each variable that has the prefix of settings and is none."""
     known = variables()
     for name in sorted(os.environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
-            # Compared without the prefix, which makes all names similar.
+            # Compared without the prefix, which would make all names similar.
             rests = [one.removeprefix(PREFIX) for one in known]
             near = get_close_matches(name.upper().removeprefix(PREFIX), rests, n=1)
             hint = f"did you mean {PREFIX}{near[0]}?" if near else "unset it"
@@ -201,10 +224,10 @@ def _unknown_variables() -> Iterator[str]:
 
 @contextmanager
 def serving() -> Iterator[Report]:
-    """Log what ends a process that serves, unexpected errors too.
+    """Configure the log, and log what ends a process that serves, unexpected errors too.
 
-    Lends what reports a sentence: in a line of the log if that is JSON. The log begins here,
-    before the settings are read.
+    Returns a function that reports a sentence: as a line of the log if that is JSON, else as
+    text. The log is configured before the settings are read.
     """
     try:
         given = {name.upper(): value for name, value in os.environ.items()}
@@ -216,7 +239,7 @@ def serving() -> Iterator[Report]:
 
     def report(text: str) -> None:
         error = sys.exc_info()[1]
-        # The text of an operating system's error says little without the place in the code.
+        # The text of an operating system's error is not enough without a traceback.
         if isinstance(error, OSError) and not isinstance(error, StoreUnavailable):
             log.critical("the system has ended the process", exc_info=error)
         write(text)
@@ -231,17 +254,17 @@ def serving() -> Iterator[Report]:
 
 
 def run_to_end(work: Coroutine[Any, Any, None], report: Report = _report) -> None:
-    """Run to the end, on uvloop where it is available."""
+    """Run a coroutine until it ends, on uvloop where it is available."""
     with in_a_sentence(report), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(work)
 
 
 @contextmanager
 def in_a_sentence(report: Report = _report) -> Iterator[None]:
-    """End the command with exit code 1 and one sentence after an expected error."""
+    """After an expected error report one sentence, and end the command with exit code 1."""
     try:
         yield
-    except BrokenPipeError:  # the output is not read any more, as by `| head`: Typer ends quietly
+    except BrokenPipeError:  # the reader of the output has ended, such as `head`: Typer exits
         raise
     except (Unavailable, StoreUnavailable) as error:  # their text names the server
         report(summarize_error(error))
@@ -249,7 +272,7 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
         report(describe_error(error))
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
         state = sqlstate_of(error) or ""
-        if state.startswith(NOT_LET_IN):
+        if state.startswith(ACCESS_DENIED):
             report(f"PIPELINE_DATABASE_URL: {summarize_error(as_raised(error))}")
         elif is_infrastructure(error):
             report(f"PostgreSQL: {describe_error(error)}")
@@ -262,18 +285,18 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
 
 @contextmanager
 def naming_servers(settings: Settings) -> Iterator[None]:
-    """Name the server in errors of Kafka and of PostgreSQL. Raises `Unavailable`."""
+    """Raise errors of Kafka and of PostgreSQL as `Unavailable`, which names the server."""
     try:
         yield
     except (StoreUnavailable, BrokenPipeError):  # not an error of either
         raise
-    except KafkaError as error:
-        server = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
-        raise Unavailable(f"{server}: {describe_error(error)}") from error
     except Exception as error:
-        if not is_infrastructure(error):
+        if isinstance(error, KafkaError):
+            server = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
+        elif is_infrastructure(error):
+            server = f"{settings.postgresql} (PIPELINE_DATABASE_URL)"
+        else:
             raise
-        server = f"{settings.postgresql} (PIPELINE_DATABASE_URL)"
         raise Unavailable(f"{server}: {describe_error(error)}") from error
 
 
@@ -283,20 +306,3 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     import uvloop
 
     return uvloop.new_event_loop
-
-
-@asynccontextmanager
-async def connected(service: Service, settings: Settings) -> AsyncIterator[asyncpg.Connection]:
-    """Lend a connection on which every statement is a transaction of its own."""
-    engine = create_engine(settings, name=service.name)
-    try:
-        with naming_servers(settings):
-            async with autocommitting(engine) as connection:
-                yield connection
-    except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
-        raise NotMigrated from None
-    except asyncpg.UndefinedColumnError as error:
-        found = f"{describe_error(error)}: `service doctor` names what the database lacks"
-        raise Refused(found) from None
-    finally:
-        await engine.dispose()

@@ -1,4 +1,4 @@
-"""Checks of Kafka's topics: that they exist, and that their configuration fits the settings."""
+"""Kafka's topics: those that a service uses, and checks of their existence and configuration."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,13 +10,17 @@ from pipeline.settings import Settings
 from .health import Finding
 
 _ENVELOPE = 10_000
-"""Bytes that an event's headers and its record take beside the payload, with room."""
+"""Bytes of a record beside the payload, at most: its headers, and Kafka's own."""
+
+
+def used(service: Service, settings: Settings) -> set[str]:
+    """Return the topics that a service reads, declares events for, or sends dead letters to."""
+    return {*service.topics, *filter(None, [settings.dead_letter_topic])}
 
 
 def topics(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
     """Every topic that the service uses exists, and its configuration can be read."""
-    used = service.topics | {settings.dead_letter_topic or ""}
-    for name in sorted(used.difference(described, described.hidden, {""})):
+    for name in sorted(used(service, settings).difference(described, described.hidden)):
         found = f"there is no topic {name}"
         yield Finding("wrong", found, "create it, in development by `service topics create`")
     for name in sorted(described.hidden):
@@ -42,19 +46,19 @@ def topic_retention(service: Service, settings: Settings, described: Topics) -> 
 
 
 def compaction(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
-    """Topics keep every event."""
+    """No topic is compacted, which deletes events."""
     for name, topic in described.items():
         if "compact" in topic.configs.get("cleanup.policy", ""):
             yield Finding(
                 "warning",
-                f"{name} is compacted: it rejects events without a key, and of each key only the"
-                " last event is sure to be read",
-                f"set cleanup.policy=delete for {name}, if every event counts",
+                f"{name} is compacted: it rejects events without a key, and may lose all but the"
+                " last event of each key",
+                f"set cleanup.policy=delete for {name}, if every event is needed",
             )
 
 
 def message_size(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
-    """Topics that the service publishes to take its largest event."""
+    """Topics that the service publishes to accept its largest event."""
     needed = settings.max_event_bytes + _ENVELOPE
     published = service.declared_topics | {settings.dead_letter_topic}
     for topic in (described[name] for name in sorted(described.keys() & published)):
@@ -62,8 +66,8 @@ def message_size(service: Service, settings: Settings, described: Topics) -> Ite
         if largest < needed:
             yield Finding(
                 "wrong",
-                f"{topic.name} takes records of {largest:,} bytes, and PIPELINE_MAX_EVENT_BYTES"
-                f" lets events have {settings.max_event_bytes:,}",
+                f"{topic.name} accepts records of {largest:,} bytes, and PIPELINE_MAX_EVENT_BYTES"
+                f" allows events of {settings.max_event_bytes:,}",
                 f"set max.message.bytes={needed} for {topic.name},"
                 " or lower PIPELINE_MAX_EVENT_BYTES",
             )

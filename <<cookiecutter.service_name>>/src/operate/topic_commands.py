@@ -10,14 +10,14 @@ from aiokafka.errors import for_code
 from pipeline.apply import positions
 from pipeline.servers import clients
 
-from . import moves
+from . import moves, topic_checks
 from .errors import Refused
 from .moves import Move, Place, Replay
 from .output import print_json
-from .terminal import Invocation, naming_servers, operation
+from .terminal import DryRun, Invocation, naming_servers, operation
 
 _REPLICAS = 3
-"""Where there are as many brokers: one may fail, and what was acknowledged is kept."""
+"""Replicas with as many brokers: acknowledged records survive the loss of one."""
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
 
@@ -55,15 +55,15 @@ async def create(
     partitions: Annotated[int, typer.Option(min=1, help="partitions of a new topic")] = 8,
     replicas: Annotated[
         int | None,
-        typer.Option(min=1, help="of each partition; else three, or as many as there are brokers"),
+        typer.Option(min=1, help="of each partition; default: 3, or the number of brokers"),
     ] = None,
 ) -> None:
-    """Create the topics that are missing; those that exist are left alone.
+    """Create missing topics; existing ones are not changed.
 
-    In production say how many partitions: to change that later breaks the order of keys.
+    In production give the number of partitions: changing it later breaks the order of keys.
     """
     settings = invocation.settings
-    names = invocation.service.topics | ({settings.dead_letter_topic or ""} - {""})
+    names = topic_checks.used(invocation.service, settings)
     with naming_servers(settings):
         async with clients.admin_client(settings) as admin:
             if replicas is None:
@@ -86,11 +86,11 @@ async def create(
 async def seek(
     invocation: Invocation,
     topic: _Topic,
-    to: Annotated[str, typer.Option(metavar=_METAVAR, help="where to go on")],
+    to: Annotated[str, typer.Option(metavar=_METAVAR, help="new position")],
     partition: _Partition = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="change nothing")] = False,
+    dry_run: DryRun = False,
 ) -> None:
-    """Go on elsewhere in a topic: what was handled before is not handled again."""
+    """Change positions in a topic: what took effect before is still skipped."""
     place = _place(to)
     async with invocation.connected() as connection:
         found = await moves.plan_moves(connection, invocation, topic, partition, place)
@@ -109,11 +109,11 @@ async def replay(
     since: Annotated[str, typer.Option("--from", metavar=_METAVAR, help="where to begin")],
     partition: _Partition = None,
     too_old: Annotated[
-        bool, typer.Option("--too-old", help="also what may have been forgotten")
+        bool, typer.Option("--too-old", help="also what the inbox may have forgotten")
     ] = False,
     wait: Annotated[bool, typer.Option(help="report progress until it is done")] = True,
 ) -> None:
-    """Read a topic again: what took effect before is skipped, what has not is handled."""
+    """Read a topic again: what took effect is skipped, the rest is handled."""
     place, became = _place(since), None
     async with invocation.connected() as connection:
         planned = await moves.plan_replay(connection, invocation, topic, partition, place)
@@ -134,8 +134,8 @@ async def replay(
     elif became:
         waiting = f", {became['waiting']:,} wait in the backlog" if became["waiting"] else ""
         typer.echo(
-            f"{became['applied']:,} messages took effect that had not, {became['known']:,} were"
-            f" known{waiting}; others were dead letters, or have no handler"
+            f"{became['applied']:,} messages took effect, {became['known']:,} had done so"
+            f" before{waiting}; others were dead letters, or have no handler"
         )
         if became["buried"]:
             typer.echo(
@@ -146,9 +146,9 @@ async def replay(
 
 def _forgotten(planned: Replay) -> str:
     return (
-        f"{planned.forgotten:,} of {planned.records:,} offsets are from before {planned.since},"
-        " and the inbox does not remember what it handled then, or not for much longer:"
-        " they would be dead letters as too old. Begin with"
+        f"{planned.forgotten:,} of {planned.records:,} offsets are from before {planned.since}."
+        " The inbox no longer remembers what took effect then, or soon will not:"
+        " they would become dead letters, as too old. Begin with"
         f" --from {planned.since:%Y-%m-%dT%H:%M:%SZ}, or add --too-old"
     )
 
@@ -156,7 +156,7 @@ def _forgotten(planned: Replay) -> str:
 def _moved(one: Move, verb: str) -> str:
     old = "the beginning" if one.old is None else one.old
     passed = one.new - max(one.first, one.old or one.first)
-    lost = f"; passes over {passed} offsets, which are lost to this service" if passed > 0 else ""
+    lost = f"; skips {passed} offsets, which this service never reads" if passed > 0 else ""
     return (
         f"{one.slot.topic}/{one.slot.partition} {verb} from {old} to {one.new}"
         f" (the brokers have {one.first} to {one.end}){lost}"

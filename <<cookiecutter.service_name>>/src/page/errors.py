@@ -2,7 +2,7 @@
 
 import sqlalchemy.exc
 
-from operate.errors import NOT_LET_IN
+from operate.errors import ACCESS_DENIED
 from pipeline.errors import as_raised, describe_error, is_contention, is_infrastructure, sqlstate_of
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import Settings
@@ -15,7 +15,7 @@ def describe(error: Exception, settings: Settings) -> str | None:
     state = sqlstate_of(error) or ""
     if state in _NO_TABLES:
         return str(NotMigrated())
-    if state.startswith(NOT_LET_IN):
+    if state.startswith(ACCESS_DENIED):
         advice = "Set PIPELINE_DATABASE_URL to that of the operator's role."
         return f"{describe_error(error)}. {advice}"
     is_late = isinstance(as_raised(error), TimeoutError | sqlalchemy.exc.TimeoutError)

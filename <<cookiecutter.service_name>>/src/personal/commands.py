@@ -1,6 +1,5 @@
 """The commands `service personal …`."""
 
-import getpass
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from operate.errors import Refused
 from operate.output import format_time, print_json, print_table
-from operate.terminal import Invocation, operation
+from operate.terminal import Invocation, Limit, Yes, operation, user_name
 from pipeline import Service
 from pipeline.errors import StoreUnavailable
 from pipeline.service import Misconfigured
@@ -38,15 +37,16 @@ def group(personal: PersonalData) -> typer.Typer:
         wait: Annotated[
             float, typer.Option(min=0, help="seconds to wait for running transactions")
         ] = 60.0,
-        yes: Annotated[bool, typer.Option("--yes", help="don't ask")] = False,
+        yes: Yes = False,
     ) -> None:
         """Delete the key of a subject. It can't be undone; the output names what is not erased."""
         if not subject.strip():
             raise Refused("the subject is empty: name the id that its events have")
         if not yes:
             invocation.confirm(f"Make everything stored of {subject!r} unreadable, for ever?")
+        by = by or user_name() or "unknown"
         async with invocation.connected() as connection:
-            done = await forget_now(connection, subject, by=by or _user(), wait=wait)
+            done = await forget_now(connection, subject, by=by, wait=wait)
         left = list(_not_erased(invocation.service, done))
         if invocation.as_json:
             print_json({"subject": subject} | asdict(done) | {"not_erased": left})
@@ -56,10 +56,7 @@ def group(personal: PersonalData) -> typer.Typer:
             typer.echo(line)
 
     @operation(app, "forgotten", example="service personal forgotten --limit 10")
-    async def list_forgotten(
-        invocation: Invocation,
-        limit: Annotated[int, typer.Option(min=1, help="at most so many")] = 50,
-    ) -> None:
+    async def list_forgotten(invocation: Invocation, limit: Limit = 50) -> None:
         """List the subjects that were forgotten, the latest first."""
         async with invocation.connected() as connection:
             found = await forgotten(connection, limit)
@@ -162,10 +159,3 @@ def _not_erased(service: Service, done: Forgotten) -> Iterator[str]:
             f"{done.of_the_service:,} rows of the backlog whose subject is not known, encrypted by"
             " the service's key: look at them by `service personal show`, and discard them"
         )
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # as in a container whose user has no name
-        return "unknown"

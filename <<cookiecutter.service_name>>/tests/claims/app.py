@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from claims import open_claims
 from claims.check import Claims, Stored
-from claims.commands import group
+from claims.commands import app
 from operate.commands import command_line
 from pipeline.settings import Settings
 
@@ -39,4 +39,4 @@ press = Press(
 )
 
 if __name__ == "__main__":
-    command_line(press.printer, claims=group(press.printer))()
+    command_line(press.printer, claims=app)()

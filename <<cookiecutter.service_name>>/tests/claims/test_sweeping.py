@@ -11,8 +11,9 @@ import pytest
 
 from claims import sweeping
 from claims.check import Claims, Stored
-from claims.commands import group
+from claims.commands import app
 from claims.sweeping import NotOurs
+from operate.commands import command_line
 from pipeline import Handlers, Service
 from pipeline.relay.scheduled import Scheduled
 from pipeline.runtime import Part
@@ -43,6 +44,13 @@ INSERT INTO pipeline.outbox_rejected (id, created_at, topic, payload, event_id, 
 SELECT id, created_at, topic, payload, event_id, source, type, content_type, dataref
   FROM pipeline.outbox
 """
+
+
+@pytest.fixture
+def service(commands: Callable[..., Command]) -> Command:
+    """Call `service claims …` of a service without handlers."""
+    desk = Service("desk", Handlers(), Base.metadata)
+    return commands(command_line(desk, claims=app), "claims")
 
 
 async def keep(claims: Claims, db: asyncpg.Connection, id: str = "event") -> Stored:
@@ -189,7 +197,7 @@ async def test_a_round_that_was_cut_off_leaves_nothing_for_good(
 
 
 async def test_a_copy_of_another_clusters_database_deletes_nothing(
-    commands: Callable[..., Command],
+    service: Command,
     opened: Callable[..., Claims],
     objects: Objects,
     db: asyncpg.Connection,
@@ -200,7 +208,7 @@ async def test_a_copy_of_another_clusters_database_deletes_nothing(
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     with pytest.raises(NotOurs):
         await opened(**OLD, **GONE).sweep(db)
-    done = await commands(group(Service("desk", Handlers(), Base.metadata)))("sweep")
+    done = await service("sweep")
     assert done.exit_code == 1
     assert "service relay reset" in complaint(done)
     assert len(objects.names()) == 2
@@ -255,7 +263,7 @@ async def test_where_roles_are_split_retention_sweeps_and_the_others_leave_it(
         async with running(desk, Part.RELAY, database_url=made.of("relay")):
             await eventually(lambda: "left to another role" in caplog.text)
         assert "a round of retention failed" not in caplog.text
-        service = commands(group(desk))
+        service = commands(command_line(desk, claims=app), "claims")
         for role in ("service", "relay", "operator"):
             monkeypatch.setenv("PIPELINE_DATABASE_URL", made.of(role))
             done = await service("sweep")
@@ -269,7 +277,7 @@ async def test_where_roles_are_split_retention_sweeps_and_the_others_leave_it(
 
 
 async def test_the_command_tells_what_it_does_and_a_dry_run_what_it_would(
-    commands: Callable[..., Command],
+    service: Command,
     opened: Callable[..., Claims],
     objects: Objects,
     db: asyncpg.Connection,
@@ -278,7 +286,6 @@ async def test_the_command_tells_what_it_does_and_a_dry_run_what_it_would(
     await keep(opened(), db)
     await db.execute("UPDATE pipeline.claim SET published_at = now() - interval '31 days'")
     await opened().put({"orphan": b"x"})
-    service = commands(group(Service("desk", Handlers(), Base.metadata)))
     done = await service("sweep", "--dry-run")
     assert done.stdout.splitlines() == [
         "would be deleted 1 payloads whose events were published long ago",
@@ -301,9 +308,8 @@ async def test_the_command_tells_what_it_does_and_a_dry_run_what_it_would(
 
 
 async def test_the_command_says_that_it_is_the_store_that_is_away_and_not_postgresql(
-    commands: Callable[..., Command], objects: Objects, tmp_path: Path
+    service: Command, objects: Objects, tmp_path: Path
 ) -> None:
-    service = commands(group(Service("desk", Handlers(), Base.metadata)))
     (tmp_path / "store" / "desk").touch()  # where a folder is expected
     done = await service("sweep")
     assert done.exit_code == 1

@@ -16,8 +16,9 @@ from servers.s3proxy import S3Proxy
 
 from claims import open_claims
 from claims.check import Claims
-from claims.commands import group
+from claims.commands import app
 from claims.settings import ClaimSettings
+from operate.commands import command_line
 from pipeline import CloudEvents, Message
 from pipeline.events.message import Record
 from pipeline.runtime import Part
@@ -280,7 +281,7 @@ async def test_what_a_killed_process_has_stored_is_swept_and_what_its_successor_
     # The same event, and the same place but for the attempt.
     assert kept.rpartition("-")[0] == orphan.rpartition("-")[0]
 
-    service = commands(group(press.printer))
+    service = commands(command_line(press.printer, claims=app), "claims")
     for arguments in ("sweep",), ("sweep", "--dry-run"):
         done = await service(*arguments)
         assert done.exit_code == 0, done.output

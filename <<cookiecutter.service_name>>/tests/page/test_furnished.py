@@ -59,7 +59,7 @@ async def test_the_overview_shows_plots_and_who_owns_the_shards(
         re.sub("<[^>]+>", "", one.partition("</h2>")[0]).strip(): re.findall("<p[^>]*>(.*?)<", one)
         for one in tiles
     }
-    assert figures["Dead letters"] == ["2", "for a person to decide on"]
+    assert figures["Dead letters"] == ["2", "need a decision"]
     assert figures["Scheduled"] == ["1", "next 2030-01-02 03:04:05Z"]
 
 

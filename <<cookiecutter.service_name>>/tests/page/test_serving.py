@@ -72,7 +72,7 @@ async def test_it_is_live_and_ends_by_sigterm_while_somebody_looks(
                 break
         await bury(desk, Deposit(1))
         async for line in lines:
-            if "for a person to decide on" in line:
+            if "need a decision" in line:
                 break
         served.send(signal.SIGTERM)
         assert [line async for line in lines][-1:] in ([], [""])

@@ -31,7 +31,10 @@ _HANDLER = "pipeline"
 _RESERVED = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 """Attributes of a LogRecord, whose last one is there since Python 3.12."""
 _OURS = {"timestamp", "level", "logger", "message", "exception", "stack", "trace_id", "span_id"}
-_PACKAGES = ("pipeline", "operate", "archive", "claims", "effects", "http_api", "page", "personal")
+_PACKAGES = (
+    *("pipeline", "operate"),
+    *("archive", "claims", "debezium", "effects", "http_api", "page", "personal"),
+)
 """The engine and what is installed beside it: their loggers have the service's own level."""
 _QUOTING = (
     "opentelemetry.baggage.propagation",

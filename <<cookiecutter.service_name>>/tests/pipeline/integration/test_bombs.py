@@ -86,7 +86,7 @@ async def test_a_batch_that_unpacks_to_too_much_is_named_and_passed_over_only_by
         assert await histories(db) == {"ada": [1]}, "what comes before it is applied"
         assert await starts(db) == 0, "the first records were others"
         done = await command(*seek)
-        assert "passes over 1 offsets, which are lost to this service" in done.stdout
+        assert "skips 1 offsets, which this service never reads" in done.stdout
         await eventually(position_reaches(db, bank.deposits, 3))
         await eventually(lambda: health.is_ready)
     assert await histories(db) == {"ada": [1, 2]}

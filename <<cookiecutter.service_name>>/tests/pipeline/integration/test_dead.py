@@ -697,7 +697,7 @@ async def test_everything_is_meant_only_if_somebody_says_so(
     line = (*group, *command)
     refused = await service(*line, "--yes")
     assert refused.exit_code == 2
-    assert "--yes without an id or a filter would mean everything: say --all" in complaint(refused)
+    assert "--yes without an id or a filter would mean everything: add --all" in complaint(refused)
     excluded = await service(*line, "--yes", "--all", "--type", "deposited")
     assert excluded.exit_code == 2
     assert "--all excludes ids and filters" in complaint(excluded)
@@ -784,7 +784,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     assert done.exit_code == 1
     assert done.stderr.splitlines()[:2] == [
         "discarded 2 of 3",
-        "discarded 2 of 3; run it again to go on",
+        "discarded 2 of 3; run it again to continue",
     ]
     assert "PostgreSQL at " in done.stderr
     monkeypatch.setattr(lanes, "fence_lane", fence)
@@ -809,7 +809,7 @@ async def test_show_tells_all_and_lets_no_payload_command_the_terminal(
     for text in (
         "waiting",
         "failed",
-        "nothing: it is tried again by its schedule",
+        "nothing: it is tried again on schedule",
         r"ValueError: \x1b[2Jgone",
         r"ada\nstate  discarded",
         str(2**62),

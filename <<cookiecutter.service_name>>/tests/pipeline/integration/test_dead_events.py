@@ -463,7 +463,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     monkeypatch.setattr(dead_events, "_REDRIVE", lose)
     done = await service("events", "redrive", "3", "--yes")
     assert done.exit_code == 1
-    assert "redriven 0 of 1; run it again to go on" in done.stderr
+    assert "redriven 0 of 1; run it again to continue" in done.stderr
     assert "PostgreSQL at " in done.stderr
     monkeypatch.setattr(dead_events, "_REDRIVE", changes)
     done = await service("events", "redrive", "--all", "--yes", "--wait", "0")

@@ -199,7 +199,7 @@ async def test_what_holds_a_partition_is_told(examine: Examine, db: asyncpg.Conn
     )
     found = (await examine())["held partitions"]
     assert found.level == "warning"
-    assert found.found.startswith("outbox_p20200101 is due to go: it is not closed yet")
+    assert found.found.startswith("outbox_p20200101 is overdue: it is not closed yet")
 
 
 async def test_a_pooler_that_the_settings_do_not_know_is_found(
@@ -552,7 +552,7 @@ async def test_events_that_kafka_refuses_for_long_are_told(
     found = (await examine())["rejected events"]
     assert found.level == "wrong"
     assert found.found.startswith(
-        "Kafka takes no events for topic t (topic missing): 200 wait, one"
+        "Kafka accepts no events for topic t (topic missing): 200 wait, one"
     )
     assert "`service dead events list --waiting --summary`" in found.advice
 
@@ -581,7 +581,7 @@ async def test_messages_of_a_consumer_that_is_gone_are_told(
     await db.execute("UPDATE pipeline.backlog SET consumer = 'gone'")
     found = (await examine())["consumers"]
     assert found.level == "warning"
-    assert found.found == "no handler here is consumer gone, for which messages wait: 1"
+    assert found.found == "this service has no consumer gone, for which messages wait: 1"
     assert "deploy it again" in found.advice
 
 
@@ -679,7 +679,7 @@ async def test_the_exit_code_says_whether_something_is_wrong(
     (tmp_path / "alembic.ini").unlink()
     process = await command()
     assert await process.ended() == 0, process.output
-    assert re.search("^warning  schema +no alembic.ini here", process.output, re.MULTILINE)
+    assert re.search("^warning  schema +there is no alembic.ini", process.output, re.MULTILINE)
     assert await (await command("--strict")).ended() == 1
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     process = await command("--json")

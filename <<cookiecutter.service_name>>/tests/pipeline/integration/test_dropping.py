@@ -581,7 +581,7 @@ async def test_the_commands_tell_what_is_kept_until_when_and_what_holds_it_back(
         kept.stdout
     )
     assert "inbox_g1          takes new markers\n" in kept.stdout
-    assert "inbox_g2          made ahead\n" in kept.stdout
+    assert "inbox_g2          created ahead\n" in kept.stdout
     held = f"{OLD}  due since 2020-01-04 00:00Z: no relay publishes 64 shards"
     assert held in kept.stdout
     done = await service("run")

@@ -23,7 +23,7 @@ from tests.servers.waiting import eventually
 Commands = Callable[[typer.Typer], Command]
 Tells = Callable[..., Any]
 
-FOR_EVER = {"run", "consume", "debezium follow"}
+FOR_EVER = {"run", "consume"}
 """Commands that serve: what they do is in their log."""
 
 

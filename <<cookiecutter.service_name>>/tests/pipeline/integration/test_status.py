@@ -75,7 +75,7 @@ async def test_lag_is_what_the_topic_has_behind_the_position(
     screen = await told(service)
     assert "lag not known" in screen["reads"][0]
     (beyond,) = (line for line in screen["wrong"] if line.startswith("positions: "))
-    assert "stands at offset 9" in beyond
+    assert "is at offset 9" in beyond
 
 
 async def test_what_was_never_read_is_all_lag(
@@ -148,7 +148,7 @@ async def test_what_is_scheduled_refused_and_held_is_told(
     screen = await told(service)
     assert screen["scheduled"] == ["1, next 2030-01-02 03:04:00Z"]
     assert screen["rejected"] == ["2 waiting, 1 dead"]
-    held = "held partitions: outbox_p20200101 is due to go: it is not closed yet"
+    held = "held partitions: outbox_p20200101 is overdue: it is not closed yet"
     assert any(line.startswith(held) for line in screen["warning"])
     assert screen["remembers"] == ["everything"]
     last = await db.fetchval("SELECT (now() AT TIME ZONE 'UTC')::date + 7")

@@ -237,6 +237,7 @@ def test_the_service_what_is_beside_the_engine_and_what_is_named_is_heard_from_t
         "pipeline.relay.relay",
         "archive.days",
         "claims",
+        "debezium.following",
         "effects",
         "http_api",
         "page.gate",

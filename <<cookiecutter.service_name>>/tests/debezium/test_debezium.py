@@ -1,4 +1,4 @@
-"""Debezium in the place of the relay: the real connector, on Kafka Connect and a real slot.
+"""Debezium in place of the relay: the real connector, on Kafka Connect and a real slot.
 
 Trap 36.
 """
@@ -21,8 +21,10 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
 from servers.state import StateDirectory
 
+from debezium import commands as debezium_commands
+from debezium.connector import slot_of
+from debezium.following import FollowingRelay
 from operate.commands import command_line
-from operate.debezium import FollowingRelay, slot_of
 from pipeline import Event, Handlers, Service, Transaction
 from pipeline.events.cloudevents import event_headers
 from pipeline.observe.health import Health
@@ -31,15 +33,22 @@ from pipeline.runtime import Part
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
-from .bank import Bank
-from .clusters import Cluster, private
-from .conftest import Command
 from .connect import Connect
-from .outgoing import LARGE, OLD, allow, event, make_old_day, stage, stage_long_ago
-from .private_server import server_url, template, used_databases, way_in  # noqa: F401 (fixtures)
-from .processes import starting
 from tests.conftest import Running
 from tests.contract.bank import Account, Base, Deposit, histories
+from tests.pipeline.integration.bank import Bank
+from tests.pipeline.integration.clusters import Cluster, private
+from tests.pipeline.integration.conftest import Command
+from tests.pipeline.integration.outgoing import (
+    LARGE,
+    OLD,
+    allow,
+    event,
+    make_old_day,
+    stage,
+    stage_long_ago,
+)
+from tests.pipeline.integration.processes import starting
 from tests.servers.processes import Process, Start
 from tests.servers.programs import running as running_server
 from tests.servers.topics import create_topic, following, id_of
@@ -161,7 +170,8 @@ async def debezium(
     used_topics: list[str],
 ) -> AsyncIterator[Debezium]:
     """Return a connector that is not started yet, configured by the commands of the bank."""
-    command = commands(command_line(bank.service), "debezium")
+    line = command_line(bank.service, debezium=debezium_commands.app)
+    command = commands(line, "debezium")
     role = f"debezium {bank.name}"
     config, statements = [await command(name, "--role", role) for name in ("connector", "sql")]
     given = json.loads(config.stdout)
@@ -502,7 +512,7 @@ async def test_both_publish_a_backlog_and_single_events(
     cluster: Cluster,
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
-    """What it prints is the table in the template's docs/debezium.md."""
+    """What it prints is the table in docs/debezium.md."""
 
     relays: list[Process] = []
 

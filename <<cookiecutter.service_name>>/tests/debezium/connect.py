@@ -14,7 +14,7 @@ from servers.kafka import KAFKA_LOGGING, KAFKA_VERSION
 from servers.network import LOOPBACK
 from servers.process import LocalServer
 
-from operate.debezium import PASSWORD
+from debezium.connector import PASSWORD
 
 from tests.servers.waiting import eventually
 

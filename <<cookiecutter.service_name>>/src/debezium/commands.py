@@ -5,14 +5,22 @@ from typing import Annotated
 
 import typer
 
+from operate.errors import Refused
+from operate.output import print_json
+from operate.terminal import (
+    Invocation,
+    operation,
+    read_settings,
+    run_to_end,
+    service_of,
+    serving,
+)
 from pipeline.runtime import Part, run
 
-from .debezium import FollowingRelay, connector, slot_of, statements
-from .errors import Refused
-from .output import print_json
-from .terminal import Invocation, operation, read_settings, run_to_end, service_of, serving
+from .connector import connector, slot_of, statements
+from .following import FollowingRelay
 
-app = typer.Typer(help="Debezium in the place of the relay.", no_args_is_help=True)
+app = typer.Typer(help="Debezium in place of the relay.", no_args_is_help=True)
 
 Role = Annotated[str, typer.Option(help="role in PostgreSQL by which the connector reads")]
 
@@ -40,7 +48,7 @@ async def print_connector(invocation: Invocation, role: Role = "debezium") -> No
 
 @app.command(epilog="For example: service debezium follow  # beside service consume")
 def follow(context: typer.Context) -> None:
-    """Run in the place of `service relay`: move scheduled events, and let retention go on.
+    """Run in place of `service relay`: move scheduled events, and let retention go on.
 
     It publishes what the replication slot lacks.
     """
