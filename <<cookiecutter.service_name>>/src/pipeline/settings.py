@@ -26,9 +26,7 @@ def _at_most_a_century(seconds: float) -> float:
 
 Seconds = Annotated[float, Field(gt=0), AfterValidator(_at_most_a_century), SECONDS]
 Count = Annotated[int, Field(ge=1)]
-Name = Annotated[
-    str, written(r"[a-zA-Z0-9._-]{1,249}", "a name of letters, digits, '.', '_', '-'")
-]
+Name = Annotated[str, written(r"[a-zA-Z0-9._-]{1,249}", "a name of letters, digits, '.', '_', '-'")]
 """What Kafka allows as the name of a topic, and of a member of a group."""
 
 CLOCK_MARGIN = timedelta(hours=1)

@@ -82,12 +82,16 @@ class Coordinator(GroupCoordinator):  # type: ignore[misc]  # it has no types
             # With this id the broker rejects it if it was replaced. Without, it replaces the other.
             self.member_id = member_id
 
+    async def _do_rejoin_group(self, subscription: Any) -> bool:
+        before = self._joined_again
+        has_joined: bool = await super()._do_rejoin_group(subscription)
+        return has_joined and self._joined_again == before
+
     async def _on_join_complete(self, generation: int, member_id: str, *assigned: Any) -> None:
         is_follower = self._group_subscription is None
         if self._group_instance_id and is_follower and member_id != self._joined_again:
             # To one that restarts the broker does not say that it leads, until it joins again.
             self._joined_again = member_id
-            self.request_rejoin()
         else:
             await super()._on_join_complete(generation, member_id, *assigned)
 

@@ -68,6 +68,9 @@ class FencedInstanceIdError(BrokerResponseError):  # type: ignore[misc]  # it ha
     message = "FENCED_INSTANCE_ID"
     description = "A process that joined later has the same PIPELINE_KAFKA_GROUP_INSTANCE_ID."
 
+    def __repr__(self) -> str:  # all that aiokafka raises of it
+        return f"{type(self).__name__}: {self.description}"
+
 
 class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]  # it has no types
     """The broker's error INVALID_RECORD."""
