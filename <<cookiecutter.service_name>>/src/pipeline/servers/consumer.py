@@ -72,6 +72,7 @@ consumer.Fetcher = Fetcher
 class Coordinator(GroupCoordinator):  # type: ignore[misc]  # it has no types
     """A member that is fenced if another process takes its `group.instance.id`."""
 
+    member_id: str
     _joined_again = ""
     """The member id with which it joined once more, to learn whether it leads the group."""
 
