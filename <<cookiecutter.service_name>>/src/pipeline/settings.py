@@ -26,6 +26,8 @@ def _at_most_a_century(seconds: float) -> float:
 
 Seconds = Annotated[float, Field(gt=0), AfterValidator(_at_most_a_century), SECONDS]
 Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, written(r"[a-zA-Z0-9._-]{1,249}", "a name of letters, digits, '.', '_', '-'")]
+"""What Kafka allows as the name of a topic, and of a member of a group."""
 
 CLOCK_MARGIN = timedelta(hours=1)
 """How far clocks may be apart: those of producers and brokers, and the database's from itself."""
@@ -69,6 +71,8 @@ class Settings(ServerSettings):
     """Concurrent consume transactions."""
     kafka_session_timeout: Annotated[Seconds, Field(ge=1)] = 10.0
     """Time without a heartbeat after which partitions are reassigned."""
+    kafka_group_instance_id: Name | None = None
+    """Static membership: a process that restarts with the same id keeps its partitions."""
     kafka_client_rack: str | None = None
     """Rack or zone, to read from a replica there."""
     transaction_timeout: Seconds = 8.0
@@ -122,13 +126,7 @@ class Settings(ServerSettings):
     """Publish in Kafka transactions: a paused relay can't send late to consumers that read
     committed."""
 
-    dead_letter_topic: (
-        Annotated[
-            str,
-            written(r"[a-zA-Z0-9._-]{1,249}", "a topic's name, of letters, digits, '.', '_', '-'"),
-        ]
-        | None
-    ) = None
+    dead_letter_topic: Name | None = None
     """Dead letters are also sent to this topic."""
 
     relay_topic_pause: Seconds = 5.0

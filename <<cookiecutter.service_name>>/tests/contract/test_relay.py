@@ -41,7 +41,8 @@ async def test_a_relay_that_stood_still_for_longer_than_its_lease_skips_and_reor
     ledger: Ledger, start: Start
 ) -> None:
     await staged(ledger, start)
-    frozen = await start("relay", relay_page=7)
+    # However long a busy machine lets it stand still, it does not end itself.
+    frozen = await start("relay", relay_page=7, hang_timeout=600)
     await ledger.progresses()
     frozen.send(signal.SIGSTOP)
     other = await start("relay")

@@ -41,6 +41,9 @@ _FETCHER_POLL_MS = 1_000
 """How often the fetcher wakes up although no response has arrived. aiokafka's default, five times a
 second, is a tenth of the cost of an idle service."""
 
+_HEARTBEAT_MS = 3_000
+"""Longest time in which a member learns that its group rebalances; the others wait for it."""
+
 _SLACK_SECONDS = 5.0
 """How much longer than the session time-out a request may take before it fails."""
 
@@ -111,6 +114,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         return KafkaConsumer(
             **clients.connection_options(self._settings),
             group_id=self._consume.group,
+            group_instance_id=self._settings.kafka_group_instance_id,
             client_rack=self._settings.kafka_client_rack,
             client_id=self._consume.group,
             enable_auto_commit=False,
@@ -118,7 +122,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             auto_offset_reset="none",
             isolation_level="read_committed",
             session_timeout_ms=session_timeout,
-            heartbeat_interval_ms=session_timeout // 3,
+            heartbeat_interval_ms=min(session_timeout // 3, _HEARTBEAT_MS),
             rebalance_timeout_ms=session_timeout,
             request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
             # A slow batch is ended by the transaction time-out, not by leaving the group.

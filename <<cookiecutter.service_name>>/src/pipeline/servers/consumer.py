@@ -13,6 +13,7 @@ from typing import Any
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.consumer import consumer, fetcher
+from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import KafkaError, for_code
 from aiokafka.protocol.commit import OffsetFetchRequest
 
@@ -66,6 +67,37 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
 
 
 consumer.Fetcher = Fetcher
+
+
+class Coordinator(GroupCoordinator):  # type: ignore[misc]  # it has no types
+    """A member that is fenced if another process takes its `group.instance.id`."""
+
+    member_id: str
+    _joined_again = ""
+    """The member id with which it joined once more, to learn whether it leads the group."""
+
+    def reset_generation(self) -> None:
+        member_id = self.member_id
+        super().reset_generation()
+        if self._group_instance_id and self._heartbeat_task is not None:
+            # With this id the broker rejects it if it was replaced. Without, it replaces the other.
+            self.member_id = member_id
+
+    async def _do_rejoin_group(self, subscription: Any) -> bool:
+        before = self._joined_again
+        has_joined: bool = await super()._do_rejoin_group(subscription)
+        return has_joined and self._joined_again == before
+
+    async def _on_join_complete(self, generation: int, member_id: str, *assigned: Any) -> None:
+        is_follower = self._group_subscription is None
+        if self._group_instance_id and is_follower and member_id != self._joined_again:
+            # To one that restarts the broker does not say that it leads, until it joins again.
+            self._joined_again = member_id
+        else:
+            await super()._on_join_complete(generation, member_id, *assigned)
+
+
+consumer.GroupCoordinator = Coordinator
 
 
 class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types

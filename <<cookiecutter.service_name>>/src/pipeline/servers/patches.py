@@ -12,8 +12,8 @@ Each item is what aiokafka does without its patch, with the issue upstream where
    attempt, so that nothing behind it is ever read. See `record_batches`.
 7. A consumer for which no records come polls the brokers as often as any other, and does not report
    that its fetching task has ended, or that no broker answers.
-8. The errors INVALID_RECORD and GROUP_MAX_SIZE_REACHED are unknown: a broker that returns the first
-   looks unavailable.
+8. The errors INVALID_RECORD, GROUP_MAX_SIZE_REACHED and FENCED_INSTANCE_ID are unknown: a broker
+   that returns the first looks unavailable.
 9. A client whose brokers have all moved never uses the bootstrap addresses again.
 10. A consumer that may not join its group reports it to a call that waits for records, and waits
    for such a call before it tries again. No assigned partition, no call. (`_push_error_to_user`)
@@ -21,6 +21,8 @@ Each item is what aiokafka does without its patch, with the issue upstream where
     even itself, as while it starts.
 12. A token that the broker rejects counts as accepted: the reason comes in an answer without an
     error (RFC 7628, section 3.2.2), and the next request fails by an empty one.
+13. Two members with one `group.instance.id` replace each other at each heartbeat. One that restarts
+    as leader of the group does not notice partitions that are added. See `consumer.Coordinator`.
 
 `test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
 """
@@ -59,6 +61,17 @@ class GroupIsFullError(BrokerResponseError):  # type: ignore[misc]  # it has no 
     description = "The group has as many members as the broker allows (group.max.size)."
 
 
+class FencedInstanceIdError(BrokerResponseError):  # type: ignore[misc]  # it has no types
+    """The broker's error FENCED_INSTANCE_ID."""
+
+    errno = 82
+    message = "FENCED_INSTANCE_ID"
+    description = "A process that joined later has the same PIPELINE_KAFKA_GROUP_INSTANCE_ID."
+
+    def __repr__(self) -> str:  # all that aiokafka raises of it
+        return f"{type(self).__name__}: {self.description}"
+
+
 class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]  # it has no types
     """The broker's error INVALID_RECORD."""
 
@@ -67,7 +80,7 @@ class InvalidRecordError(BrokerResponseError):  # type: ignore[misc]  # it has n
     description = "The broker does not take this record."
 
 
-for _error in (GroupIsFullError, InvalidRecordError):
+for _error in (GroupIsFullError, FencedInstanceIdError, InvalidRecordError):
     kafka_errors.setdefault(_error.errno, _error)
 
 

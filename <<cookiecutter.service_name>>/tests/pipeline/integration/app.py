@@ -18,6 +18,7 @@ from pipeline import Event, Policy, Transaction
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.item import Item
 from pipeline.handlers.staging import Outbox, StagedEvent
+from pipeline.observe import logs
 from pipeline.retry import workers
 from pipeline.servers import record_batches
 from pipeline.settings import Settings
@@ -180,6 +181,8 @@ if "BANK_MEMORY" in os.environ:
     record_batches._unpacked = unpacked_or_dead
 if "BANK_COUNTS" in os.environ:
     workers._SAMPLE_SECONDS = float(os.environ["BANK_COUNTS"])
+if "BANK_REPEATS" in os.environ:
+    logs._PERIOD = float(os.environ["BANK_REPEATS"])
 
 if __name__ == "__main__":
     command_line(replace(bank.service, claims=opened))()

@@ -54,6 +54,7 @@ async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Star
         batch_size=20,
         relay_lease=2,
         relay_poll_max=0.2,
+        hang_timeout=600,  # however long those that are frozen stand still
     ) as one:
         yield one
 

@@ -5,13 +5,14 @@ What needs a broker is in `test_clients`.
 
 import asyncio
 import ssl
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from aiokafka import conn, errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException, KafkaConnectionError
+from aiokafka.protocol import group
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.memory_records import MemoryRecords
 
@@ -97,10 +98,20 @@ def test_a_name_of_a_header_that_is_not_utf8_cannot_be_read_without_the_patch() 
         list(MemoryRecords(data).next_batch())
 
 
-def test_an_invalid_record_and_a_full_group_are_unknown_errors_without_the_patch() -> None:
+def test_errors_that_are_added_are_unknown_without_the_patch() -> None:
     numbers = {getattr(error, "errno", None) for error in vars(errors).values()}
-    ours = patches.InvalidRecordError, patches.GroupIsFullError
+    ours = patches.InvalidRecordError, patches.GroupIsFullError, patches.FencedInstanceIdError
     assert not numbers & {one.errno for one in ours}
+
+
+@pytest.mark.parametrize(
+    ("requests", "since"), [(group.HeartbeatRequestStruct, 3), (group.JoinGroupRequestStruct, 9)]
+)
+def test_a_static_member_does_not_learn_that_it_is_fenced_or_leads_without_the_patch(
+    requests: Any, since: int
+) -> None:
+    """The versions of requests since which brokers say so."""
+    assert max(one.API_VERSION for one in get_args(requests)) < since
 
 
 @pytest.mark.parametrize(("rate", "rests"), [(50, False), (1_000, True)])

@@ -63,7 +63,7 @@ def test_each_mistake_has_the_name_of_its_variable_and_says_what_to_write(
 ) -> None:
     told = {
         "KAFKA_BOOTSTRAP_SERVERS": "write host:port, several separated by commas, no protocol",
-        "DEAD_LETTER_TOPIC": "write a topic's name, of letters, digits, '.', '_', '-'",
+        "DEAD_LETTER_TOPIC": "write a name of letters, digits, '.', '_', '-'",
         "OTLP_ENDPOINT": "write http://host:port or https://host:port",
         "BATCH_SIZE": "Input should be greater than or equal to 1",
         "LOG_LEVEL": "Input should be 'DEBUG', 'INFO', 'WARNING' or 'ERROR'",
