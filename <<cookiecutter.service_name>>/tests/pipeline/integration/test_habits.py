@@ -217,7 +217,10 @@ async def gather(tx: Tx, key: str, cents: int) -> None:
         for other in others:
             await tx.load(Wallet, other)
     else:
-        await asyncio.gather(*(tx.load(Wallet, other) for other in others))
+        loads = (tx.load(Wallet, other) for other in others)
+        for outcome in await asyncio.gather(*loads, return_exceptions=True):
+            if isinstance(outcome, BaseException):  # the others have ended as well
+                raise outcome
 
 
 async def fail(tx: Tx, key: str, cents: int) -> None:
