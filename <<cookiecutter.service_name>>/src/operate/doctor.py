@@ -93,7 +93,7 @@ SELECT current_setting('server_version') AS version, $1 AS oldest,
     ServerCheck(
         "activity",
         "warning",
-        "role {role} lacks the privilege to see open transactions of other roles",
+        "role {role} does not see open transactions of other roles",
         "GRANT pg_read_all_stats TO {role}",
         """
 SELECT quote_ident(current_user) AS role WHERE NOT pg_has_role('pg_read_all_stats', 'USAGE')

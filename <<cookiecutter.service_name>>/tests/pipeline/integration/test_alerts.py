@@ -254,7 +254,7 @@ async def test_a_service_exposes_every_metric_and_label_that_rules_dashboard_and
     assert len(chosen) == 1
     assert chosen <= {one.name for one in samples if "job" not in one.labels}
     told = told_of()
-    assert len(told) > 5
+    assert len(told) > 2
     assert told - exposed == set()
     assert named <= {one.name for one in samples}
     assert len(named) > 15
@@ -670,7 +670,7 @@ async def test_events_that_are_dead_alert_until_they_are_redriven(
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
     topic = await new_topic(**{"max.message.bytes": "4000"})
-    process = await start("run")
+    process = await start("run", relay_compression="none")
     await stage(db, [event(topic, 1, payload=LARGE)])
     dead = {"pipeline_outcome": "dead"}
     fires = await tells(process, "pipeline_outbox_rejected", positive, **dead)

@@ -387,6 +387,7 @@ class World:
                     await message.run(tx, f"hand {number} {message.key}")
                     if tx.is_broken:
                         raise Broken
+                    await session.flush()
                     await session.execute(sa.text("RESET search_path"))
                     await session.commit()
                 except (Broken, sa.exc.SQLAlchemyError, sa.exc.SAWarning):

@@ -156,7 +156,7 @@ async def test_a_poll_that_finds_some_new_events(asked: Explaining, large: Large
     assert len(page.events) == 100
     for plan in asked.plans:
         assert (plan.indexes, plan.scanned) == ({"outbox_xid_idx"}, set())
-        assert plan.blocks < 100
+        assert plan.blocks < 200  # an index-only scan reads rows that vacuum has not seen
 
 
 async def test_a_poll_that_finds_a_transaction_that_took_long(
