@@ -635,7 +635,6 @@ ELSEWHERE = {
     "PIPELINE_DATABASE_TLS=": "likewise",
     "make update": "wants a clean tree and a template; tests/test_update.py has it",
     "dev/update.py": "likewise",
-    "tests/data/payments.jsonl": "writes a file for the test kit, whose tests read such files",
     "kafka-acls.sh": "wants a broker that checks them: tests/pipeline/integration/test_acls.py",
     "docker ": "wants an engine; tests/test_deploy.py follows the steps of the Dockerfile",
     "kubectl": "wants a cluster; tests/test_deploy.py has the manifests and what their jobs say,"
