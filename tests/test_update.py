@@ -466,6 +466,8 @@ def test_the_worked_example_is_taken_out_as_the_read_me_says(
 ) -> None:
     fresh = history.bake(output / "fresh", history.old, worked_example="no")
     project = history.bake(output, history.old)
+    for name, value in ADA.items():
+        project.run("git", "config", name, value)
     [answers] = re.findall(r'`make update ANSWERS="(\S+)"` takes it out', project.read("README.md"))
 
     outcome = make_update(project, f"ANSWERS={answers}")
