@@ -41,7 +41,7 @@ def dumps(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def released(version: str, changelog: str, day: str) -> str:
+def with_day(version: str, changelog: str, day: str) -> str:
     """Return the changelog with the day of the release. Raises `SystemExit` if it has another."""
     heading = f"\n## {version} (unreleased)\n"
     if changelog.count(heading) != 1:
@@ -59,7 +59,7 @@ def main() -> None:
         raise SystemExit("there are changes that are not committed")
     if git("tag", "--list", f"v{version}"):
         raise SystemExit(f"there is a tag v{version} already")
-    changelog = released(version, CHANGELOG.read_text("utf-8"), f"{datetime.now(UTC):%Y-%m-%d}")
+    changelog = with_day(version, CHANGELOG.read_text("utf-8"), f"{datetime.now(UTC):%Y-%m-%d}")
     (DUMPS / f"{version}.sql").write_text(dumps("make", version), "utf-8")
     CHANGELOG.write_text(changelog, "utf-8")
     git("add", "CHANGELOG.md", "tests/releases")

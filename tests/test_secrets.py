@@ -92,7 +92,7 @@ import sqlalchemy as sa
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 
 from archive.commands import group as archive_commands
-from claims.commands import group as claims_commands
+from claims.commands import app as claims_commands
 from page.commands import group as page_commands
 from page.settings import PageSettings
 from pipeline import Event, Handlers, Policy, Transaction
@@ -170,7 +170,7 @@ service = replace(
 main = command_line(
     service,
     archive=archive_commands(archive),
-    claims=claims_commands(service),
+    claims=claims_commands,
     page=page_commands(service),
 )
 

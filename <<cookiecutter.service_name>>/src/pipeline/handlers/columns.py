@@ -38,7 +38,7 @@ _BITS: dict[type[Any], int] = {sa.SmallInteger: 15, sa.Integer: 31, sa.BigIntege
 _IMMUTABLE = (sa.types.Numeric, sa.types.DateTime, sa.Enum, sa.String)
 _NO_OFFSET = timedelta(0)
 _STATE = "_sa_instance_state"
-"""Stands among the values of a row, and is SQLAlchemy's."""
+"""The attribute of a row in which SQLAlchemy has its state."""
 
 
 def cache_by_class(build: Callable[[type[Any]], T]) -> Callable[[type[Any]], T]:
@@ -120,7 +120,7 @@ def is_as_stored(row: Any) -> bool:
 
 @cache_by_class
 def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None:
-    """Return by what a row contains whether the database would accept and return a written value.
+    """Return by attribute whether the database would accept a written value and return the same.
 
     A column is None if that is unknown, as with a constraint, and all are if the database computes
     one of them or has a CHECK. The result is None if a value can change in place or by a
@@ -139,7 +139,7 @@ def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None
         column_of(column.type) is None and not isinstance(column.type, _IMMUTABLE)
         for name, column in columns.items()
     )
-    if is_related or is_mutable or len(columns) < len(attributes):
+    if is_related or is_mutable or len(set(columns.values())) < len(attributes):
         return None
     is_computed = any(
         column.computed is not None or column.onupdate is not None or column.server_onupdate
@@ -151,7 +151,8 @@ def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None
         for one in constrained
         for constraint in getattr(one, "constraints", ())
     )
-    return {**(dict.fromkeys(columns) if is_computed or has_check else checks), _STATE: bool}
+    known = dict.fromkeys(columns) if is_computed or has_check else checks
+    return {**known, _STATE: lambda _: True}
 
 
 def _check(column: sa.Column[Any]) -> Callable[[Any], bool] | None:

@@ -80,7 +80,8 @@ class Coordinator(GroupCoordinator):  # type: ignore[misc]  # it has no types
         member_id = self.member_id
         super().reset_generation()
         if self._group_instance_id and self._heartbeat_task is not None:
-            # With this id the broker rejects it if it was replaced. Without, it replaces the other.
+            # With its member id the broker rejects a member that was replaced; without, it would
+            # replace its successor.
             self.member_id = member_id
 
     async def _do_rejoin_group(self, subscription: Any) -> bool:
@@ -91,8 +92,9 @@ class Coordinator(GroupCoordinator):  # type: ignore[misc]  # it has no types
     async def _on_join_complete(self, generation: int, member_id: str, *assigned: Any) -> None:
         is_follower = self._group_subscription is None
         if self._group_instance_id and is_follower and member_id != self._joined_again:
-            # To one that restarts the broker does not say that it leads, until it joins again.
+            # The broker tells a leader that has restarted that it leads only when it joins again.
             self._joined_again = member_id
+            self.request_rejoin()
         else:
             await super()._on_join_complete(generation, member_id, *assigned)
 

@@ -68,14 +68,14 @@ class ResettableDatabase:
         self.url = url
         # Each test has an event loop of its own, and opens connections. One for the kit's queries
         # stays open, in another loop: a new one would have to look up all tables.
-        self._loop, self._thread = asyncio.new_event_loop(), ThreadPoolExecutor(1)
         self._connections = create_engine(self.settings(), name="harness")
+        self._loop, self._thread = asyncio.new_event_loop(), ThreadPoolExecutor(1)
         self._idle: dict[tuple[Settings, str], list[AsyncEngine]] = defaultdict(list)
         self._checked: list[Service] = []
         self._reset_statements = ""
 
     def prepare(self, service: Service) -> None:
-        """Do what a service does when it starts; `reset` restores the rows of now."""
+        """Do what a service does when it starts; `reset` restores the rows that are then there."""
         prepared = _prepare(self._connections, self.settings(), service)
         self._reset_statements = self._loop.run_until_complete(prepared)
 
@@ -107,7 +107,7 @@ class ResettableDatabase:
         idle = self._idle[settings, name]
         engine = idle.pop() if idle else create_engine(settings, name=name)
         try:
-            # A test's listeners are those of the copy.
+            # Listeners for statements end with the test, as they are those of the copy.
             yield engine.execution_options()
         finally:
             await engine.dispose()
@@ -123,8 +123,10 @@ class ResettableDatabase:
             async with autocommitting(self._connections) as driver:
                 return await work(driver, *arguments)
 
-        run = asyncio.get_running_loop().run_in_executor
-        return await run(self._thread, self._loop.run_until_complete, attempts()(query))
+        def run() -> T:
+            return self._loop.run_until_complete(attempts()(query))
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
     async def reset(self) -> None:
         """Restore all rows and sequences. Raises `HarnessMisused` if the role is not allowed to.

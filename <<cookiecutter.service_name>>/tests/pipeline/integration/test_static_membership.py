@@ -75,6 +75,12 @@ async def all_are_read(
     db: asyncpg.Connection, producer: AIOKafkaProducer, topic: str, partitions: int
 ) -> None:
     """Send a deposit to each partition, and wait until all are applied."""
+
+    async def are_known() -> bool:
+        await producer.client.force_metadata_update()
+        return len(await producer.partitions_for(topic)) == partitions
+
+    await eventually(are_known)
     for partition in range(partitions):
         one = Deposit(partition + 1, f"account {partition}", partition=partition)
         await one.send(producer, topic)
@@ -115,6 +121,22 @@ async def test_a_leader_that_restarts_keeps_its_partitions_and_assigns_those_tha
     await all_are_read(db, producer, bank.deposits, PARTITIONS + 4)
 
 
+@pytest.mark.parametrize("stopped", [0, 1], ids=["leader", "follower"])
+async def test_a_member_that_was_stopped_for_longer_than_its_session_reads_again(
+    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, stopped: int
+) -> None:
+    members = []
+    for number in (1, 2):
+        members.append(await start("run", kafka_group_instance_id=f"member-{number}"))
+        await eventually(members[-1].is_ready)
+    await eventually(lambda: sorted(map(sorted, map(latest, members))) == [[0, 2], [1, 3]])
+    members[stopped].send(signal.SIGSTOP)
+    await eventually(lambda: latest(members[1 - stopped]) == {0, 1, 2, 3})
+    members[stopped].send(signal.SIGCONT)
+    await eventually(lambda: sorted(map(sorted, map(latest, members))) == [[0, 2], [1, 3]])
+    await all_are_read(db, producer, bank.deposits, PARTITIONS)
+
+
 async def test_of_two_processes_with_one_id_the_later_one_serves_until_it_ends(
     start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
@@ -145,7 +167,7 @@ async def test_a_process_whose_id_was_taken_in_its_transaction_doubles_nothing(
     connect: Callable[[], Awaitable[asyncpg.Connection]],
     db: asyncpg.Connection,
 ) -> None:
-    """Trap 12: for a while both take themselves for the owner."""
+    """Trap 12: for a while two processes have the partition."""
     first = await start("run", kafka_group_instance_id="the-same")
     await Deposit(1).send(producer, bank.deposits)
     await eventually(position_reaches(db, bank.deposits, 1))
