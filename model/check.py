@@ -121,7 +121,7 @@ FULL = (
     Run("backlog", "MISHAPS=0 SEEKS=1"),
     Run("backlog", "MISHAPS=0", is_for_cycles=True),
 )
-# The comments: what the counter-example shows, and the trap of tests/pipeline/TRAPS.md.
+# The comments: what the counter-example shows, and the trap of tests/pipeline/unit/test_traps.py.
 FAULTS = (
     # The position moves in its own transaction; the next record commits before this one takes
     # effect. Trap 13.

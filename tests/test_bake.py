@@ -5,7 +5,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +12,7 @@ import sys
 import time
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from email.utils import getaddresses
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -627,55 +626,6 @@ def test_the_handler_of_the_read_me_is_added_step_by_step(set_up: BakedProject) 
     assert re.search(r"^consumer +count-openings$", shown.stdout, re.MULTILINE)
 
 
-@pytest.mark.full
-def test_a_service_whose_example_is_taken_out_as_the_readme_says_is_one_without_it(
-    template: Template, tmp_path: Path
-) -> None:
-    project, without = template.bake(tmp_path / "a"), template.bake(tmp_path, worked_example="no")
-    chapter = project.read("README.md").split("\n## Without the worked example\n")[1]
-    listed, folder = re.search(r"^Delete (.+?) in\s`(.+?)`\.", chapter.lstrip(), re.DOTALL).groups()  # type: ignore[union-attr]
-    unit, *files = re.findall(r"`(.+?)`", listed)
-    shutil.rmtree(project.path / folder / unit)
-    for name in files:
-        (project.path / folder / name).unlink()
-    assert "Take the classes out of `events.py` and `tables.py` (all but `Base`)" in chapter
-    assert "and the table out of `migrations/versions/0001_service.py`" in chapter.replace(
-        "\n", " "
-    )
-    assert "Take the fixture `no_webhook` out of `conftest.py` there." in chapter
-    conftest = project.path / folder / "conftest.py"
-    take_out(conftest, lambda one: isinstance(one, ast.FunctionDef) and one.name == "no_webhook")
-    package = project.path / "src" / project.package
-    for name in "events.py", "tables.py":
-        take_out(package / name, lambda one: isinstance(one, ast.ClassDef) and one.name != "Base")
-    migration = project.path / "migrations/versions/0001_service.py"
-    take_out(migration, lambda one: isinstance(one, ast.Expr) and "op." in ast.unparse(one))
-    handlers = package / "handlers.py"
-    above, made, _ = handlers.read_text("utf-8").partition("effects = Effects(handlers)\n")
-    handlers.write_text(above + made, "utf-8")
-
-    project.make("format", "check")
-
-    ours = re.compile(f"(src|tests)/{project.package}/|migrations/")
-    left, expected = (
-        {name: text for name, text in each.files().items() if ours.match(name)}
-        for each in (project, without)
-    )
-    assert left == expected
-
-
-def take_out(path: Path, unwanted: Callable[[ast.AST], bool]) -> None:
-    """Delete the lines of what nobody wants any more."""
-    text = path.read_text("utf-8")
-    lines = text.splitlines(keepends=True)
-    for one in ast.walk(ast.parse(text)):
-        if isinstance(one, ast.stmt) and unwanted(one):
-            assert one.end_lineno is not None
-            first = min([one.lineno, *(each.lineno for each in getattr(one, "decorator_list", ()))])
-            lines[first - 1 : one.end_lineno] = [""] * (one.end_lineno - first + 1)
-    path.write_text("".join(lines), "utf-8")
-
-
 ELSEWHERE = {
     "make run": "is what `test_make_run_serves_until_ctrl_c` does",
     "dev/send.py scans": "there, too",
@@ -685,7 +635,6 @@ ELSEWHERE = {
     "PIPELINE_DATABASE_TLS=": "likewise",
     "make update": "wants a clean tree and a template; tests/test_update.py has it",
     "dev/update.py": "likewise",
-    "tests/data/payments.jsonl": "writes a file for the test kit, whose tests read such files",
     "kafka-acls.sh": "wants a broker that checks them: tests/pipeline/integration/test_acls.py",
     "docker ": "wants an engine; tests/test_deploy.py follows the steps of the Dockerfile",
     "kubectl": "wants a cluster; tests/test_deploy.py has the manifests and what their jobs say,"

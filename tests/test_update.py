@@ -460,6 +460,22 @@ def test_other_answers_are_merged_at_the_recorded_version(history: History, outp
 
 
 @pytest.mark.full
+@pytest.mark.full
+def test_the_worked_example_is_taken_out_as_the_read_me_says(
+    history: History, output: Path
+) -> None:
+    fresh = history.bake(output / "fresh", history.old, worked_example="no")
+    project = history.bake(output, history.old)
+    for name, value in ADA.items():
+        project.run("git", "config", name, value)
+    [answers] = re.findall(r'`make update ANSWERS="(\S+)"` takes it out', project.read("README.md"))
+
+    outcome = make_update(project, f"ANSWERS={answers}")
+
+    assert outcome.code == 0, outcome.said
+    assert project.files() == fresh.files()
+
+
 def test_an_edited_line_of_the_engine_is_merged_like_any_other(
     history: History, output: Path
 ) -> None:

@@ -254,7 +254,7 @@ async def test_a_service_exposes_every_metric_and_label_that_rules_dashboard_and
     assert len(chosen) == 1
     assert chosen <= {one.name for one in samples if "job" not in one.labels}
     told = told_of()
-    assert len(told) > 2
+    assert told
     assert told - exposed == set()
     assert named <= {one.name for one in samples}
     assert len(named) > 15
