@@ -460,7 +460,6 @@ def test_other_answers_are_merged_at_the_recorded_version(history: History, outp
 
 
 @pytest.mark.full
-@pytest.mark.full
 def test_the_worked_example_is_taken_out_as_the_read_me_says(
     history: History, output: Path
 ) -> None:
@@ -476,6 +475,7 @@ def test_the_worked_example_is_taken_out_as_the_read_me_says(
     assert project.files() == fresh.files()
 
 
+@pytest.mark.full
 def test_an_edited_line_of_the_engine_is_merged_like_any_other(
     history: History, output: Path
 ) -> None:
