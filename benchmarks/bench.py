@@ -222,7 +222,7 @@ class Bench:
         measure = _goal(name).measure
         others = self.found(measure, other)
         values = ratios(self.found(measure, one), others, of)
-        self.mark(name, values, [found[of] for found in others])
+        self.mark(name, values, [found[of] for found in others if of in found])
 
     def say(self, what: str, text: str) -> None:
         """Write a line."""

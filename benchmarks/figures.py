@@ -1,10 +1,12 @@
 """The figures: which plots are drawn of what was measured."""
 
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 
 from benchmarks.bench import Book
 from benchmarks.measures.growth import VARIED, name
+from benchmarks.measures.ordinary import CONTESTANTS, FEW, MANY, RATES, named
 from benchmarks.plots import Bar, Points, bars, lines
 
 ACROSS = {
@@ -34,6 +36,11 @@ def draw(book: Book) -> dict[str, str]:
         title = "Milliseconds from record to event, 100 records/s"
         series = {of: _bars(book, "latency", of) for of in ("p50", "p99")}
         figures["latency.svg"] = bars(title, "ms", series)
+    if "ordinary" in taken:
+        figures["ordinary-latency.svg"] = _ordinary_latency(book)
+        if costs := _by_rate(book, "cpu"):
+            title = "CPU of Python and PostgreSQL for a message, on 1 and on 12 partitions"
+            figures["ordinary.svg"] = lines(title, "messages/s", "ms", costs, logarithmic=True)
     for kind in VARIED:
         if _points(book, kind, "rate"):
             figures[f"growth-{kind}.svg"] = _rate_by(book, kind)
@@ -66,6 +73,23 @@ def _cpu(book: Book) -> str:
         for who in WHO
     }
     return bars("CPU seconds for 1,000 messages", "CPU seconds", series)
+
+
+def _by_rate(book: Book, of: str) -> dict[str, Points]:
+    """Return a figure by the rate, of each contestant and number of partitions that has it."""
+    series: dict[str, Points] = {}
+    for who, partitions in product(CONTESTANTS, (FEW, MANY)):
+        rounds = {rate: book.rounds("ordinary", named(who, rate, partitions)) for rate in RATES}
+        found = {rate: [one[of] for one in all_ if of in one] for rate, all_ in rounds.items()}
+        if points := [(float(rate), median(values)) for rate, values in found.items() if values]:
+            series[f"{who.name}, {partitions}"] = points
+    return series
+
+
+def _ordinary_latency(book: Book) -> str:
+    title = "Latency on 1 and on 12 partitions, p50 (p99 dashed)"
+    p50, p99 = (_by_rate(book, of) for of in ("p50", "p99"))
+    return lines(title, "messages/s", "ms", p50, dashed=p99, logarithmic=True)
 
 
 def _points(book: Book, kind: str, of: str) -> Points:

@@ -6,6 +6,7 @@ report says of which commit each is.
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +16,8 @@ from benchmarks.bench import Book, Run
 from benchmarks.marks import GOALS, Values
 from benchmarks.measures import MEASURES
 from benchmarks.measures.dropping import share_of
+from benchmarks.measures.ordinary import CONTESTANTS, FEW, MANY, RATES
+from benchmarks.measures.ordinary import named as named_at
 from benchmarks.measures.throughput import KEYS, named
 from demo.flights import ROOT
 
@@ -76,7 +79,7 @@ def joined(report: Report, kept: Report) -> Report:
     if not staying:
         return report
     of_goal = {goal.name: goal.measure for goal in GOALS}
-    marks = {mark["name"]: mark for mark in kept["marks"] if of_goal[mark["name"]] in staying}
+    marks = {mark["name"]: mark for mark in kept["marks"] if of_goal.get(mark["name"]) in staying}
     marks |= {mark["name"]: mark for mark in report["marks"]}
     return {
         **report,
@@ -98,15 +101,18 @@ def told(page: str, report: Report) -> str:
     page = _with_table(page, "| commit ", _sources(report))
     page = _with_table(page, "| what ", _results(book))
     page = _with_table(page, "| contestant, keys ", _cores(book))
+    if "ordinary" in report["measured"]:
+        page = _with_table(page, "| rate, partitions ", _ordinary(book))
     head, *rows = _layers(book)
     return _with_table(page, "| layer ", rows, head)
 
 
 def _marks(report: Report) -> Iterable[Sequence[str]]:
     marks = {mark["name"]: mark for mark in report["marks"]}
-    for goal in GOALS:
+    for goal in (one for one in GOALS if one.measure in report["measured"]):
         mark = marks.get(goal.name)
-        if mark is None or mark["value"] is None:
+        # A mark of another goal says nothing of this one.
+        if mark is None or mark["value"] is None or mark["goal"] != goal.text:
             yield goal.name, goal.text, "", "", "", "not measured"
             continue
         spread = _spread([mark["least"], mark["most"]], ".3g")
@@ -191,6 +197,18 @@ def _core(
         return
     allowed = [one / (share * other["rate"]) for one, other in zip(busy, bare, strict=True)]
     yield _number(1e6 * median(allowed))
+
+
+def _ordinary(book: Book) -> Iterable[Sequence[str]]:
+    """Say at each rate what a message costs whom, and how long it takes."""
+    costs = [f"cpu_{who}" for who in figures.WHO]
+    for rate, partitions, who in product(RATES, (FEW, MANY), CONTESTANTS):
+        found = book.rounds("ordinary", named_at(who, rate, partitions))
+        if found:
+            of = {name: median(one[name] for one in found) for name in found[0]}
+            cells = [_number(1_000 * of[one]) for one in costs] + [f"{of['core']:.2f}"]
+            cells += [_number(of[one]) for one in ("commits", "p50", "p99")]
+            yield f"{rate:,}/s, {partitions}", who.name, *cells
 
 
 def _layers(book: Book) -> Iterable[Sequence[str]]:

@@ -53,6 +53,16 @@ GOALS = (
     Goal("latency", "latency, p50", "≤", 10, "ms"),
     Goal("latency", "relay apart, p50", "≤", 25, "ms"),
     Goal("latency", "relay apart, idle", "<", 2, "% of a core"),
+    Goal("ordinary", "300/s, CPU", "≤", 1.2, "of that on 1 partition"),
+    Goal("ordinary", "300/s, CPU against bare-orm", "<", 1, "of bare-orm"),
+    Goal("ordinary", "1,000/s, CPU", "≤", 1.2, "of that on 1 partition"),
+    Goal("ordinary", "1,000/s, CPU against bare-orm", "<", 1, "of bare-orm"),
+    Goal("ordinary", "300/s, core", "≤", 0.35, "of a core"),
+    Goal("ordinary", "1,000/s, commits", "≤", 0.1, "a message"),
+    Goal("ordinary", "1,000/s, p50", "≤", 30, "ms"),
+    Goal("ordinary", "3,000/s, p50", "≤", 30, "ms"),
+    Goal("ordinary", "100/s, p50", "≤", 8, "ms"),
+    Goal("ordinary", "100/s, p99", "≤", 1, "of bare-orm, or of 10 ms"),
     Goal("duplicates", "duplicates only", "≥", 2, "times new messages"),
     Goal("deferred", "deferred mode", "≥", 0.6, "of inline"),
     Goal("old_tables", "old tables", "≥", 0.95, "of empty"),
@@ -108,11 +118,12 @@ class Mark:
 def ratios(ones: Sequence[Values], others: Sequence[Values], of: str = "rate") -> list[float]:
     """Return one side over the other, round by round: both have run one after the other.
 
-    Nothing where only one side was measured.
+    Nothing where only one side was measured, or the figure was not.
     """
     if not ones or not others:
         return []
-    return [one[of] / other[of] for one, other in zip(ones, others, strict=True)]
+    pairs = zip(ones, others, strict=True)
+    return [one[of] / other[of] for one, other in pairs if of in one and of in other]
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
+from types import MappingProxyType
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 WIDTH, HEIGHT = 720.0, 360.0
@@ -65,6 +67,16 @@ class _Canvas:
     ) -> None:
         self.add("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=colour, stroke_width=width)
 
+    def curve(
+        self, places: Points, colour: str, dashes: str = "", *, has_dots: bool = False
+    ) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        one = self.add("polyline", points=path, fill="none", stroke=colour, stroke_width=2)
+        if dashes:
+            one.set("stroke-dasharray", dashes)
+        for x, y in places if has_dots else ():
+            self.add("circle", cx=x, cy=y, r=3.5, fill=colour)
+
     def legend(self, names: Sequence[str]) -> None:
         x = LEFT
         for name, colour in zip(names, COLOURS, strict=False):
@@ -107,12 +119,22 @@ def bars(title: str, unit: str, series: Mapping[str, Sequence[Bar]]) -> str:
 
 
 def lines(
-    title: str, across: str, up: str, series: Mapping[str, Points], *, logarithmic: bool = False
+    title: str,
+    across: str,
+    up: str,
+    series: Mapping[str, Points],
+    *,
+    dashed: Mapping[str, Points] = MappingProxyType({}),
+    logarithmic: bool = False,
 ) -> str:
-    """Draw a line for each series, from zero upwards. `logarithmic` says it of what goes across."""
+    """Draw a line for each series, from zero upwards. `logarithmic` says it of what goes across.
+
+    Those that are `dashed` have the colours of the series with their names.
+    """
     canvas = _Canvas(title)
-    xs = sorted({x for points in series.values() for x, _ in points})
-    ticks = steps(max((y for points in series.values() for _, y in points), default=0))
+    every = [point for drawn in (series, dashed) for one in drawn.values() for point in one]
+    xs = sorted({x for x, _ in every})
+    ticks = steps(max((y for _, y in every), default=0))
     right, bottom = WIDTH - RIGHT, canvas.height - BOTTOM
 
     def measured(x: float) -> float:
@@ -134,14 +156,11 @@ def lines(
     canvas.text(up, 12, TOP - 6 if len(series) == 1 else bottom + 36)
     if len(series) > 1:
         canvas.legend(list(series))
-    for place, points in enumerate(series.values()):
-        colour = COLOURS[place % len(COLOURS)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in points))
-        canvas.add("polyline", points=path, fill="none", stroke=colour, stroke_width=2)
-        if logarithmic:
-            for point in points:
-                x, y = at(*point)
-                canvas.add("circle", cx=x, cy=y, r=3.5, fill=colour)
+    colours = dict(zip(series, cycle(COLOURS), strict=False))
+    for drawn, dashes in ((series, ""), (dashed, "6 4")):
+        for name, points in drawn.items():
+            places = [at(*point) for point in points]
+            canvas.curve(places, colours[name], dashes, has_dots=logarithmic)
     return canvas.drawn()
 
 

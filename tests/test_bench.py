@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Collection
 from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from time import sleep
@@ -27,9 +28,10 @@ from benchmarks.measures import MEASURES
 from benchmarks.measures.dropping import longest_pause
 from benchmarks.measures.growth import SHARDS, VARIED, name
 from benchmarks.measures.memory import growth_of
+from benchmarks.measures.ordinary import RATES, SIDES, hold_against_goals, named
 from benchmarks.measures.relay import REQUIRED_HEADERS, event_of
 from benchmarks.plots import Bar, bars, lines, steps
-from benchmarks.rig import Sample
+from benchmarks.rig import BARE_ORM, OURS, USUAL, Sample
 from benchmarks.run import rig_in
 from benchmarks.runs import rate, records
 from demo.evidence import DELAYED, MOVED, Effect
@@ -328,13 +330,60 @@ def test_every_measure_has_its_figures() -> None:
     book = Book(series={"memory over time": [(0.0, 100.0), (1.0, 110.0)]})
     for measure in ("throughput", "relay", "latency"):
         book.runs += [Run(measure, who, number, values) for who in "ab" for number in (0, 1, 2)]
+    book.runs += ordinary_runs(values | {"cpu": 2.0})
     for kind, points in VARIED.items():
         book.runs += [Run("growth", name(kind, point), 1, values) for point in points]
     drawn = figures.draw(book)
-    assert len(drawn) == 5 + 3 * len(VARIED)
+    assert len(drawn) == 7 + 3 * len(VARIED)
     for svg in drawn.values():
         ElementTree.fromstring(svg)
     assert figures.draw(Book()) == {}
+    # A line for each contestant and number of partitions, and two where it has two quantiles.
+    for plot, count in {"ordinary": 6, "ordinary-latency": 12}.items():
+        root = ElementTree.fromstring(drawn[f"{plot}.svg"])
+        assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == count
+    assert drawn["ordinary-latency.svg"].count("stroke-dasharray") == 6
+
+
+def ordinary_runs(values: Values) -> list[Run]:
+    """A round of ordinary traffic in which all contestants have shown the same."""
+    return [
+        Run("ordinary", named(who, rate, partitions), 1, values)
+        for rate in RATES
+        for who, partitions in SIDES
+        if who is not USUAL or rate < 300
+    ]
+
+
+def test_ordinary_traffic_is_held_against_its_goals() -> None:
+    bench = Bench(run.rig_in(Path()), Options(), Console(quiet=True))
+    values = {"cpu": 2.0, "core": 0.4, "commits": 0.1, "p50": 9.0, "p99": 11.0}
+    bench.book.runs += ordinary_runs(values)
+    hold_against_goals(bench)
+    marks = {mark.goal.name: (mark.value, mark.is_met) for mark in bench.book.marks}
+    assert list(marks) == [goal.name for goal in GOALS if goal.measure == "ordinary"]
+    assert marks["300/s, CPU"] == (1, True)
+    assert marks["300/s, CPU against bare-orm"] == (1, False)
+    assert marks["300/s, core"] == (0.4, False)
+    assert marks["1,000/s, commits"] == (0.1, True)
+    assert marks["100/s, p50"] == (9, False)
+    assert marks["100/s, p99"] == (1, True)
+    # In a container nobody sees what PostgreSQL takes.
+    del bench.book.marks[:], values["cpu"]
+    hold_against_goals(bench)
+    assert {one.goal.name for one in bench.book.marks if not one.values} == {
+        goal.name for goal in GOALS if "CPU" in goal.name
+    }
+
+
+def test_a_p99_below_the_one_before_is_good_enough_whatever_that_of_bare_orm_is() -> None:
+    bench = Bench(run.rig_in(Path()), Options(), Console(quiet=True))
+    for who, p99 in ((OURS, 8.0), (BARE_ORM, 4.0)):
+        values = {"cpu": 1.0, "p99": p99}
+        bench.book.runs.append(Run("ordinary", named(who, 100, 12), 1, values | {"p50": 1.0}))
+    hold_against_goals(bench)
+    told = {mark.goal.name: mark.as_json() for mark in bench.book.marks}["100/s, p99"]
+    assert (told["value"], told["met"], told["reference"]) == (0.8, True, 10)
 
 
 def test_the_shards_that_are_not_varied_are_those_of_the_schema() -> None:
@@ -345,7 +394,8 @@ def test_the_shards_that_are_not_varied_are_those_of_the_schema() -> None:
 def test_the_documentation_has_the_marks_of_the_code() -> None:
     text = (ROOT / "docs" / "performance.md").read_text("utf-8")
     rows = re.findall(r"^\| ([^|]+?) +\| ([≥≤<][^|]+?) +\|", text, re.MULTILINE)
-    assert rows == [(goal.name, goal.text) for goal in GOALS]
+    taken = kept_report()["measured"]
+    assert rows == [(goal.name, goal.text) for goal in GOALS if goal.measure in taken]
 
 
 def test_the_documentation_names_every_measure_and_every_goal_belongs_to_one() -> None:
@@ -376,7 +426,7 @@ def test_a_measure_that_is_taken_anew_stands_beside_the_others() -> None:
     (idle,) = [one for one in after["runs"] if one["measure"] == "idle"]
     assert idle["values"] == {"share": 0.5}
     names = [mark["name"] for mark in after["marks"]]
-    assert names == [goal.name for goal in GOALS]
+    assert names == [goal.name for goal in GOALS if goal.measure in after["measured"]]
     values = {mark["name"]: mark["value"] for mark in after["marks"]}
     assert values["idle service"] == 0.5
     assert values["hot key"] == next(m["value"] for m in before["marks"] if m["name"] == "hot key")
@@ -384,6 +434,39 @@ def test_a_measure_that_is_taken_anew_stands_beside_the_others() -> None:
     page = kept.told(kept.PAGE.read_text("utf-8"), after)
     assert re.search(r"^\| fffffff +\| \S+ +\| `idle` +\|$", page, re.MULTILINE)
     assert re.search(r"^\| idle service +\| [^|]+\| 0.5 ", page, re.MULTILINE)
+
+
+def test_what_was_held_against_another_goal_is_not_kept() -> None:
+    before = kept_report()
+    old = before["marks"][0] | {"name": "given up"}
+    report = before | {"measured": {"idle": before["measured"]["idle"]}, "marks": []}
+    after = kept.joined(report, before | {"marks": [old, *before["marks"]]})
+    assert "given up" not in {mark["name"] for mark in after["marks"]}
+    of_relay = [one for one in before["marks"] if one["name"] == "relay alone"]
+    page = kept.PAGE.read_text("utf-8")
+    for goal, said in (("≥ 0.9 of producer", "yes"), ("≥ 0.8 of producer", "not measured")):
+        marks = [one | {"goal": goal} for one in of_relay]
+        found = kept.told(page, before | {"marks": marks})
+        assert re.search(rf"^\| relay alone .*\| {said} +\|$", found, re.MULTILINE)
+
+
+def test_the_page_says_what_ordinary_traffic_costs() -> None:
+    report = kept_report()
+    values = {"cpu_python": 1.5, "cpu_postgres": 0.25, "cpu_kafka": 0.1, "cpu": 1.75}
+    values |= {"core": 0.25, "commits": 0.05, "p50": 7.0, "p99": 9.5}
+    others = [one for one in report["runs"] if one["measure"] != "ordinary"]
+    runs = others + [asdict(one) for one in ordinary_runs(values)]
+    measured = report["measured"] | {"ordinary": report["measured"]["idle"]}
+    columns = "| rate, partitions | contestant | a | b | c | d | e | f | g |\n"
+    head = f"\n{columns}{'|---' * 9}|\n\n"
+    page = kept.PAGE.read_text("utf-8") + head
+    page = kept.told(page, report | {"runs": runs, "measured": measured})
+    rows = re.findall(r"^\| (\S+/s), (\d+) +\| ours +\| (.+?) *\|$", page, re.MULTILINE)
+    assert [one[:2] for one in rows] == [
+        (f"{rate:,}/s", on) for rate in RATES for on in ("1", "12")
+    ]
+    cells = ["1,500", "250", "100", "0.25", "0.05", "7", "9.5"]
+    assert [[cell.strip() for cell in one[2].split("|")] for one in rows] == [cells] * len(rows)
 
 
 def test_whose_layers_were_taken_has_a_column() -> None:
@@ -609,6 +692,7 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     assert [measure for measure, runs in found.items() if not runs] == []
     for measure in ("throughput", "relay", "duplicates", "deferred", "old_tables", "telemetry"):
         assert all(one["values"]["rate"] > 0 for one in found[measure])
+    assert all(one["values"]["commits"] > 0 for one in found["ordinary"])
     # Every layer was at work; in so short a run the clocks may differ by more than it takes.
     layers = {one["contestant"]: one["values"] for one in found["layers"]}
     bare, ours = layers.pop("bare"), list(layers["ours"])
@@ -628,8 +712,10 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     # What servers in containers take cannot be seen.
     seen = report["machine"]["servers"] == "process"
     marks = {one["name"] for one in report["marks"] if one["value"] is not None}
-    assert marks == {goal.name for goal in GOALS if seen or goal.measure != "idle"}
-    plots = {"throughput", "relay", "latency", "memory", *(["cpu"] if seen else [])}
+    of_cpu = {goal.name for goal in GOALS if goal.measure == "idle" or "CPU" in goal.name}
+    assert marks == {goal.name for goal in GOALS} - (set() if seen else of_cpu)
+    plots = {"throughput", "relay", "latency", "ordinary-latency", "memory"}
+    plots |= {"cpu", "ordinary"} if seen else set()
     for kind in VARIED:
         plots |= {f"growth-{kind}", f"growth-{kind}-latency", f"growth-{kind}-size"}
     assert {plot.stem for plot in tmp_path.glob("*.svg")} == plots
