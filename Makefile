@@ -85,7 +85,7 @@ test: check ## check, and run the tests for a change, with real servers
 	@$(BIN)/python -m tests.programs test
 	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine test-template
 
-test-full: $(INSTALLED) ## run the other tests: crashes, outages, plans, TLS, pooler, all variants (half an hour)
+test-full: $(INSTALLED) ## run the other tests: crashes, outages, plans, TLS, pooler, all variants (an hour)
 	@$(BIN)/python -m tests.programs test-full
 	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine-full test-template-full
 
