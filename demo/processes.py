@@ -199,9 +199,14 @@ class Service:
         self._started.set()
 
     async def ready(self, within: float = READY_WITHIN) -> None:
-        """Wait until the service says that it is ready. Raises `ProcessFailed` after `within` s."""
+        """Wait until the service is ready.
+
+        Raises `ProcessFailed` if the process ends, or after `within` seconds.
+        """
         began = time.monotonic()
         while obstacle := await self.obstacle():
+            if self._process and self._process.returncode is not None:
+                raise ProcessFailed(f"the service ended by itself: {self.log}")
             if time.monotonic() - began > within:
                 raise ProcessFailed(f"the service was not ready within {within:.0f} s: {obstacle}")
             await asyncio.sleep(0.1)

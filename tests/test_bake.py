@@ -688,7 +688,7 @@ WORK = {
     "deploy/postgres/roles.sql": ("", "GRANT"),
 }
 """What has to be there for a command, and what it says when it has done its work."""
-FOR_A_WHILE = "timeout --preserve-status -s INT 8"
+FOR_A_WHILE = "timeout --preserve-status -s INT 20"
 
 
 async def furnish(url: str, kafka: str) -> None:

@@ -1018,7 +1018,7 @@ def test_without_maven_it_is_said_what_to_install(fresh: Stack, tmp_path: Path) 
     result = fresh("up", environment=environment)
 
     assert result.returncode == 1
-    assert "`mvn` is not on PATH" in result.stderr
+    assert "PATH has no `mvn`" in result.stderr
     assert "apt-get install" in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -33,7 +33,11 @@ def collector() -> None:
 
 @pytest.fixture(scope="module")
 def spans(collector: None, tmp_path_factory: pytest.TempPathFactory) -> list[Span]:
-    return asyncio.run(trace_of_a_scan(tmp_path_factory.mktemp("traced")))
+    # With servers of its own: other tests have services of these names, on other databases.
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [one for one in os.environ if one.startswith("PIPELINE_")]:
+            patch.delenv(name)
+        return asyncio.run(trace_of_a_scan(tmp_path_factory.mktemp("traced")))
 
 
 def the(spans: list[Span], name: str) -> Span:
