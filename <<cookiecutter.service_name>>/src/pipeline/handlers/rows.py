@@ -176,8 +176,10 @@ class Rows:
         return record_key(type(row), values)
 
     def _holds(self, row: Aggregate, values: Key) -> bool:
-        # The row may have been loaded as an instance of a base class.
         place = canonical(type(row), values)
+        if self.locked.get((type(row), place)) is row:
+            return True
+        # The row may have been loaded as an instance of a base class.
         return any(self.locked.get((one, place)) is row for one in type(row).__mro__)
 
     def create(self, entity: type[A], key: Key) -> A:

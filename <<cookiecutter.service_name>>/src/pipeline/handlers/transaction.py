@@ -47,7 +47,11 @@ class UnitOfWork(ABC):
 
     def _check(self) -> None:
         if self._has_ended:
-            raise HandlerFault(HAS_RETURNED)
+            raise self._noted(HandlerFault(HAS_RETURNED))
+
+    def _noted(self, error: HandlerFault) -> HandlerFault:
+        """Return the error of a call after the handler has returned."""
+        return error
 
     @property
     def session(self) -> AsyncSession:
@@ -185,12 +189,9 @@ class Transaction(UnitOfWork):
     def _id(self) -> str:
         return event_id(self._key, self.message.hash, self._staged)
 
-    def _check(self) -> None:
-        try:
-            super()._check()
-        except HandlerFault as error:
-            self._errors_after_return[self._key] = error
-            raise
+    def _noted(self, error: HandlerFault) -> HandlerFault:
+        self._errors_after_return[self._key] = error
+        return error
 
     def overwrites(self, row: Timed) -> bool:
         """Return whether the event is later than the last one that wrote the row, and note it.

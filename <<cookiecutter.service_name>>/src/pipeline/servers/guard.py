@@ -183,17 +183,16 @@ def watch_coroutines() -> None:
 class InContext(Generic[T]):
     """Awaits a coroutine in a context of its own: variables that it sets end with it."""
 
-    __slots__ = ("_context", "_coroutine")
+    __slots__ = ("_coroutine", "_guard")
 
     def __init__(self, call: Awaitable[T], guard: Guard | None = None) -> None:
         """`call` is the result of a coroutine function; `guard` checks its statements."""
         self._coroutine = cast(Coroutine[Any, Any, T], call)
-        self._context = copy_context()
-        self._context.run(_enter, guard)
+        self._guard = guard
 
     def __await__(self) -> Generator[Any, Any, T]:
-        run, coroutine = self._context.run, self._coroutine
-        step: Callable[..., Any] = coroutine.send
+        run, coroutine = copy_context().run, self._coroutine
+        step: Callable[..., Any] = self._begin
         value: Any = None
         while True:
             try:
@@ -207,11 +206,11 @@ class InContext(Generic[T]):
             except BaseException as error:
                 value, step = error, coroutine.throw
 
-
-def _enter(guard: Guard | None) -> None:
-    CURRENT_GUARD.set(guard)
-    # A copy, because code changes the context object in place.
-    decimal.setcontext(decimal.getcontext().copy())
+    def _begin(self, _: None) -> Any:
+        CURRENT_GUARD.set(self._guard)
+        # A copy, because code changes the context object in place.
+        decimal.setcontext(decimal.getcontext().copy())
+        return self._coroutine.send(None)
 
 
 def stack_of(task: asyncio.Task[Any] | None) -> str:
