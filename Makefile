@@ -113,9 +113,11 @@ test-engine: $(INSTALLED)
 # BEHIND_A_POOLER.
 MATRIX = tests/pipeline/integration/test_crash_matrix.py
 test-engine-full: $(INSTALLED)
-	@cd '$(RAW)' && $(ENGINE) -m full $(MATRIX)
-	@cd '$(RAW)' && $(ENGINE) --numprocesses=$(WORKERS) -m full --ignore=$(MATRIX)
-	@cd '$(RAW)' && TEST_POOLER=1 $(ENGINE) --numprocesses=$(WORKERS) -m pooler
+	@cd '$(RAW)' || exit; status=0; \
+	    $(ENGINE) -m full $(MATRIX) || status=1; \
+	    $(ENGINE) --numprocesses=$(WORKERS) -m full --ignore=$(MATRIX) || status=1; \
+	    TEST_POOLER=1 $(ENGINE) --numprocesses=$(WORKERS) -m pooler || status=1; \
+	    exit $$status
 
 # The template's tests, which bake services and run the tests of these.
 test-template: $(INSTALLED)
