@@ -40,7 +40,10 @@ async def check_topics(topics: set[str], servers: str) -> None:
     finally:
         await admin.close()
     if missing := sorted(topics - found):
-        sys.exit(f"missing topic: {', '.join(missing)}; existing: {', '.join(sorted(found))}")
+        sys.exit(
+            f"missing topic: {', '.join(missing)}; existing: {', '.join(sorted(found))}."
+            " `make run` creates the service's topics before it is ready."
+        )
 
 
 def cloud_event(given: argparse.Namespace) -> dict[str, str]:

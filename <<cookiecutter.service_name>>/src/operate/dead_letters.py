@@ -36,7 +36,8 @@ REASONS: Mapping[str, str] = {
     "unknown schema": "register the schema that the error names, then redrive; or discard it",
     "unknown type": "deploy a handler, or remove demands_types=True, then redrive",
     # Messages that a handler was not given.
-    "invalid payload": "let the event's model accept it, then redrive; or discard it",
+    "invalid payload": "let the event's model accept it, then redrive; or have it sent again with"
+    " another id, and discard it",
     "data missing": "restore the object, then redrive; or discard it, and let it be sent anew",
     "data changed": "restore the object as it was sent, then redrive; or discard it",
     "data elsewhere": "set PIPELINE_CLAIM_URL to the store of the producer, then redrive",
@@ -63,7 +64,8 @@ REASONS: Mapping[str, str] = {
     "locked out": "nothing: it is tried again; find out what holds the locks of its rows",
     "process died": "see the last log line of the process that died; it is tried again alone",
     "parked by its handler": "nothing: it is tried again at the time that its handler has set",
-    "follows another": "nothing: it is handled after the message that its key waits for",
+    "follows another": "redrive or discard the dead letter of its key, if there is one: it is"
+    " handled after the message that its key waits for",
     "undecided": "nothing: it is tried at once, alone",
     "deferred": "nothing: it is handled in its turn",
     "redriven": "nothing: it is handled in its turn",

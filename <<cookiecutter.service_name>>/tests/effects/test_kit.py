@@ -137,7 +137,7 @@ async def test_a_dead_call_is_redriven(harness: Harness) -> None:
         raise Reject("unknown customer")
 
     (failure,) = (await harness.run_calls({"notify": rejects})).failures
-    assert failure.decision == "rejected"
+    assert (failure.decision, failure.reason) == ("dead", "rejected")
     (letter,) = await harness.dead_letters()
     assert letter.consumer == "notify"
     assert (await harness.redrive()).applied == []

@@ -46,11 +46,10 @@ class Failure:
     """Empty for a record that no handler could be given."""
     error: str
     """Type and text, such as `ValueError: no place`."""
-    decision: Literal["parked", "dead", "rejected"]
-    """`parked`: tried again after `due_in`. `dead`: a dead letter. `rejected`: one for which the
-    handler has raised `Reject`."""
+    decision: Literal["parked", "dead"]
+    """`parked`: tried again after `due_in`. `dead`: a dead letter."""
     reason: str
-    """As in `docs/operating-errors.md`: `failed`, `attempts used up`, `identity mismatch`, …"""
+    """As in `docs/operating-errors.md`: `failed`, `rejected`, `identity mismatch`, …"""
     attempts: int
     due_in: float | None
     """Seconds until the next attempt, which vary by 10 %; None: there is none."""
@@ -144,13 +143,12 @@ def outcome_of(
 
 
 def _failure(consumer: str, decision: Decision, id: str | None) -> Failure:
-    is_rejected = decision.reason == "rejected"
-    if decision.traceback and decision.attempts and not is_rejected:
+    if decision.traceback and decision.attempts and decision.reason != "rejected":
         log.warning("%s has failed:\n%s", consumer, decision.traceback)
     return Failure(
         consumer,
         decision.error or "",
-        ("rejected" if is_rejected else "dead") if decision.is_dead else "parked",
+        "dead" if decision.is_dead else "parked",
         decision.reason,
         decision.attempts,
         decision.due_in,
