@@ -16,7 +16,7 @@ from benchmarks.bench import Book, Run
 from benchmarks.marks import GOALS, Values
 from benchmarks.measures import MEASURES
 from benchmarks.measures.dropping import share_of
-from benchmarks.measures.ordinary import CONTESTANTS, FEW, MANY, RATES
+from benchmarks.measures.ordinary import CONTESTANTS, MANY, RATES
 from benchmarks.measures.ordinary import named as named_at
 from benchmarks.measures.throughput import KEYS, named
 from demo.flights import ROOT
@@ -102,7 +102,7 @@ def told(page: str, report: Report) -> str:
     page = _with_table(page, "| what ", _results(book))
     page = _with_table(page, "| contestant, keys ", _cores(book))
     if "ordinary" in report["measured"]:
-        page = _with_table(page, "| rate, partitions ", _ordinary(book))
+        page = _with_table(page, "| records/s ", _ordinary(book))
     head, *rows = _layers(book)
     return _with_table(page, "| layer ", rows, head)
 
@@ -174,41 +174,46 @@ def _cores(book: Book) -> Iterable[Sequence[str]]:
     """Say how much of a core each process was at work, and how long it may be for a message."""
     bounds = {goal.name: goal.bound for goal in GOALS}
     for of in map(named, KEYS):
-        bare = book.rounds("throughput", f"bare, {of}")
-        yield f"bare, {of}", *_core(bare)
-        for who, goal in (("ours", "ORM handler"), ("ours-sql", "SQL handler")):
-            found = book.rounds("throughput", f"{who}, {of}")
-            yield f"{who}, {of}", *_core(found, bare, bounds[f"{goal}, {of}"])
-    for who in ("bare-orm", "usual"):
-        yield f"{who}, 1,000 keys", *_core(book.rounds("throughput", f"{who}, 1,000 keys"))
+        for bare, ours, goal in (
+            ("bare-orm", "ours", "ORM handler"),
+            ("bare", "ours-sql", "SQL handler"),
+        ):
+            reference = book.rounds("throughput", f"{bare}, {of}")
+            yield f"{bare}, {of}", *_core(reference)
+            found = book.rounds("throughput", f"{ours}, {of}")
+            yield f"{ours}, {of}", *_core(found, reference, bounds[f"{goal}, {of}"])
+    usual = "usual, 1,000 keys"
+    yield usual, *_core(book.rounds("throughput", usual))
 
 
 def _core(
-    found: Sequence[Values], bare: Sequence[Values] = (), share: float | None = None
+    found: Sequence[Values], reference: Sequence[Values] = (), share: float = 1
 ) -> Iterable[str]:
-    """Yield rate, share of a core, µs of both processes; and what this `share` of bare allows."""
+    """Yield rate, share of a core, µs of both processes; and what this `share` of a rate allows."""
+    if not found:
+        yield from ("",) * 5
+        return
     busy = [one["rate"] * one["cpu_python"] / 1_000 for one in found]
     yield _number(median(one["rate"] for one in found))
     yield f"{median(busy):.2f}"
     for cpu in ("cpu_python", "cpu_postgres"):
         yield _number(1_000 * median(one[cpu] for one in found))
-    if share is None:
-        yield ""
-        return
-    allowed = [one / (share * other["rate"]) for one, other in zip(busy, bare, strict=True)]
-    yield _number(1e6 * median(allowed))
+    # Nothing is allowed where nothing is compared.
+    pairs = zip(busy, reference, strict=bool(reference))
+    allowed = [one / (share * other["rate"]) for one, other in pairs]
+    yield _number(1e6 * median(allowed)) if allowed else ""
 
 
 def _ordinary(book: Book) -> Iterable[Sequence[str]]:
-    """Say at each rate what a message costs whom, and how long it takes."""
+    """Say at each rate on a dozen partitions what a message costs whom, and how long it takes."""
     costs = [f"cpu_{who}" for who in figures.WHO]
-    for rate, partitions, who in product(RATES, (FEW, MANY), CONTESTANTS):
-        found = book.rounds("ordinary", named_at(who, rate, partitions))
+    for rate, who in product(RATES, CONTESTANTS):
+        found = book.rounds("ordinary", named_at(who, rate, MANY))
         if found:
             of = {name: median(one[name] for one in found) for name in found[0]}
             cells = [_number(1_000 * of[one]) for one in costs] + [f"{of['core']:.2f}"]
             cells += [_number(of[one]) for one in ("commits", "p50", "p99")]
-            yield f"{rate:,}/s, {partitions}", who.name, *cells
+            yield f"{rate:,}", who.name, *cells
 
 
 def _layers(book: Book) -> Iterable[Sequence[str]]:
