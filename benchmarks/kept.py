@@ -18,6 +18,7 @@ from benchmarks.measures import MEASURES
 from benchmarks.measures.dropping import share_of
 from benchmarks.measures.ordinary import CONTESTANTS, FEW, MANY, RATES
 from benchmarks.measures.ordinary import named as named_at
+from benchmarks.measures.peers import PEERS
 from benchmarks.measures.throughput import KEYS, named
 from demo.flights import ROOT
 
@@ -181,6 +182,9 @@ def _cores(book: Book) -> Iterable[Sequence[str]]:
             yield f"{who}, {of}", *_core(found, bare, bounds[f"{goal}, {of}"])
     for who in ("bare-orm", "usual"):
         yield f"{who}, 1,000 keys", *_core(book.rounds("throughput", f"{who}, 1,000 keys"))
+    for who in PEERS:
+        if found := book.rounds("peers", who):
+            yield f"{who}, 1,000 keys", *_core(found)
 
 
 def _core(
