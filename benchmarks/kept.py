@@ -18,6 +18,7 @@ from benchmarks.measures import MEASURES
 from benchmarks.measures.dropping import share_of
 from benchmarks.measures.ordinary import CONTESTANTS, MANY, RATES
 from benchmarks.measures.ordinary import named as named_at
+from benchmarks.measures.peers import PEERS
 from benchmarks.measures.throughput import KEYS, named
 from demo.flights import ROOT
 
@@ -184,6 +185,9 @@ def _cores(book: Book) -> Iterable[Sequence[str]]:
             yield f"{ours}, {of}", *_core(found, reference, bounds[f"{goal}, {of}"])
     usual = "usual, 1,000 keys"
     yield usual, *_core(book.rounds("throughput", usual))
+    for who in PEERS:
+        if found := book.rounds("peers", who):
+            yield f"{who}, 1,000 keys", *_core(found)
 
 
 def _core(

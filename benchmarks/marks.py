@@ -47,6 +47,7 @@ GOALS = (
     Goal("throughput", "SQL handler, 1 key", "≥", 0.4, "of bare"),
     Goal("throughput", "SQL handler, flights", "≥", 0.4, "of bare"),
     Goal("throughput", "hot key", "≥", 0.9, "of 1,000 keys"),
+    Goal("peers", "against the best peer", "≥", 10, "times the best peer"),
     Goal("relay", "relay alone", "≥", 0.9, "of producer"),
     Goal("latency", "latency, p99", "≤", 3, "times bare"),
     Goal("latency", "latency, p50", "≤", 10, "ms"),

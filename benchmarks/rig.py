@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import secrets
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -40,6 +41,10 @@ _MARKERS = {
          WHERE generation = (SELECT current FROM pipeline.inbox_generation)""",
     "benchmarks.bare": "SELECT count(*) FROM marker",
     "benchmarks.usual": "SELECT count(*) FROM inbox",
+    "benchmarks.peers.omni_box": "SELECT count(*) FROM inbox_events WHERE status = 'completed'",
+    "benchmarks.peers.faststream_outbox": "SELECT count(*) FROM inbox",
+    "benchmarks.peers.pactix": "SELECT count(*) FROM inbox_message WHERE status = 'processed'",
+    "benchmarks.peers.txoutbox": "SELECT count(*) FROM inbox",
 }
 _MIGRATED = "-"
 """Stands for a topic where none is needed."""
@@ -53,6 +58,8 @@ class Contestant:
     module: str
     handler: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    python: str | Path = sys.executable
+    """What runs the module."""
 
     @property
     def is_ours(self) -> bool:
@@ -234,6 +241,7 @@ class Rig:
             self.folder / f"{self._pids}.pid",
             command=command,
             module=contestant.module,
+            python=contestant.python,
             defaults={},  # those of the service itself
         )
 

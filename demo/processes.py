@@ -137,17 +137,18 @@ class Service:
         *,
         command: str = "run",
         module: str = PACKAGE,
+        python: str | Path = sys.executable,
         defaults: Mapping[str, str] = SETTINGS,
     ) -> None:
         """Prepare to run it. Its process holds `lock` for as long as it lives.
 
-        `module` is what is run, if not the service itself; `defaults` is what neither `settings`
-        nor our environment says.
+        `module` is what is run, if not the service itself, and `python` what runs it; `defaults` is
+        what neither `settings` nor our environment says.
         """
         self.log = log
         self.port = free_port()
         """Where it tells its health and its metrics."""
-        self._module = [sys.executable, "-m", module]
+        self._module = [str(python), "-m", module]
         self._runs = command
         self._project = project
         self._environment = {

@@ -29,6 +29,7 @@ from benchmarks.measures.dropping import longest_pause
 from benchmarks.measures.growth import SHARDS, VARIED, name
 from benchmarks.measures.memory import growth_of
 from benchmarks.measures.ordinary import RATES, SIDES, hold_against_goals, named
+from benchmarks.measures.peers import PEERS, best, peers
 from benchmarks.measures.relay import REQUIRED_HEADERS, event_of
 from benchmarks.plots import Bar, bars, lines, steps
 from benchmarks.rig import BARE_ORM, OURS, USUAL, Sample
@@ -233,6 +234,38 @@ def test_sides_are_compared_round_by_round() -> None:
     ours, bare = [{"rate": 10.0}, {"rate": 5.0}], [{"rate": 20.0}, {"rate": 10.0}]
     assert ratios(ours, bare) == [0.5, 0.5]
     assert ratios([], bare) == []
+
+
+def test_ours_is_held_against_the_fastest_peer_of_each_round() -> None:
+    book = Book()
+    for who, rates in {
+        "ours": (900.0, 900.0),
+        "pactix": (3.0, 2.0),
+        "txoutbox": (1.0, 6.0),
+    }.items():
+        book.runs += [Run("peers", who, n, {"rate": rate}) for n, rate in enumerate(rates, 1)]
+    assert [one["rate"] for one in best(book)] == [3, 6]
+    assert best(Book()) == []
+
+
+async def test_peers_are_left_out_where_they_cannot_be_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nowhere = [str(tmp_path / "python3.12")]
+    monkeypatch.setitem(peers.__globals__, "_pythons", lambda: nowhere)
+    bench = Bench(run.rig_in(tmp_path), Options(), Console(quiet=True))
+    await peers(bench)
+    assert [(one.goal.name, one.values) for one in bench.book.marks] == [
+        ("against the best peer", [])
+    ]
+    assert bench.book.runs == []
+
+
+def test_every_peer_has_a_program_and_a_row_in_the_documentation() -> None:
+    programs = {path.stem for path in (ROOT / "benchmarks" / "peers").glob("*.py")}
+    assert programs - {"__init__", "shared"} == {name.replace("-", "_") for name in PEERS}
+    text = kept.PAGE.read_text("utf-8")
+    assert [name for name in PEERS if f"\n| {name} | " not in text] == []
 
 
 def test_quantiles_are_values_that_were_measured() -> None:
@@ -684,7 +717,9 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
     report = json.loads((tmp_path / "report.json").read_text("utf-8"))
     found = {name: [one for one in report["runs"] if one["measure"] == name] for name in MEASURES}
-    assert [measure for measure, runs in found.items() if not runs] == []
+    # Peers need another Python and their packages.
+    without = set() if found["peers"] else {"peers"}
+    assert {measure for measure, runs in found.items() if not runs} == without
     for measure in ("throughput", "relay", "duplicates", "deferred", "old_tables", "telemetry"):
         assert all(one["values"]["rate"] > 0 for one in found[measure])
     assert all(one["values"]["commits"] > 0 for one in found["ordinary"])
@@ -708,7 +743,8 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     seen = report["machine"]["servers"] == "process"
     marks = {one["name"] for one in report["marks"] if one["value"] is not None}
     of_cpu = {goal.name for goal in GOALS if goal.measure == "idle" or "CPU" in goal.name}
-    assert marks == {goal.name for goal in GOALS} - (set() if seen else of_cpu)
+    taken = {goal.name for goal in GOALS if goal.measure not in without}
+    assert marks == taken - (set() if seen else of_cpu)
     plots = {"throughput", "relay", "latency", "ordinary-latency", "memory"}
     plots |= {"cpu", "ordinary"} if seen else set()
     for kind in VARIED:

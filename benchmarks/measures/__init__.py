@@ -13,6 +13,7 @@ from benchmarks.measures.layers import layers
 from benchmarks.measures.memory import memory
 from benchmarks.measures.old_tables import old_tables
 from benchmarks.measures.ordinary import ordinary
+from benchmarks.measures.peers import peers
 from benchmarks.measures.relay import relay
 from benchmarks.measures.telemetry import telemetry
 from benchmarks.measures.throughput import throughput
@@ -21,6 +22,7 @@ MEASURES: dict[str, Callable[[Bench], Awaitable[None]]] = {
     one.__name__: one
     for one in (
         throughput,
+        peers,
         layers,
         relay,
         latency,
