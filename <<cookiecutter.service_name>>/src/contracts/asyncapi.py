@@ -15,7 +15,7 @@ from pipeline.events.event import Event, Tombstone
 from pipeline.handlers.registry import Handler
 
 from .examples import example_of
-from .export import name_of, published, taken, written
+from .export import published, taken, written
 from .schemas import ALIASES, KEYS, LIMITS, PATHS, Mode, schema_of
 
 _TEXT = {"type": "string"}
@@ -215,7 +215,9 @@ def _envelope(event: type[Event], mode: Mode, codec: Codec) -> str:
     if event is Tombstone:
         return "A record without a value: the mark of a deletion."
     if not isinstance(codec, CloudEvents):
-        return f"A record in the form of the codec {name_of(codec)}."
+        identity = getattr(codec, "identity", None)
+        by = "" if identity is None else f", identified by {identity}"
+        return f"A record in the form of the codec {type(codec).__name__}{by}."
     modes = "binary or structured mode" if mode == "validation" else "binary mode"
     return f"CloudEvents 1.0 in {modes}."
 

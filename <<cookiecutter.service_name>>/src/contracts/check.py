@@ -12,7 +12,7 @@ from typing import Any
 from operate.errors import Refused
 
 from .compare import compare
-from .export import UPCAST
+from .export import FORMAT, UPCAST
 from .findings import Finding
 
 
@@ -67,6 +67,15 @@ _REJECTIONS = {
     ),
     ("published", Mode.FORWARD): "a consumer that has not been updated rejects events {what}",
 }
+_OF_RECORDS = {
+    "identity": "an event is identified by {now}, and was by {before}: it gets another id",
+    "type": (
+        "a type is named by {now}, and was by {before}: an event gets another hash, and another id"
+        " unless that is its position"
+    ),
+    "data": "the data of an event is {now}, and was {before}: it gets another hash",
+}
+"""What ids and hashes depend on, by the field of an exported codec."""
 _LACKED = "events that were published before lack `{path}`, which is now required"
 
 
@@ -74,7 +83,7 @@ def read(paths: Sequence[Path], mode: Mode) -> list[tuple[Path, Mapping[str, Any
     """Return the exports to compare with; in a folder, its `*.json` files in order of names.
 
     Numbers in names are ordered by value. Raises `Refused` for a file that is not an export; in a
-    folder, such a file is skipped.
+    folder, such a file is skipped. Raises it for an export of a later format, too.
     """
     found = []
     for path in paths:
@@ -86,7 +95,14 @@ def read(paths: Sequence[Path], mode: Mode) -> list[tuple[Path, Mapping[str, Any
                 found.append((file, _read(file)))
     if not found:
         raise Refused(f"no *.json file with an export is in {', '.join(map(str, paths))}")
-    return found if mode.is_transitive else found[-1:]
+    found = found if mode.is_transitive else found[-1:]
+    for file, export in found:
+        if export["format"] > FORMAT:
+            raise Refused(
+                f"{file} has the format {export['format']} of exports, and this service reads"
+                f" {FORMAT}: use the template's version that wrote it, or a later one"
+            )
+    return found
 
 
 def _order(file: Path) -> list[tuple[int, str]]:
@@ -99,7 +115,11 @@ def _read(file: Path) -> Mapping[str, Any]:
         export = json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise Refused(f"{file} is not JSON: {error}") from None
-    if not isinstance(export, dict) or not {"taken", "published"} <= export.keys():
+    if (
+        not isinstance(export, dict)
+        or not {"taken", "published"} <= export.keys()
+        or not isinstance(export.get("format"), int)
+    ):
         raise Refused(
             f"{file} is not an export of schemas: create one with `service schema export --format"
             " json-schema`"
@@ -111,9 +131,7 @@ def verdicts(old: Mapping[str, Any], new: Mapping[str, Any], mode: Mode) -> Iter
     """Yield the events that would be rejected, and those that cannot be decided."""
     codecs = new.get("codecs", {})
     for topic, codec in sorted(old.get("codecs", {}).items()):
-        if codecs.get(topic, codec) != codec:
-            text = f"the codec is {codecs[topic]}, and was {codec}: use another topic"
-            yield Verdict(topic, "all types", True, text)
+        yield from _codecs(topic, codec, codecs.get(topic, codec))
     for side in ("taken", "published", "calls"):
         before = {
             (topic, type): schemas
@@ -125,6 +143,40 @@ def verdicts(old: Mapping[str, Any], new: Mapping[str, Any], mode: Mode) -> Iter
             for direction in mode.directions:
                 for is_break, text in _changes(side, direction, schemas, now):
                     yield Verdict(topic, type, is_break, text)
+
+
+def _codecs(topic: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Verdict]:
+    """Yield what gives the same record another id, hash or type."""
+    if new["codec"] != old["codec"]:
+        text = f"the codec is {new['codec']}, and was {old['codec']}: use another topic"
+        yield Verdict(topic, "all types", True, text)
+        return
+    for field, sentence in _OF_RECORDS.items():
+        now, before = new.get(field), old.get(field)
+        if now != before:
+            text = sentence.format(now=_place(field, now), before=_place(field, before))
+            yield Verdict(topic, "all types", True, f"{text}: use another topic")
+    if new.get("type") != old.get("type"):
+        return  # records have other names
+    now, before = new.get("types", {}), old.get("types", {})
+    if now is None or before is None:
+        if now != before:
+            text = "cannot be decided: a function gives records their types, or did so before"
+            yield Verdict(topic, "all types", False, text)
+        return
+    for name in sorted(now.keys() | before.keys()):
+        types = now.get(name, name), before.get(name, name)
+        if types[0] != types[1]:
+            text = "cannot be decided: such a record is now of the type {}, and was of {}"
+            yield Verdict(topic, name, False, text.format(*types))
+
+
+def _place(field: str, place: Any) -> str:
+    if field == "data":
+        return "the whole payload" if place is None else f"at {place}"
+    if place is None:
+        return "CloudEvents only"
+    return " ".join(["the", place["kind"], ", ".join(place["names"])]).strip()
 
 
 def _changes(

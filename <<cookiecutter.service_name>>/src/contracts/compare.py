@@ -1,7 +1,10 @@
 """Compares two JSON Schemas: does the reader's accept every payload of the writer's?
 
 The subset of JSON Schema that Pydantic generates is supported. Other keywords, and cases that would
-need a search, are reported as undecided. Without a finding, the reader accepts every payload.
+need a search, are reported as undecided. Without a finding, the reader accepts every payload that
+the writer's schema describes, unless a validator rejects it. Schemas do not describe what Pydantic
+converts, such as "5" to an integer: a reader that becomes strict is undecided, but a reader whose
+other type rejects only what the writer's type converts has no finding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +13,18 @@ from typing import Any
 from urllib.parse import unquote
 
 from .findings import Finding
-from .scalars import CONVERTED, NAMES, is_lax, listed, numbers, sizes, strings, text, type_of
+from .scalars import (
+    CONVERTED,
+    NAMES,
+    is_lax,
+    limits,
+    listed,
+    numbers,
+    sizes,
+    strings,
+    text,
+    type_of,
+)
 from .schemas import ALIASES, KEYS, LIMITS, PATHS
 
 Node = Mapping[str, Any] | bool
@@ -86,7 +100,7 @@ class _Comparison:
                 yield from self._parts({**writer, "type": one}, reader, path)
         elif (values := _values(writer)) is not None:
             for value in values:
-                yield from self._value(value, reader, path)
+                yield from self._value(value, reader, path, writer.get(LIMITS, {}))
         elif "$ref" in reader or "allOf" in reader:
             yield from self._all(writer, reader, path)
         elif alternatives := reader.get("anyOf") or reader.get("oneOf"):
@@ -162,7 +176,7 @@ class _Comparison:
         if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
             is_fraction = kind == "number" and "integer" in kinds
             detail = "a number with a fraction" if is_fraction else NAMES[kind]
-            if is_lax(writer, kinds, reader.get("format")):
+            if is_lax(writer, kinds, reader):
                 yield Finding("undecided", path, f"{detail} {CONVERTED}")
             else:
                 yield Finding("type", path, detail)
@@ -227,32 +241,37 @@ class _Comparison:
             keys = writer.get(KEYS, {"type": "string"})
             yield from self.nodes(keys, reader[KEYS], f"{path} (key)".strip())
 
-    def _value(self, value: Any, reader: Node, path: str) -> Iterator[Finding]:
-        """Return the findings of one value."""
+    def _value(
+        self, value: Any, reader: Node, path: str, given: Mapping[str, Any]
+    ) -> Iterator[Finding]:
+        """Return the findings of one value, whose schema has the given limits."""
         if reader is True or reader is False:
             return
         if "$ref" in reader or "allOf" in reader:
             for part in reader.get("allOf", ()):
-                yield from self._value(value, part, path)
+                yield from self._value(value, part, path, given)
             if "$ref" in reader:
-                yield from self._value(value, target_of(self._reader, reader), path)
+                yield from self._value(value, target_of(self._reader, reader), path, given)
         if alternatives := reader.get("anyOf") or reader.get("oneOf"):
-            results = [[*self._value(value, one, path)] for one in alternatives]
+            results = [[*self._value(value, one, path, given)] for one in alternatives]
             if all(results):
                 yield min(results, key=lambda one: one[0].kind != "undecided")[0]
         kind, kinds = type_of(value), reader.get("type", [])
         kinds = [kinds] if isinstance(kinds, str) else kinds
         known = reader["enum"] if "enum" in reader else [reader.get("const", value)]
         if kinds and kind not in kinds and not (kind == "integer" and "number" in kinds):
-            is_converted = is_lax({"type": kind}, kinds, reader.get("format"))
+            is_converted = is_lax({"type": kind}, kinds, reader)
             detail = f"{listed([value])} {CONVERTED}" if is_converted else listed([value])
             yield Finding("undecided" if is_converted else "type", path, detail)
         elif not any(type_of(one) == kind and one == value for one in known):
             yield Finding("value", path, listed([value]))
         elif kind in ("integer", "number"):
-            places = {"decimalPlaces": max(0, -int(Decimal(str(value)).as_tuple().exponent))}
-            itself = {"minimum": value, "maximum": value, "multipleOf": value, LIMITS: places}
+            places = max(0, -int(Decimal(str(value)).as_tuple().exponent))
+            own = {**given, "decimalPlaces": places}
+            itself = {"minimum": value, "maximum": value, "multipleOf": value, LIMITS: own}
             yield from numbers(itself, reader, path, is_integer=kind == "integer")
+        elif kind == "boolean":
+            yield from limits({LIMITS: given}, reader, path)
         elif kind == "string":
             yield from text(value, reader, path)
         elif kind in ("array", "object"):

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pipeline import Service
+from pipeline import Header, PayloadFields, Plain, Position, Service
 from pipeline.events.codec import Codec
 from pipeline.events.event import Event, declared_events
 from pipeline.handlers.registry import Handler
@@ -11,6 +11,8 @@ from pipeline.handlers.staging import CALLS
 
 from .schemas import schema_of
 
+FORMAT = 1
+"""Version of the export's format."""
 UPCAST = "upcast"
 """Member of an older type that is still consumed: the type that its data is converted to."""
 
@@ -54,8 +56,9 @@ def exported(service: Service) -> dict[str, Any]:
         for name, event in service.handlers.call_types.items()
     }
     return {
+        "format": FORMAT,
         "service": service.name,
-        "codecs": {one: name_of(service.handlers.codec(one)) for one in topics},
+        "codecs": {one: _described(service.handlers.codec(one)) for one in topics},
         "calls": {CALLS: calls} if calls else {},
         "taken": types,
         "published": {
@@ -65,11 +68,28 @@ def exported(service: Service) -> dict[str, Any]:
     }
 
 
-def name_of(codec: Codec) -> str:
-    """Return the codec's name with its source of event ids, which must not change either."""
+def _described(codec: Codec) -> dict[str, Any]:
+    """Return what ids, types and hashes of the codec's events depend on."""
+    found: dict[str, Any] = {"codec": type(codec).__name__}
     identity = getattr(codec, "identity", None)
-    name = type(codec).__name__
-    return name if identity is None else f"{name}, identified by {identity}"
+    if isinstance(identity, Header | PayloadFields | Position):
+        found["identity"] = _place(identity)
+    if isinstance(codec, Plain):
+        types = None if callable(codec.types) else dict(codec.types)
+        found |= {"type": _place(codec.type), "types": types, "data": codec.data}
+    return found
+
+
+def _place(place: str | Header | PayloadFields | Position) -> dict[str, Any]:
+    match place:
+        case Header():
+            return {"kind": "header", "names": [place.key]}
+        case PayloadFields():
+            return {"kind": "payload fields", "names": [*place.names]}
+        case Position():
+            return {"kind": "position", "names": []}
+        case _:
+            return {"kind": "constant", "names": [place]}
 
 
 def _both(event: type[Event]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ _DISTINCT = {
 }
 """Formats that exclude each other: no string that a producer writes has two of them."""
 _DIGITS = {"maxDigits", "decimalPlaces"}
+_STRIPS = "strip_whitespace"
 CONVERTED = "that may be converted"
 NAMES = {
     "array": "a list",
@@ -74,12 +75,14 @@ def _lower(
     return limit, is_excluded
 
 
-def is_lax(writer: Mapping[str, Any], kinds: Sequence[str], format: str | None) -> bool:
-    """Whether Pydantic converts between the types unless the reader is strict.
+def is_lax(writer: Mapping[str, Any], kinds: Sequence[str], reader: Mapping[str, Any]) -> bool:
+    """Whether Pydantic may convert between the types.
 
-    Schemas do not contain strictness.
+    Schemas contain the strictness of types, but not that of a whole union.
     """
-    kind, given = writer.get("type"), writer.get("format")
+    kind, given, format = writer.get("type"), writer.get("format"), reader.get("format")
+    if reader.get(LIMITS, {}).get("strict"):
+        return False
     if "string" in kinds:
         is_time = format in ("date", "date-time", "duration", "time")
         return is_time and kind in ("integer", "number")
@@ -105,7 +108,7 @@ def numbers(
         if unit is None or Decimal(str(unit)) % Decimal(str(step)):
             yield Finding("value", path, f"no multiple of {step}")
     yield from _digits(writer, reader, path, is_integer=is_integer)
-    yield from _limits(writer, reader, path)
+    yield from limits(writer, reader, path)
 
 
 def _digits(
@@ -136,15 +139,18 @@ def _digits(
         yield Finding("value", path, f"of more than {most} digits")
 
 
-def _limits(writer: Mapping[str, Any], reader: Mapping[str, Any], path: str) -> Iterator[Finding]:
+def limits(writer: Mapping[str, Any], reader: Mapping[str, Any], path: str) -> Iterator[Finding]:
     """Compare limits that JSON Schema has no keyword for."""
     given, wanted = writer.get(LIMITS, {}), reader.get(LIMITS, {})
     different = {name for name in wanted if wanted[name] != given.get(name)}
-    different -= {"maxDigits", "decimalPlaces", "schemes"}
+    different -= {"maxDigits", "decimalPlaces", "schemes", _STRIPS}
+    size = "minLength" if _STRIPS in wanted else "maxLength"
+    if (_STRIPS in wanted) != (_STRIPS in given) and reader.keys() & {size, "pattern"}:
+        different.add(_STRIPS)
     if reader.get("format") == "decimal" and writer.get("format") == "decimal":
         digits = {LIMITS: {name: given[name] for name in given if name in _DIGITS}}
-        limits = {LIMITS: {name: wanted[name] for name in wanted if name in _DIGITS}}
-        yield from numbers({**given, **digits}, {**wanted, **limits}, path, is_integer=False)
+        wanted = wanted | {LIMITS: {name: wanted[name] for name in wanted if name in _DIGITS}}
+        yield from numbers({**given, **digits}, wanted, path, is_integer=False)
     elif different:
         yield Finding("undecided", path, ", ".join(sorted(different)))
     if "schemes" in wanted and writer.get("format") == "uri":
@@ -167,7 +173,7 @@ def strings(writer: Mapping[str, Any], reader: Mapping[str, Any], path: str) -> 
         is_sure = format in _DISTINCT and is_distinct and not is_date
         kind = f"of the format {writer['format']}" if "format" in writer else "any text"
         yield Finding(*_unlike(path, f"{kind} instead of {format}", is_sure=is_sure))
-    yield from _limits(writer, reader, path)
+    yield from limits(writer, reader, path)
 
 
 def _unlike(

@@ -1,6 +1,6 @@
 """The JSON Schema of an event, with limits and aliases that Pydantic's own leaves out."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -33,7 +33,13 @@ _LIMITS_OF_DECIMALS = {
     "multiple_of": "multipleOf",
 }
 _Field = core_schema.ModelField | core_schema.DataclassField | core_schema.TypedDictField
-_LIMITS_OF_TIMES = ("ge", "gt", "le", "lt", "now_op", "tz_constraint")
+_LIMITS_OF_TIMES = {one: one for one in ("ge", "gt", "le", "lt", "now_op", "tz_constraint")}
+_OPTIONS = {
+    "strict": "strict",
+    "allow_inf_nan": "allow_inf_nan",
+    "strip_whitespace": "str_strip_whitespace",
+}
+"""Options of types by which a reader rejects more, and their names in `model_config`."""
 
 
 class _Generator(GenerateJsonSchema):
@@ -107,6 +113,26 @@ class _Generator(GenerateJsonSchema):
                 paths[shown] = ", ".join(nested)
         return {key: found for key, found in ((ALIASES, aliases), (PATHS, paths)) if found}
 
+    def bool_schema(self, schema: core_schema.BoolSchema) -> Schema:
+        """Return a schema with its strictness."""
+        return super().bool_schema(schema) | self._limits(schema, "strict")
+
+    def int_schema(self, schema: core_schema.IntSchema) -> Schema:
+        """Return a schema with its strictness."""
+        return super().int_schema(schema) | self._limits(schema, "strict")
+
+    def float_schema(self, schema: core_schema.FloatSchema) -> Schema:
+        """Return a schema with its strictness, and whether it excludes infinity."""
+        return super().float_schema(schema) | self._limits(schema, "strict", "allow_inf_nan")
+
+    def str_schema(self, schema: core_schema.StringSchema) -> Schema:
+        """Return a schema that says whether white space is stripped."""
+        return super().str_schema(schema) | self._limits(schema, "strip_whitespace")
+
+    def complex_schema(self, schema: core_schema.ComplexSchema) -> Schema:
+        """Return a schema with a format."""
+        return super().complex_schema(schema) | {"format": "complex"}
+
     def bytes_schema(self, schema: core_schema.BytesSchema) -> Schema:
         """Return a schema whose format is that of the text in JSON."""
         config = self._config
@@ -124,7 +150,8 @@ class _Generator(GenerateJsonSchema):
         made = super().decimal_schema(schema)
         for one in made.get("anyOf", [made]):
             names = _LIMITS_OF_DECIMALS if one["type"] == "string" else _DIGITS
-            one.update(_limits(schema, names))
+            one.pop(LIMITS, None)  # options of floats and strings
+            one.update(self._limits(schema, names=names))
             if one["type"] == "string":
                 one.pop("pattern", None)  # replaced by the format and the limits
                 one["format"] = "decimal"
@@ -132,19 +159,33 @@ class _Generator(GenerateJsonSchema):
 
     def datetime_schema(self, schema: core_schema.DatetimeSchema) -> Schema:
         """Return a schema with the limits of times."""
-        return super().datetime_schema(schema) | _limits(schema)
+        return super().datetime_schema(schema) | self._times(schema)
 
     def date_schema(self, schema: core_schema.DateSchema) -> Schema:
         """Return a schema with the limits of dates."""
-        return super().date_schema(schema) | _limits(schema)
+        return super().date_schema(schema) | self._times(schema)
 
     def time_schema(self, schema: core_schema.TimeSchema) -> Schema:
         """Return a schema with the limits of times of day."""
-        return super().time_schema(schema) | _limits(schema)
+        return super().time_schema(schema) | self._times(schema)
 
     def timedelta_schema(self, schema: core_schema.TimedeltaSchema) -> Schema:
         """Return a schema with the limits of durations."""
-        return super().timedelta_schema(schema) | _limits(schema)
+        return super().timedelta_schema(schema) | self._times(schema)
+
+    def _times(self, schema: Any) -> Schema:
+        return self._limits(schema, "strict", names=_LIMITS_OF_TIMES)
+
+    def _limits(self, schema: Any, *options: str, names: Mapping[str, str] = {}) -> Schema:
+        found: Schema = {
+            names[name]: str(schema[name]) for name in names if schema.get(name) is not None
+        }
+        for name in options:
+            value = schema.get(name)
+            value = getattr(self._config, _OPTIONS[name]) if value is None else value
+            if value is (name != "allow_inf_nan"):
+                found[name] = value
+        return {LIMITS: found} if found else {}
 
     def dict_schema(self, schema: core_schema.DictSchema) -> Schema:
         """Return a schema with the schema of its keys."""
@@ -157,12 +198,6 @@ class _Generator(GenerateJsonSchema):
             made["additionalProperties"] = values
             made["propertyNames"] = {"pattern": keys["pattern"]}
         return {**made, KEYS: keys}
-
-
-def _limits(schema: Any, names: dict[str, str] | None = None) -> Schema:
-    names = names or dict(zip(_LIMITS_OF_TIMES, _LIMITS_OF_TIMES, strict=True))
-    found = {names[name]: str(schema[name]) for name in names if schema.get(name) is not None}
-    return {LIMITS: found} if found else {}
 
 
 def schema_of(event: type[Event], mode: Mode) -> Schema:

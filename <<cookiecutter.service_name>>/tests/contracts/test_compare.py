@@ -20,9 +20,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    FiniteFloat,
     FtpUrl,
     HttpUrl,
     SecretStr,
+    Strict,
+    StrictBool,
+    StrictInt,
     ValidationError,
     WithJsonSchema,
     create_model,
@@ -103,6 +107,9 @@ class Ordinary(Event, type="ordinary"):
 Hex = Annotated[bytes, WithJsonSchema({"type": "string", "format": "hex"})]
 
 
+Stripped = Annotated[str, Text(strip_whitespace=True, min_length=1)]
+
+
 def digits(most: int | None = None, places: int | None = None) -> Any:
     return Annotated[Decimal, Field(max_digits=most, decimal_places=places)]
 
@@ -132,6 +139,7 @@ EQUAL: list[Any] = [
     Annotated[Card | Cash, Field(discriminator="kind")],
     dict[Annotated[str, Text(pattern="^a")], Tree],
     Annotated[list[Card], MinLen(1), MaxLen(3)],
+    *(StrictInt, StrictBool, Annotated[date, Strict()], FiniteFloat, Stripped, complex),
 ]
 
 
@@ -175,6 +183,10 @@ WIDER: list[tuple[Any, Any]] = [
     (float, Decimal),
     (HttpUrl, AnyUrl),
     (Card | Cash, Card | Cash | Voucher),
+    (StrictInt, float),
+    (Stripped, Annotated[str, MinLen(1)]),
+    (str, Annotated[str, Text(strip_whitespace=True)]),
+    (complex, str),
 ]
 
 
@@ -205,6 +217,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (Decimal, digits(None, 2), "whose `a` is of more than 2 decimal places"),
     (Decimal, digits(3), "whose `a` is of more than 3 digits"),
     (digits(8, 3), digits(9, 2), "whose `a` is of more than 2 decimal places"),
+    (bool, StrictInt, "whose `a` is true"),
     (int, digits(4, 2), "whose `a` is of more than 2 digits before the point"),
     (Literal[1000], digits(3), "whose `a` is of more than 3 digits"),
     (bytes, Hex, "whose `a` is of the format binary instead of hex"),
@@ -242,12 +255,42 @@ UNDECIDED: list[tuple[Any, Any]] = [
     (int, Annotated[int, Ge(1)] | Annotated[int, Le(0)]),
     (Tree, dict[Annotated[str, Text(pattern="^a")], Any]),
     (int, Annotated[int, Field(json_schema_extra={"not": {"const": 1}})]),
+    (int, StrictInt),
+    (bool, StrictBool),
+    (datetime, Annotated[datetime, Strict()]),
+    (float, FiniteFloat),
+    (Annotated[str, MinLen(1)], Stripped),
+    (Annotated[str, Text(strip_whitespace=True, max_length=3)], Annotated[str, MaxLen(3)]),
+    (str, complex),
 ]
 
 
 @pytest.mark.parametrize(("written", "read"), UNDECIDED, ids=str)
 def test_what_is_not_understood_is_undecided(written: Any, read: Any) -> None:
     assert {kind for kind, _ in refused(written, read)} == {"undecided"}
+
+
+def test_options_of_a_model_are_those_of_its_fields() -> None:
+    def configured(**options: Any) -> type[Event]:
+        class Base(Event, type="configured"):
+            model_config = ConfigDict(**options)
+
+        return model(Base, a=int, b=bool, c=float, d=timedelta, e=Annotated[str, MinLen(1)])
+
+    strict = configured(strict=True)
+    assert [(one.kind, one.what) for one in found(configured(), strict)] == [
+        ("undecided", f"`{name}` (strict)") for name in "abcd"
+    ]
+    assert found(strict, strict) == found(strict, configured()) == []
+    finite, stripped = configured(allow_inf_nan=False), configured(str_strip_whitespace=True)
+    assert [one.what for one in found(configured(), finite)] == ["`c` (allow_inf_nan)"]
+    assert [one.what for one in found(configured(), stripped)] == ["`e` (strip_whitespace)"]
+    text = '{"a":"5","b":"true","c":1e999,"d":1,"e":" "}'
+    configured().model_validate_json(text)
+    for reader, errors in ((strict, "abd"), (finite, "c"), (stripped, "e")):
+        with pytest.raises(ValidationError) as caught:
+            reader.model_validate_json(text)
+        assert [one["loc"] for one in caught.value.errors()] == [(name,) for name in errors]
 
 
 def test_members_that_are_required_forbidden_or_have_a_default() -> None:

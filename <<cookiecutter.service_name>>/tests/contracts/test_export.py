@@ -1,7 +1,7 @@
 """The commands `service schema …` on a service that takes and publishes events."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -17,7 +17,20 @@ from contracts import asyncapi, export
 from contracts.commands import group
 from contracts.examples import example_of
 from contracts.schemas import schema_of
-from pipeline import Event, Handlers, Plain, Policy, Position, Service, Tombstone, Transaction
+from pipeline import (
+    CloudEvents,
+    Codec,
+    Event,
+    Handlers,
+    Header,
+    PayloadFields,
+    Plain,
+    Policy,
+    Position,
+    Service,
+    Tombstone,
+    Transaction,
+)
 from pipeline.events.event import reader
 from pipeline.handlers.staging import CALLS
 
@@ -360,12 +373,83 @@ def test_members_that_are_newly_forbidden_are_a_break(
     assert "rejects events with members that its schema does not name" in out
 
 
-def test_another_codec_is_a_break(service: Service, old: Callable[..., Path]) -> None:
-    now = "lines, all types: the codec is Plain, identified by Position(), and was "
-    for before in ("Confluent", "Plain, identified by Header(name='id')"):
-        code, out, _ = run(service, "check", old(to(before, "codecs", "lines")))
-        assert code == 1
-        assert f"{now}{before}: use another topic" in out
+PLAIN = Plain(type="line", identity=Header("id"))
+NAMED = Plain(type=Header("T"), identity=PayloadFields("a", "b.c"), types={"N": "line"})
+CODECS: list[tuple[Codec, Codec, Sequence[str]]] = [
+    (CloudEvents(), PLAIN, ["the codec is Plain, and was CloudEvents: use another topic"]),
+    (
+        PLAIN,
+        replace(PLAIN, identity=Position()),
+        ["an event is identified by the position, and was by the header id: it gets another id"],
+    ),
+    (
+        NAMED,
+        replace(NAMED, identity=PayloadFields("a")),
+        ["identified by the payload fields a, and was by the payload fields a, b.c"],
+    ),
+    (
+        PLAIN,
+        replace(PLAIN, type=Header("T"), types={"N": "line"}),
+        ["is named by the header t, and was by the constant line: an event gets another hash"],
+    ),
+    (
+        PLAIN,
+        replace(PLAIN, data="inner"),
+        ["the data of an event is at inner, and was the whole payload: it gets another hash"],
+    ),
+    (replace(PLAIN, data="inner"), PLAIN, ["is the whole payload, and was at inner"]),
+    (PLAIN, replace(PLAIN, identity=Position(), data="inner"), ["the position", "at inner"]),
+    (PLAIN, replace(PLAIN, identity=Header("ID"), content_type="application/x+json"), []),
+    (NAMED, replace(NAMED, type=Header("t")), []),
+]
+
+
+@pytest.mark.parametrize(("before", "now", "sentences"), CODECS)
+def test_another_id_or_hash_of_the_same_record_is_a_break(
+    service: Service,
+    old: Callable[..., Path],
+    before: Codec,
+    now: Codec,
+    sentences: Sequence[str],
+) -> None:
+    service.handlers.codecs["lines"] = before
+    file = old()
+    service.handlers.codecs["lines"] = now
+    code, out, err = run(service, "check", file)
+    lines = out.splitlines() if sentences else []
+    assert (code, len(lines), err) == (int(bool(sentences)), len(sentences), "")
+    for line, sentence in zip(lines, sentences, strict=True):
+        assert line.startswith("lines, all types: ")
+        assert sentence in line
+        assert line.endswith(": use another topic")
+
+
+def test_another_type_for_a_name_is_a_warning(service: Service, old: Callable[..., Path]) -> None:
+    service.handlers.codecs["lines"] = NAMED
+    file = old()
+    assert json.loads(file.read_text("utf-8"))["codecs"]["lines"] == {
+        "codec": "Plain",
+        "identity": {"kind": "payload fields", "names": ["a", "b.c"]},
+        "type": {"kind": "header", "names": ["t"]},
+        "types": {"N": "line"},
+        "data": None,
+    }
+    service.handlers.codecs["lines"] = replace(NAMED, types={"M": "line"})
+    code, _, err = run(service, "check", file)
+    assert code == 0
+    assert "lines, M: cannot be decided: such a record is now of the type line, and was of M" in err
+    assert "lines, N: cannot be decided: such a record is now of the type N, and was of line" in err
+    service.handlers.codecs["lines"] = replace(NAMED, types=str.lower)
+    code, _, err = run(service, "check", file)
+    assert code == 0
+    assert "lines, all types: cannot be decided: a function" in err
+    assert run(service, "check", old()) == (0, "The events are compatible (FULL).\n", "")
+
+
+def test_a_field_that_later_exports_add_is_not_compared(
+    service: Service, old: Callable[..., Path]
+) -> None:
+    assert run(service, "check", old(to("new", "codecs", "lines", "later")))[0] == 0
 
 
 def test_stored_calls_are_compared(service: Service, old: Callable[..., Path]) -> None:
@@ -434,12 +518,18 @@ def test_a_file_that_is_no_export_is_refused(service: Service, tmp_path: Path) -
     for text, said in (
         ("{", "is not JSON"),
         ("{}", "is not an export"),
+        ('{"format": "1", "taken": {}, "published": {}}', "is not an export"),
         ("[]", "is not an export"),
     ):
         file.write_text(text, "utf-8")
         code, _, err = run(service, "check", file)
         assert code == 1
         assert said in err
+    file.write_text('{"format": 2, "taken": {}, "published": {}}', "utf-8")
+    for path in (file, tmp_path):
+        code, _, err = run(service, "check", path)
+        assert code == 1
+        assert "wrong.json has the format 2 of exports, and this service reads 1" in err
     (tmp_path / "empty").mkdir()
     assert "no *.json file with an export" in run(service, "check", tmp_path / "empty")[2]
     assert run(service, "check", tmp_path / "missing")[0] == 2
