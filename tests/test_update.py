@@ -18,7 +18,7 @@ import local_extensions
 from tests.baked import DEFAULTS, RAW, ROOT, BakedProject, Template, clean_environment
 
 AGES = range(30, 301, 30)
-"""How many commits before the present one a service was baked."""
+"""How many commits of main before the present one a service was baked."""
 
 UV = f"{sys.prefix}/bin/uv"
 UPDATE = RAW / "dev" / "update.py"
@@ -888,7 +888,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> History:
     """The history of this repository, with the working tree as its newest commit."""
     if git(ROOT, "rev-parse", "--is-shallow-repository").strip() == "true":
         pytest.skip("this clone is shallow: it has no old commits (git fetch --unshallow)")
-    if int(git(ROOT, "rev-list", "--count", "HEAD")) <= AGES[-1]:
+    if int(git(ROOT, "rev-list", "--first-parent", "--count", "HEAD")) <= AGES[-1]:
         pytest.skip(f"this repository has no {AGES[-1]} commits")
     folder = tmp_path_factory.mktemp("grown")
     (folder / "home" / "tmp").mkdir(parents=True)
@@ -923,7 +923,7 @@ def test_a_service_of_an_old_commit_or_release_is_updated(
     grown: History, output: Path, version: str
 ) -> None:
     start = (f"--skip={version}", "HEAD") if version.isdigit() else (version,)
-    old = git(ROOT, "rev-list", "--max-count=1", *start).strip()
+    old = git(ROOT, "rev-list", "--first-parent", "--max-count=1", *start).strip()
     fresh = grown.bake(output / "fresh", grown.new)
     project = without_unmarked(owned(grown.bake(output, old)))
 
@@ -939,7 +939,9 @@ def test_a_service_of_an_old_commit_or_release_is_updated(
 def test_a_service_of_an_old_commit_with_an_edited_engine_is_updated(
     grown: History, output: Path
 ) -> None:
-    old = git(ROOT, "rev-list", f"--skip={AGES[0]}", "--max-count=1", "HEAD").strip()
+    old = git(
+        ROOT, "rev-list", "--first-parent", f"--skip={AGES[0]}", "--max-count=1", "HEAD"
+    ).strip()
     project = without_unmarked(owned(grown.bake(output, old)))
     edit(project.path / "src/pipeline/settings.py", (r"\Z", "# Ada's.\n"))
     commit(project.path, "The engine")
