@@ -669,7 +669,10 @@ class Small:
 
 @pytest.fixture(scope="module")
 def small_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A template whose versions have a file more each, a line more in notes.txt, and an engine."""
+    """A template whose versions have a file more each, a line more in notes.txt, and an engine.
+
+    The engine of v0.3.0 has the package `archive`, too.
+    """
     path = tmp_path_factory.mktemp("small") / "template"
     raw = path / "{{cookiecutter.name}}"
     raw.mkdir(parents=True)
@@ -687,9 +690,13 @@ def small_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with (raw / "notes.txt").open("a", encoding="utf-8") as notes:
             notes.write(f"As of {version}\n")
         (raw / "docs" / f"of_{number}.txt").write_text(f"{version}\n", "utf-8")
-        (raw / "src/pipeline/engine.py").write_text(f"# {version}\n", "utf-8")
+        engine = ["src/pipeline/engine.py"] + ["src/archive/files.py"] * (number == 3)
+        for name in engine:
+            (raw / name).parent.mkdir(exist_ok=True)
+            (raw / name).write_text(f"# {version}\n", "utf-8")
         checksum = hashlib.sha256(f"# {version}\n".encode()).hexdigest()
-        (raw / ".engine.sha256").write_text(f"{checksum}  src/pipeline/engine.py\n", "utf-8")
+        checksums = "".join(f"{checksum}  {name}\n" for name in engine)
+        (raw / ".engine.sha256").write_text(checksums, "utf-8")
         commit(path, version)
         git(path, "tag", f"v{version}")
     return path
@@ -802,6 +809,43 @@ def test_a_hidden_file_beside_an_unedited_engine_is_kept(small: Small) -> None:
     assert small.read("src/pipeline/.notes") == "Ada's\n"
     assert small.read("src/pipeline/engine.py") == "# 0.2.0\n"
     assert small.git("status", "--porcelain") == ""
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_package_of_the_owner_is_merged_with_one_that_the_engine_gains(small: Small) -> None:
+    (small.path / "src/archive").mkdir()
+    for name in ("mine.py", "files.py"):
+        (small.path / "src/archive" / name).write_text("# Ada's\n", "utf-8")
+    commit(small.path, "Archive")
+
+    outcome = small.update("--to=v0.3.0")
+
+    assert outcome.code == 1, outcome.said
+    assert small.git("diff", "--name-only", "--diff-filter=U") == "src/archive/files.py"
+    assert small.read("src/archive/mine.py") == "# Ada's\n"
+    assert {"# Ada's", "# 0.3.0"} < set(small.read("src/archive/files.py").splitlines())
+    assert small.read("src/pipeline/engine.py") == "# 0.3.0\n"
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_major_version_is_reached_from_the_last_minor_version_before_it(
+    small: Small, tmp_path: Path
+) -> None:
+    git(tmp_path, "clone", "--quiet", str(small.template), "next")
+    questions = tmp_path / "next" / "cookiecutter.json"
+    for version in ("1.0.0", "1.1.0"):
+        edit(questions, (r'(?<="_template_version": ")[\d.]+', version))
+        git(tmp_path / "next", "tag", f"v{version}", commit(tmp_path / "next", version))
+    location = f"--template={tmp_path / 'next'}"
+
+    assert "update to v0.3.0 first" in small.refusal(location)
+    assert "update to v0.3.0 first" in small.refusal(location, "--to=v1.0.0")
+    assert small.update(location, "--to=v0.3.0").code == 0
+    assert small.update(location).code == 0
+    newest = git(tmp_path / "next", "rev-parse", "v1.1.0").strip()
+    assert json.loads(small.read(".cookiecutter.json"))["commit"] == newest
 
 
 @pytest.mark.full
@@ -927,8 +971,9 @@ def test_a_service_of_an_old_commit_or_release_is_updated(
     fresh = grown.bake(output / "fresh", grown.new)
     project = without_unmarked(owned(grown.bake(output, old)))
 
-    location = f"--template={grown.template.path}"
-    outcome = update(project.path, location, f"--from={old}", f"--to={grown.new}")
+    updater = UPDATE if version.isdigit() else project.path / "dev/update.py"
+    options = (f"--template={grown.template.path}", f"--from={old}", f"--to={grown.new}")
+    outcome = run(project.path, sys.executable, str(updater), *options)
 
     assert outcome.code == (1 if conflicts(project) else 0), outcome.said
     assert "What to do next" in outcome.said

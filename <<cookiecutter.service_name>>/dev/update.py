@@ -95,6 +95,11 @@ def without_password(location: str) -> str:
     return re.sub(r"(?<=://)[^/@]*:[^/]*@", "", kept, count=1)
 
 
+def minor(version: str) -> tuple[int, ...]:
+    """Return the numbers of the major and the minor version."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
 @dataclass(frozen=True)
 class Service:
     """The service in its repository."""
@@ -309,16 +314,33 @@ class Template:
             raise Refused(f"{self.location} has no version {version}: name a tag, branch or commit")
         return found
 
+    def releases(self) -> list[str]:
+        """Return the tags of releases, the newest first."""
+        tags = self.git("tag", "--list", "v[0-9]*", "--sort=-version:refname").split()
+        return [tag for tag in tags if re.fullmatch(r"v\d+(\.\d+)*", tag)]
+
     def newest(self) -> str:
         """Return the newest release; without releases, HEAD of the clone."""
-        tags = self.git("tag", "--list", "v[0-9]*", "--sort=-version:refname").split()
-        releases = [tag for tag in tags if re.fullmatch(r"v\d+(\.\d+)*", tag)]
-        return releases[0] if releases else "HEAD"
+        return (self.releases() or ["HEAD"])[0]
+
+    def version(self, commit: str) -> str:
+        """Return the version of a commit."""
+        questions = json.loads(self.git("show", f"{commit}:{QUESTIONS}"))
+        return str(questions.get("_template_version", "?"))
 
     def name(self, commit: str) -> str:
         """Return version and commit as text."""
-        questions = json.loads(self.git("show", f"{commit}:{QUESTIONS}"))
-        return f"version {questions.get('_template_version', '?')} ({commit[:10]})"
+        return f"version {self.version(commit)} ({commit[:10]})"
+
+    def check_step(self, old: str, new: str) -> None:
+        """Raise `Refused` if the last minor version before a new major version is skipped."""
+        major = minor(self.version(new))[:1]
+        last = next((tag for tag in self.releases() if minor(tag)[:1] < major), None)
+        if last and minor(self.version(old)) < minor(last):
+            raise Refused(
+                f"{self.name(new)} may drop columns that versions before {last} use: update to"
+                f" {last} first, and deploy it (TO={last})"
+            )
 
     def bake(self, commit: str, answers: dict[str, str]) -> Path:
         """Return the folder of a service of this version with these answers."""
@@ -369,6 +391,8 @@ def _update(service: Service, template: Template, options: Namespace) -> bool:
     recorded = service.record.get("commit")
     old = template.commit(options.origin) if options.origin else template.find(recorded)
     new = _wanted(template, old, options)
+    if old:
+        template.check_step(old, new)
     tip, base = service.bakes()
     answers = dict(service.record["cookiecutter"])
     if base is None or options.origin:
@@ -450,7 +474,9 @@ def begin(service: Service, bake: str, message: str) -> bool:
 
     Raises `Refused` if git did not begin the merge.
     """
-    is_unedited = (service.root / CHECKSUMS).exists() and not differences(service.root)
+    checksums = service.root / CHECKSUMS
+    is_unedited = checksums.exists() and not differences(service.root)
+    engine = checksums.read_text("utf-8") if is_unedited else ""
     try:
         service.git("merge", "--no-ff", "--no-commit", "-m", message, bake)
     except GitFailed as error:
@@ -462,8 +488,8 @@ def begin(service: Service, bake: str, message: str) -> bool:
             raise Refused(f"{failure}\nNothing was merged")
         print("Nothing to merge: the service has this version already.")
         return False
-    if is_unedited:
-        take_engine(service, bake)
+    if engine:
+        take_engine(service, engine, bake)
     return True
 
 
@@ -480,18 +506,24 @@ def finish(service: Service, message: str) -> list[str]:
     return []
 
 
-def take_engine(service: Service, bake: str) -> None:
-    """Replace an engine that the service has not edited with that of a bake."""
-    before = (service.root / CHECKSUMS).read_text("utf-8")
-    after = service.git("show", f"{bake}:{service.prefix}{CHECKSUMS}")
-    paths = re.findall(r"(?m)^\S+  ([^/\n]+/[^/\n]+)/", f"{before}\n{after}")
-    folders = sorted(set(paths))
-    if succeeds("diff", "--quiet", "--cached", bake, "--", *folders, cwd=service.root):
+def take_engine(service: Service, checksums: str, bake: str) -> None:
+    """Replace an engine that the service has not edited with that of a bake.
+
+    What the service has in folders that are new in the engine is its own: they stay merged.
+    """
+    new_checksums = service.git("show", f"{bake}:{service.prefix}{CHECKSUMS}")
+    before, after = (
+        set(re.findall(r"(?m)^\S+  ([^/\n]+/[^/\n]+)/", text))
+        for text in (checksums, new_checksums)
+    )
+    for folder in after - before:
+        if succeeds("cat-file", "-e", f"HEAD:{service.prefix}{folder}", cwd=service.root):
+            after.remove(folder)
+    if succeeds("diff", "--quiet", "--cached", bake, "--", *before, *after, cwd=service.root):
         return
-    kept = [f":(exclude,glob){folder}/**/.*" for folder in folders]  # not in the checksums
-    service.git("rm", "-r", "-f", "--quiet", "--ignore-unmatch", "--", *folders, *kept)
-    new = sorted(set(re.findall(r"(?m)^\S+  ([^/\n]+/[^/\n]+)/", after)))
-    service.git("checkout", "--quiet", bake, "--", *new, CHECKSUMS)
+    kept = [f":(exclude,glob){folder}/**/.*" for folder in before]  # not in the checksums
+    service.git("rm", "-r", "-f", "--quiet", "--ignore-unmatch", "--", *before, *kept)
+    service.git("checkout", "--quiet", bake, "--", *after, CHECKSUMS)
 
 
 def _report_answers(recorded: dict[str, str], chosen: dict[str, str]) -> None:
