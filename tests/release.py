@@ -6,7 +6,6 @@ neither pushed nor tested: docs/contributing.md says what comes before and after
 
 import json
 import os
-import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -16,8 +15,6 @@ from tests.baked import RAW, ROOT
 
 DUMPS = ROOT / "tests" / "releases"
 CHANGELOG = ROOT / "CHANGELOG.md"
-GENERATING = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
-"""Pages that generate a service from the newest release."""
 
 
 def git(*arguments: str) -> str:
@@ -55,11 +52,6 @@ def with_day(version: str, changelog: str, day: str) -> str:
     return changelog.replace(heading, f"\n## {version} ({day})\n")
 
 
-def with_tag(version: str, page: str) -> str:
-    """Return a page that generates a service from this release."""
-    return re.sub(r"(?<= --checkout v)[\d.]+", version, page)
-
-
 def main() -> None:
     """Make the release."""
     version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
@@ -70,9 +62,7 @@ def main() -> None:
     changelog = with_day(version, CHANGELOG.read_text("utf-8"), f"{datetime.now(UTC):%Y-%m-%d}")
     (DUMPS / f"{version}.sql").write_text(dumps("make", version), "utf-8")
     CHANGELOG.write_text(changelog, "utf-8")
-    for page in GENERATING:
-        page.write_text(with_tag(version, page.read_text("utf-8")), "utf-8")
-    git("add", "CHANGELOG.md", *map(str, GENERATING), "tests/releases")
+    git("add", "CHANGELOG.md", "tests/releases")
     git("commit", "--quiet", "--message", f"Release {version}")
     git("tag", "--annotate", f"v{version}", "--message", f"Release {version}")
     print(f"Release {version} is committed and tagged v{version}, and not pushed.")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.baked import RAW, ROOT
 from tests.programs import lacking
-from tests.release import DUMPS, GENERATING, dumps, with_day, with_tag
+from tests.release import DUMPS, dumps, with_day
 
 VERSIONS = sorted(path.stem for path in DUMPS.glob("*.sql"))
 
@@ -71,8 +71,3 @@ def test_a_release_has_the_day_in_the_changelog_and_its_version_must_be_begun() 
     )
     with pytest.raises(SystemExit, match=r"no heading `## 1.1.0 \(unreleased\)`"):
         with_day("1.1.0", changelog, "2026-02-03")
-
-
-@pytest.mark.parametrize("page", GENERATING, ids=lambda page: page.name)
-def test_a_release_is_that_which_the_pages_generate_from(page: Path) -> None:
-    assert " --checkout v7.8.9" in with_tag("7.8.9", page.read_text("utf-8"))
