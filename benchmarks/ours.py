@@ -86,7 +86,7 @@ else:
     )(record_scan)
 
 for event in (ParcelMoved, ParcelDelayed):
-    event.event_topic = os.environ["BENCH_OUTPUT"]
+    event.__event_topic__ = os.environ["BENCH_OUTPUT"]
 
 if "BENCH_SHARDS" in os.environ:  # of a database that was made for as many
     cursor.SHARDS = days.SHARDS = int(os.environ["BENCH_SHARDS"])

@@ -162,8 +162,8 @@ async def pay(paid: Paid, tx: Transaction) -> None:
 
 topics = os.environ["TOPICS"]
 for event in declared_events():
-    if event.event_topic:
-        event.event_topic = f"{topics}-{event.event_topic}"
+    if event.__event_topic__:
+        event.__event_topic__ = f"{topics}-{event.__event_topic__}"
 service = replace(
     service, name=topics, handlers=handlers.with_topics(lambda topic: f"{topics}-{topic}")
 )

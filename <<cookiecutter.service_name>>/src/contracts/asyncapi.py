@@ -96,7 +96,7 @@ class _Document:
         channel["x-unknown-types"] = "dead letter" if is_demanding else "skipped and counted"
         key = self._message(topic, event, "validation")
         message = self._messages[key]
-        old = sorted(event.event_upcasters)
+        old = sorted(event.__event_upcasters__)
         if old:
             message["x-older-types"] = old
             message["description"] += f" Also taken and converted: {', '.join(old)}."
@@ -154,7 +154,7 @@ class _Document:
 
     def _message(self, topic: str, event: type[Event], mode: Mode) -> str:
         """Add a message to its channel; return its name."""
-        type, schema = event.event_type, schema_of(event, mode)
+        type, schema = event.__event_type__, schema_of(event, mode)
         codec, example = self._service.handlers.codec(topic), example_of(event, schema)
         key = _named(f"{topic}.{type}", self._messages)
         text = (event.__doc__ or "").strip().partition("\n")[0] if "__doc__" in vars(event) else ""
@@ -202,7 +202,7 @@ class _Document:
 def _headers(event: type[Event], codec: Codec) -> dict[str, Any]:
     if not isinstance(codec, CloudEvents) or event is Tombstone:
         return {"type": "object", "properties": _TRACE}
-    type = {"type": "string", "const": event.event_type}
+    type = {"type": "string", "const": event.__event_type__}
     return {
         "allOf": [
             {"$ref": f"#/components/schemas/{_HEADERS}"},

@@ -22,7 +22,7 @@ def taken(service: Service) -> dict[str, dict[str, list[Handler]]]:
     for one in service.handlers:
         if one.topic in topics:
             of_topic = found.setdefault(one.topic, {})
-            of_topic.setdefault(one.event.event_type, []).append(one)
+            of_topic.setdefault(one.event.__event_type__, []).append(one)
     return found
 
 
@@ -34,8 +34,11 @@ def published(service: Service) -> dict[str, dict[str, type[Event]]]:
     found: dict[str, dict[str, type[Event]]] = {}
     own = f"{service.package}."
     for event in sorted(declared_events(), key=lambda one: one.__module__.startswith(own)):
-        if event.event_topic is not None and not event.__pydantic_generic_metadata__["parameters"]:
-            found.setdefault(event.event_topic, {})[event.event_type] = event
+        if (
+            event.__event_topic__ is not None
+            and not event.__pydantic_generic_metadata__["parameters"]
+        ):
+            found.setdefault(event.__event_topic__, {})[event.__event_type__] = event
     return found
 
 
@@ -47,10 +50,10 @@ def exported(service: Service) -> dict[str, Any]:
         for name, handlers in by_type.items():
             event = handlers[0].event
             types[topic][name] = {"validation": schema_of(event, "validation")}
-            types[topic] |= {old: {UPCAST: name} for old in event.event_upcasters}
+            types[topic] |= {old: {UPCAST: name} for old in event.__event_upcasters__}
     topics = types.keys() | published(service).keys()
     calls = {
-        name: _both(event) if name == event.event_type else {UPCAST: event.event_type}
+        name: _both(event) if name == event.__event_type__ else {UPCAST: event.__event_type__}
         for name, event in service.handlers.call_types.items()
     }
     return {

@@ -125,7 +125,7 @@ class Caller:
         except BaseException as error:  # sys.exit() too, and the panic of a library
             return replace(called, error=_as_handlers_own(error, handler, limit))
         finally:
-            key = handler.consumer, handler.event.event_type
+            key = handler.consumer, handler.event.__event_type__
             metrics.handled({key: perf_counter() - begun})
             del CALLS[task]
 

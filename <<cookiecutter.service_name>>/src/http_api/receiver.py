@@ -185,7 +185,7 @@ class Receiver(ConsumeTransactions):
             key=None,
             source=source,
             id=key,
-            type=event.event_type,
+            type=event.__event_type__,
             time=now,
             subject=None,
             sequence=None,
@@ -195,7 +195,7 @@ class Receiver(ConsumeTransactions):
             traceparent=traceparent,
             tracestate=tracestate,
             baggage=baggage,
-            hash=payload_hash(event.event_type, "application/json", given),
+            hash=payload_hash(event.__event_type__, "application/json", given),
         )
         record = StoredRecord(REQUESTS, 0, 0, milliseconds, None, data, (), 0.0)
         made = validated(Item(handler, marker_key(consumer, source, key), message, record))

@@ -144,7 +144,7 @@ def _found(done: Forgotten) -> Iterator[str]:
 
 def _not_erased(service: Service, done: Forgotten) -> Iterator[str]:
     """Yield what forgetting a subject leaves where it is."""
-    topics = {one.event_topic for one in personal_types() if one.event_topic}
+    topics = {one.__event_topic__ for one in personal_types() if one.__event_topic__}
     topics |= {one.topic for one in service.handlers if one.event in personal_types()}
     named = ", ".join(sorted(topics & service.topics)) or "none is declared"
     yield f"records in Kafka, which are plain until the topic's retention ends: {named}"

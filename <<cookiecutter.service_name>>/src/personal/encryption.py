@@ -173,7 +173,7 @@ class PersonalData(Encryption):
     async def _plan_of_event(self, event: StagedEvent, outbox: Outbox) -> Plan | None:
         shape = self._shapes.get(event.type)
         if shape is None:
-            alike = [one for one in _concrete_events() if one.event_type == event.type]
+            alike = [one for one in _concrete_events() if one.__event_type__ == event.type]
             shape = Shape(alternatives=list(map(shape_of_model, alike)))
             self._shapes[event.type] = shape
         if not shape.is_personal or event.payload is None:
@@ -193,7 +193,7 @@ def _concrete_events() -> list[type[Event]]:
     return [
         one
         for one in declared_events()
-        if hasattr(one, "event_type") and not one.__pydantic_generic_metadata__["parameters"]
+        if hasattr(one, "__event_type__") and not one.__pydantic_generic_metadata__["parameters"]
     ]
 
 
@@ -209,7 +209,7 @@ def _plan_of_row(row: Row) -> Plan | None:
 def _json_of(item: Item) -> bytes | None:
     """Return the event's JSON as its model has it; None if it has none."""
     message, model = item.message, item.handler.event
-    if message.data is None or message.type not in model.event_upcasters:
+    if message.data is None or message.type not in model.__event_upcasters__:
         return message.data
     try:
         return upcasted(model, message.type, message.data)

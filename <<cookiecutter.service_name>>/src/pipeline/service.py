@@ -100,7 +100,7 @@ class Service:
         """
         for topic in [*self.handlers.closed]:
             codec = self.handlers.codecs[topic]
-            events = [one for one in declared_events() if one.event_topic == topic]
+            events = [one for one in declared_events() if one.__event_topic__ == topic]
             final = [one for one in events if is_final(one)]
             try:
                 if final:
@@ -170,4 +170,6 @@ class Service:
     @property
     def declared_topics(self) -> frozenset[str]:
         """Topics that the service declares events for."""
-        return frozenset(event.event_topic for event in declared_events() if event.event_topic)
+        return frozenset(
+            event.__event_topic__ for event in declared_events() if event.__event_topic__
+        )

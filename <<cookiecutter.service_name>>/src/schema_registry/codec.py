@@ -119,7 +119,7 @@ class Confluent(Codec):
         self._readers: dict[str, Avro] = {}
         for event, schema in schemas.items():
             self._add_own(event, schema)
-        names = {name: event.event_type for name, event in self._types.items()}
+        names = {name: event.__event_type__ for name, event in self._types.items()}
         self.identity = identity
         by_name = Header(_NAME)
         self._plain = None if identity is None else Plain(by_name, identity, types=names)
@@ -156,14 +156,14 @@ class Confluent(Codec):
         """
         async with self._connect().session() as session:
             for event in events:
-                own = self.schemas.get(event) if event.event_topic == topic else None
+                own = self.schemas.get(event) if event.__event_topic__ == topic else None
                 writer = await self._writer(session, topic, event, own)
-                self._writers[topic, event.event_type] = writer
+                self._writers[topic, event.__event_type__] = writer
 
     def subject(self, topic: str, event: type[Event]) -> tuple[str, str]:
         """Return the subject of an event in a topic, and the full name of its records."""
         names = (name for name, one in self._types.items() if one is event)
-        name = next(names, event.event_type)
+        name = next(names, event.__event_type__)
         return self._strategy.subject(topic, name), name
 
     async def _writer(

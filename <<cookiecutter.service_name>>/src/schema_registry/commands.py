@@ -31,7 +31,7 @@ async def _check(service: Service, *, as_json: bool) -> None:
     breaks: list[bool] = []
     async with Registry.of_environment().session() as session:
         for topic, event, codec in _events(service):
-            subject, type = codec.subject(topic, event)[0], event.event_type
+            subject, type = codec.subject(topic, event)[0], event.__event_type__
             is_break, text = await _compared(session, subject, codec.schemas.get(event))
             breaks.append(is_break)
             if as_json:
@@ -50,8 +50,8 @@ def _events(service: Service) -> Iterator[tuple[str, type[Event], Confluent]]:
     for topic, codec in service.handlers.codecs.items():
         if isinstance(codec, Confluent):
             events = {one.event for one in service.handlers if one.topic == topic}
-            events |= {one for one in declared_events() if one.event_topic == topic}
-            for event in sorted(events - {Tombstone}, key=lambda one: one.event_type):
+            events |= {one for one in declared_events() if one.__event_topic__ == topic}
+            for event in sorted(events - {Tombstone}, key=lambda one: one.__event_type__):
                 yield topic, event, codec
 
 

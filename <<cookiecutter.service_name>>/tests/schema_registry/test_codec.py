@@ -137,7 +137,7 @@ async def test_records_of_confluents_serializers_become_events(
     one = codec()
     (message,) = await decoded(one, framed)
     assert (message.type, message.source, message.id) == (
-        *(OrderPlaced.event_type, "kafka:orders"),
+        *(OrderPlaced.__event_type__, "kafka:orders"),
         "0-7",
     )
     assert OrderPlaced.model_validate_json(message.data or b"") == ORDER
@@ -459,7 +459,7 @@ async def test_records_wait_while_no_temporary_file_can_be_written(
             with pytest.raises(StoreUnavailable, match=r"temporary files, such as /tmp"):
                 await waiting
     (message,) = await decoded(one, body)
-    assert message.type == OrderPlaced.event_type
+    assert message.type == OrderPlaced.__event_type__
     await one.open(topic, [OrderPlaced])
 
 
@@ -680,7 +680,7 @@ async def test_only_events_of_the_topic_are_requested_when_it_is_opened(
 async def test_own_schemas_must_be_registered_and_are_in_development(
     client: SchemaRegistryClient, topic: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OrderPlaced, "event_topic", topic)
+    monkeypatch.setattr(OrderPlaced, "__event_topic__", topic)
     own: dict[type[Event], Schema] = {OrderPlaced: SCHEMAS["AVRO"]}
     client.register_schema(f"{topic}-value", record(NAME, *FIELDS[:3]))
     with pytest.raises(Unpublishable, match="does not have the schema of the code"):

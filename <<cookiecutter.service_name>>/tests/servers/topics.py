@@ -172,9 +172,9 @@ async def own_topics(
     def own(topic: str) -> str:
         return f"{topic}-{suffix}"
 
-    published = {event: topic for event in events if (topic := event.event_topic)}
+    published = {event: topic for event in events if (topic := event.__event_topic__)}
     for event, topic in published.items():
-        patch.setattr(event, "event_topic", own(topic))
+        patch.setattr(event, "__event_topic__", own(topic))
     for topic in {*topics, *published.values()}:
         used_topics.append(own(topic))
         await create_topic(kafka, used_topics[-1])

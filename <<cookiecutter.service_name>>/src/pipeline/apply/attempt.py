@@ -105,7 +105,7 @@ class Attempt:
 
     def has_called(self, handler: Handler) -> None:
         """Note the duration of the call that has just ended."""
-        key = handler.consumer, handler.event.event_type
+        key = handler.consumer, handler.event.__event_type__
         if self.deadline.seconds > self.longest.get(key, 0.0):
             self.longest[key] = self.deadline.seconds
 

@@ -133,7 +133,7 @@ def items_of(
     except Exception as error:  # of a codec, or of a library that it uses
         reason = error.reason if isinstance(error, Undecodable) else Reason.INVALID_ENVELOPE
         return Undecoded(record, reason, error)
-    takers = handlers.of(topic, Tombstone.event_type if message.data is None else message.type)
+    takers = handlers.of(topic, Tombstone.__event_type__ if message.data is None else message.type)
     if not takers and topic in handlers.demanding:
         return Undecoded(record, "unknown type", UnknownType(message))
     event, fault = None, None
@@ -164,7 +164,7 @@ def _validated(
             key = (message.key or b"").decode("utf-8", "backslashreplace")
             return Tombstone(key=key), None
         data = message.data
-        if message.type in model.event_upcasters:
+        if message.type in model.__event_upcasters__:
             data = upcasted(model, message.type, data)
             if data is not message.data:
                 metrics.upcasts.add(1, {metrics.TYPE: message.type})

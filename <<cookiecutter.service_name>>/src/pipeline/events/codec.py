@@ -110,7 +110,7 @@ def _not_cloudevents(record: Record, headers: Mapping[str, str]) -> Named:
     """Return the identity of a tombstone; raises `Undecodable` for other records."""
     if record.value is None:
         position = f"{record.partition}-{record.offset}"
-        kind = Tombstone.event_type
+        kind = Tombstone.__event_type__
         return Named(position, kind, kind, headers.get("content-type"), None)
     topic = record.topic
     try:

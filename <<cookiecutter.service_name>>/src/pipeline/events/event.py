@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 from datetime import datetime
 from decimal import Decimal
 from functools import cache
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, isroutine
 from typing import Any, ClassVar
 
 import orjson
@@ -65,9 +65,10 @@ class Event(BaseModel):
 
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
-    event_type: ClassVar[str]
-    event_topic: ClassVar[str | None] = None
-    event_upcasters: ClassVar[Mapping[str, tuple[Upcaster, ...]]] = {}
+    # A field can't begin with an underscore, so none has the name of one of these.
+    __event_type__: ClassVar[str]
+    __event_topic__: ClassVar[str | None] = None
+    __event_upcasters__: ClassVar[Mapping[str, tuple[Upcaster, ...]]] = {}
     """For each older type the functions of `upcast`, in the order in which they are called."""
 
     def __init_subclass__(
@@ -76,11 +77,11 @@ class Event(BaseModel):
         super().__init_subclass__(**options)
         if type:
             check_name(f"the type of {cls.__name__}", type)
-            cls.event_type = type
-        cls.event_upcasters = {} if type else dict(cls.event_upcasters)
+            cls.__event_type__ = type
+        cls.__event_upcasters__ = {} if type else dict(cls.__event_upcasters__)
         if topic is not None:
             check_topic(topic)
-            cls.event_topic = topic
+            cls.__event_topic__ = topic
         redaction.mark(cls)
 
     @classmethod
@@ -88,6 +89,13 @@ class Event(BaseModel):
         if not type and cls.__pydantic_generic_metadata__["origin"] is None:
             name, parent = cls.__name__, cls.__bases__[0].__name__
             raise TypeError(f'{name} needs a type of its own: class {name}({parent}, type="…")')
+        for name, field in cls.__pydantic_fields__.items():
+            if isroutine(field.default):  # Pydantic takes a method of this name for the default
+                raise TypeError(
+                    f"{name!r} can't be a field of {cls.__name__}, whose method has this name: give"
+                    f" another name to the field, with Field(alias={name!r}), and"
+                    " ConfigDict(serialize_by_alias=True) to the class"
+                )
 
     @classmethod
     def upcast(cls, old: str, *, to: str | None = None) -> Callable[[Upcaster], Upcaster]:
@@ -103,10 +111,10 @@ class Event(BaseModel):
         check_name("an older type", old)
 
         def register(function: Upcaster) -> Upcaster:
-            known = cls.event_upcasters
-            if old in (cls.event_type, *known) or to not in (None, *known):
+            known = cls.__event_upcasters__
+            if old in (cls.__event_type__, *known) or to not in (None, *known):
                 raise TypeError(f"{cls.__name__} takes {old!r} already, or not yet {to!r}")
-            made = [one for one in cls.__subclasses__() if one.event_type == cls.event_type]
+            made = [one for one in cls.__subclasses__() if one.__event_type__ == cls.__event_type__]
             if made or not isinstance(known, dict) or iscoroutinefunction(function):
                 raise TypeError(f"write `def`, and the upcasters of {cls.__name__} before handlers")
             known[old] = (function, *known.get(to or "", ()))
@@ -179,7 +187,7 @@ def upcasted(event: type[Event], old: str, data: bytes) -> bytes:
         return data  # rejected by its reader, with Pydantic's description of the error
     if not isinstance(value, dict):
         return data
-    for function in event.event_upcasters[old]:
+    for function in event.__event_upcasters__[old]:
         value = function(value)
         if not isinstance(value, dict):
             raise TypeError(f"the upcaster of {old!r} returned {type(value)}: return the data")

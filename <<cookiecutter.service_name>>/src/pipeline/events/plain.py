@@ -104,7 +104,7 @@ class Plain(Codec):
     async def open(self, topic: str, events: Events) -> None:
         """Raise `Unpublishable` for an event whose type can't be written."""
         for event in events:
-            self._name_of(event.event_type)
+            self._name_of(event.__event_type__)
 
     def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
         """Decode a record by this description, or as CloudEvents."""
@@ -151,7 +151,7 @@ class Plain(Codec):
         if isinstance(place, str):
             return place, place
         if record.value is None and not (isinstance(place, Header) and place.key in headers):
-            return Tombstone.event_type, Tombstone.event_type
+            return Tombstone.__event_type__, Tombstone.__event_type__
         with _refusing(Reason.MISSING_TYPE, record, f"{place} is to name the type of the event"):
             (name,) = _names(place, payload, headers)
             found = types(name) if callable(types) else types.get(name, name)

@@ -143,7 +143,7 @@ class Handlers:
     def add(self, new: Handler) -> None:
         """Add a handler. Raises `TypeError` if it can't be beside those that are registered."""
         registered = self._by_topic.setdefault(new.topic, {})
-        types = (new.event.event_type, *new.event.event_upcasters)
+        types = (new.event.__event_type__, *new.event.__event_upcasters__)
         alike = [one for type in types for one in registered.get(type, ())]
         follows = new.loads.entity if new.gaps and new.loads else None
         for other in self:
@@ -156,7 +156,7 @@ class Handlers:
                 )
             if other in alike and is_alike:
                 raise TypeError(
-                    f"consumer {new.consumer!r} already takes {new.event.event_type!r} of topic"
+                    f"consumer {new.consumer!r} already takes {new.event.__event_type__!r} of topic"
                     f" {new.topic!r}: give the second handler a name of its own"
                 )
             if other.consumer == new.consumer and (other.mode == "call") != (new.mode == "call"):
@@ -175,7 +175,7 @@ class Handlers:
                     f" topic {other.topic!r}: it can follow one only"
                 )
         # Those of later upcasters would be skipped: `upcast` refuses them.
-        new.event.event_upcasters = MappingProxyType(new.event.event_upcasters)
+        new.event.__event_upcasters__ = MappingProxyType(new.event.__event_upcasters__)
         for type in types:
             registered[type] = (*registered.get(type, ()), new)
 
@@ -236,7 +236,7 @@ class Handlers:
     def __iter__(self) -> Iterator[Handler]:
         """Return all that are registered."""
         found = (pair for types in self._by_topic.values() for pair in types.items())
-        return (one for type, alike in found for one in alike if one.event.event_type == type)
+        return (one for type, alike in found for one in alike if one.event.__event_type__ == type)
 
     @property
     def topics(self) -> frozenset[str]:
@@ -274,7 +274,7 @@ class Handlers:
 
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""
-        return Tombstone.event_type in self._by_topic.get(topic, {})
+        return Tombstone.__event_type__ in self._by_topic.get(topic, {})
 
 
 def check_options(

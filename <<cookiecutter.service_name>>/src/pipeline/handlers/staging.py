@@ -185,7 +185,7 @@ class Outbox:
         `context` is its trace, by default the current one. Raises `Unpublishable` if its topic or
         key can't be sent or it is larger than allowed.
         """
-        topic, name = event.event_topic, type(event).__name__
+        topic, name = event.__event_topic__, type(event).__name__
         if topic is None:
             raise Unpublishable(
                 f'{name} has no topic: declare it as class {name}(Event, type="…", topic="…")'
@@ -206,7 +206,7 @@ class Outbox:
         Raises `TypeError` if no effect takes it, and `Unpublishable` as `stage` does.
         """
         kind = type(event)
-        taken = self._call_types.get(kind.event_type)
+        taken = self._call_types.get(kind.__event_type__)
         if taken is not kind:
             name = kind.__name__
             other = f", but {taken.__name__}, which has its type" if taken else ""
@@ -247,7 +247,7 @@ class Outbox:
             payload_of(event),
             id,
             self._source,
-            kind.event_type,
+            kind.__event_type__,
             key or None,
             sequence,
             "application/json",

@@ -114,11 +114,13 @@ async def open_harness(
 
 async def _open_for_input(service: Service) -> None:
     """Let tests write the events that the service only reads, as far as their codecs can."""
-    written = {(one.event_topic, getattr(one, "event_type", "")) for one in declared_events()}
+    written = {
+        (one.__event_topic__, getattr(one, "__event_type__", "")) for one in declared_events()
+    }
     with suppress(StoreUnavailable):
         for handler in service.handlers:
             # Another class of a published type would be checked in place of the published one.
-            if (handler.topic, handler.event.event_type) not in written:
+            if (handler.topic, handler.event.__event_type__) not in written:
                 with suppress(Unpublishable):
                     codec = service.handlers.codec(handler.topic)
                     await codec.open(handler.topic, [handler.event])

@@ -56,7 +56,7 @@ class Sent:
             )
         takers = _takers(handlers, self.event, self.topic)
         payload: bytes | None = payload_of(self.event)
-        kind, topic = self.event.event_type, takers[0].topic
+        kind, topic = self.event.__event_type__, takers[0].topic
         id = self.id or payload_hash(kind, None, payload).hex()
         key = _key(self.event, takers) if self.key is None else self.key
         if isinstance(self.event, Tombstone):

@@ -199,7 +199,7 @@ async def _event(row: Mapping[str, Any], handlers: Handlers, package: str | None
     kinds = [
         one
         for one in declared_events()
-        if (one.event_topic, getattr(one, "event_type", "")) == (topic, row["type"])
+        if (one.__event_topic__, getattr(one, "__event_type__", "")) == (topic, row["type"])
     ]
     kinds.sort(key=lambda one: one.__module__.startswith(f"{package}."))
     # The last class of a type is the one to use; a generic event has several that are in use.

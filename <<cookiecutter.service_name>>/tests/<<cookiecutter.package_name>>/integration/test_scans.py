@@ -46,7 +46,7 @@ def send(producer: AIOKafkaProducer, topics: Rename) -> Send:
                     ("ce_specversion", b"1.0"),
                     ("ce_id", str(one.number).encode()),
                     ("ce_source", one.scanner.encode()),
-                    ("ce_type", one.event_type.encode()),
+                    ("ce_type", one.__event_type__.encode()),
                     ("content-type", b"application/json"),
                 ],
             )
@@ -67,7 +67,7 @@ async def test_a_scan_moves_its_parcel_and_is_published_once(
     async with running_service():
         await send(scan(1, "Vienna"), scan(1, "Vienna"), scan(2, "Graz"))
         events = await published("parcel-events", PARCEL, 2)
-    assert types(events) == [ParcelMoved.event_type] * 2
+    assert types(events) == [ParcelMoved.__event_type__] * 2
     assert [json.loads(event.value)["place"] for event in events] == ["Vienna", "Graz"]
     row = await db.fetchrow("SELECT place, scans, version FROM parcel WHERE id = $1", PARCEL)
     assert tuple(row or ()) == ("Graz", 2, 2)

@@ -290,7 +290,7 @@ async def test_a_writer_waits_for_the_codec_of_what_it_publishes(
 ) -> None:
     codec = Hex(unavailable=True)
     bank.handlers.topic(bank.balances, codec=codec)
-    (changed,) = (one for one in declared_events() if one.event_topic == bank.balances)
+    (changed,) = (one for one in declared_events() if one.__event_topic__ == bank.balances)
 
     async def publish(writing: Writing) -> None:
         writing.publish(changed(account="ada", balance=1, amount=1))

@@ -406,8 +406,8 @@ async def test_base_classes_of_events_need_not_be_writable() -> None:
 
     class Strict(InJson):
         async def open(self, topic: str, events: Sequence[type[Event]]) -> None:
-            opened.extend(one.event_type for one in events)
-            if any(one.event_type == "strict.base" for one in events):
+            opened.extend(one.__event_type__ for one in events)
+            if any(one.__event_type__ == "strict.base" for one in events):
                 raise Unpublishable("it has no schema")
 
     class Kind(Event, type="strict.base", topic="strict-topic"):

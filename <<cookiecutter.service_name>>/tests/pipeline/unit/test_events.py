@@ -3,9 +3,10 @@
 from typing import Generic, TypeVar
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from pipeline import Event, Tombstone
+from pipeline import Event, Handlers, Tombstone, Transaction
+from pipeline.handlers.staging import Outbox
 
 T = TypeVar("T")
 
@@ -17,14 +18,14 @@ class Moved(Event, type="moved", topic="moves"):
 
 
 def test_the_class_statement_says_type_and_topic() -> None:
-    assert (Moved.event_type, Moved.event_topic) == ("moved", "moves")
+    assert (Moved.__event_type__, Moved.__event_topic__) == ("moved", "moves")
 
 
 def test_a_topic_is_needed_only_to_publish() -> None:
     class Read(Event, type="read"):
         pass
 
-    assert Read.event_topic is None
+    assert Read.__event_topic__ is None
 
 
 def test_an_event_without_a_type_is_refused_with_an_example() -> None:
@@ -54,8 +55,8 @@ def test_a_subclass_has_its_parents_topic_unless_it_gives_one() -> None:
     class Found(Moved, type="found", topic="finds"):
         pass
 
-    assert (Lost.event_type, Lost.event_topic) == ("lost", "moves")
-    assert (Found.event_type, Found.event_topic) == ("found", "finds")
+    assert (Lost.__event_type__, Lost.__event_topic__) == ("lost", "moves")
+    assert (Found.__event_type__, Found.__event_topic__) == ("found", "finds")
 
 
 def test_a_generic_event_keeps_type_and_topic_whatever_its_parameters_are() -> None:
@@ -65,9 +66,9 @@ def test_a_generic_event_keeps_type_and_topic_whatever_its_parameters_are() -> N
     class Counted(Changed[int], type="counted"):
         pass
 
-    assert (Changed[int].event_type, Changed[int].event_topic) == ("changed", "changes")
+    assert (Changed[int].__event_type__, Changed[int].__event_topic__) == ("changed", "changes")
     assert Changed[int].model_validate_json('{"value": 1}').value == 1
-    assert (Counted.event_type, Counted.event_topic) == ("counted", "changes")
+    assert (Counted.__event_type__, Counted.__event_topic__) == ("counted", "changes")
 
 
 @pytest.mark.parametrize("topic", ["", ".", "..", "a b", "ä", "a/b", "x" * 250, "a\n", "a\x00"])
@@ -83,7 +84,7 @@ def test_a_topic_that_kafka_can_have_is_taken(topic: str) -> None:
     class Sent(Event, type="sent", topic=topic):
         pass
 
-    assert Sent.event_topic == topic
+    assert Sent.__event_topic__ == topic
 
 
 def test_an_event_can_not_be_changed() -> None:
@@ -109,4 +110,49 @@ def test_type_and_topic_are_no_part_of_the_payload() -> None:
 
 def test_a_tombstone_has_the_records_key() -> None:
     assert Tombstone(key="42").key == "42"
-    assert Tombstone.event_topic is None
+    assert Tombstone.__event_topic__ is None
+
+
+def test_a_field_may_have_any_name_and_does_not_choose_type_or_topic() -> None:
+    class Logged(Event, type="logged", topic="logs"):
+        event_type: str
+        event_topic: str
+        event_upcasters: str
+
+    with pytest.raises(ValidationError, match="3 validation errors"):
+        Logged.model_validate_json("{}")
+    logged = Logged(event_type="other", event_topic="others", event_upcasters="none")
+    outbox = Outbox("/test", 1_000)
+    outbox.stage(logged, id="1", key=None, sequence=None)
+    (staged,) = outbox.events
+    assert (staged.type, staged.topic) == ("logged", "logs")
+    assert staged.payload == logged.model_dump_json().encode()
+
+    handlers = Handlers()
+
+    @handlers.on(Logged, topic="logs", consumer="test")
+    async def handle(event: Logged, tx: Transaction) -> None:
+        """Take it."""
+
+    assert handlers.topics == {"logs"}
+
+
+@pytest.mark.filterwarnings("ignore:Field name .* shadows an attribute")
+def test_a_field_that_would_have_a_method_as_its_default_is_refused() -> None:
+    class Mixin(BaseModel):
+        upcast: str
+
+    with pytest.raises(TypeError, match="'upcast' can't be a field of Raised, whose"):
+
+        class Raised(Event, type="raised"):
+            upcast: str  # type: ignore[assignment]
+
+    with pytest.raises(TypeError, match="'upcast' can't be a field of Mixed, whose"):
+
+        class Mixed(Event, Mixin, type="mixed"):
+            pass
+
+    with pytest.raises(TypeError, match="'mro' can't be a field of Ordered, whose"):
+
+        class Ordered(Event, Generic[T], type="ordered"):
+            mro: T

@@ -157,8 +157,8 @@ def test_a_parametrized_class_has_upcasters_of_its_own() -> None:
     Generic_.upcast("generic.v1")(dict)
     number, text = Generic_[int], Generic_[str]
     number.upcast("generic.v0")(dict)
-    assert {*number.event_upcasters} == {"generic.v0", "generic.v1"}
-    assert {*text.event_upcasters} == {*Generic_.event_upcasters} == {"generic.v1"}
+    assert {*number.__event_upcasters__} == {"generic.v0", "generic.v1"}
+    assert {*text.__event_upcasters__} == {*Generic_.__event_upcasters__} == {"generic.v1"}
     taking(number)
     with pytest.raises(TypeError, match="the upcasters of Generic_ before handlers"):
         Generic_.upcast("generic.v-1")(dict)
@@ -249,8 +249,8 @@ def test_a_subclass_has_none_of_its_parents_upcasters() -> None:
     class Heavy(Weighed, type="heavy.v1"):
         """A parcel that is heavy."""
 
-    assert Heavy.event_upcasters == {}
-    assert Plain.event_upcasters == {}
+    assert Heavy.__event_upcasters__ == {}
+    assert Plain.__event_upcasters__ == {}
 
 
 def test_conversions_are_counted_by_their_older_type(monkeypatch: pytest.MonkeyPatch) -> None:
