@@ -8,7 +8,11 @@ from typing import Any
 import orjson
 
 HASH_VERSION: int = 1
-"""Version of `payload_hash`, stored beside each hash: compare only hashes of one version."""
+"""Version of `payload_hash`, stored beside each hash: compare only hashes of one version.
+
+The ids of published events contain the hash: with a new version, messages that are handled again
+after a restore publish their events with other ids, which consumers take for new events.
+"""
 
 
 def payload_hash(type: str, content_type: str | None, data: bytes | None) -> bytes:
