@@ -139,7 +139,7 @@ def test_the_reference_describes_what_users_call(site: Path) -> None:
         ("rows", "pipeline.Aggregate.by"),
         ("writer", "pipeline.Writer.write"),
         ("errors", "pipeline.Conflict"),
-        ("errors", "pipeline.events.event.Unpublishable"),
+        ("errors", "pipeline.Unpublishable"),
         ("testing", "pipeline.testing.Harness.handle"),
         ("optional", "effects.Effects.on"),
     ):

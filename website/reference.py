@@ -24,10 +24,12 @@ EXCEPTIONS = {
     "Exceptions that a handler raises": ("pipeline.Retry", "pipeline.Park", "pipeline.Reject"),
     "Exceptions that your code meets": (
         "pipeline.Conflict",
-        "pipeline.events.event.Unpublishable",
-        "pipeline.servers.guard.HandlerFault",
-        "pipeline.errors.StoreUnavailable",
-        "pipeline.service.Misconfigured",
+        "pipeline.Unpublishable",
+        "pipeline.Undecodable",
+        "pipeline.HandlerFault",
+        "pipeline.StoreUnavailable",
+        "pipeline.Misconfigured",
+        "pipeline.WrongDatabase",
         "pipeline.testing.HarnessMisused",
     ),
 }
@@ -48,6 +50,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "pipeline": (
                 *("Event", "Tombstone", "Message", "Codec", "CloudEvents"),
                 *("Plain", "Header", "PayloadFields", "Position"),
+                *("Record", "Outgoing", "Encoded", "Reason", "payload_hash"),
             )
         },
     ),
@@ -67,8 +70,11 @@ MEMBERS = {
 }
 """What users call, of classes that the engine calls as well; of others: all."""
 
+SHAPES = {"pipeline.Outgoing", "pipeline.Record"}
+"""Classes whose members have no docstrings: their names and types say it."""
+
 INTERNAL = "end, placed, model_config, model_post_init"
-FOREIGN = "ABC, BaseModel, BaseSettings, Protocol, tuple"
+FOREIGN = "ABC, BaseModel, BaseSettings, Protocol, str, tuple"
 """Classes whose members are described elsewhere."""
 
 
@@ -175,6 +181,7 @@ def _object(package: str, name: str, what: object) -> str:
             "   :members:",
             f"   :inherited-members: {FOREIGN}",
             f"   :exclude-members: {INTERNAL}",
+            *(["   :undoc-members:"] if path in SHAPES else []),
         ]
     body = "\n".join(lines)
     return f"```{{eval-rst}}\n{body}\n```\n"

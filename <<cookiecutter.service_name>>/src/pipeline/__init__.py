@@ -1,42 +1,60 @@
-"""Inbox, handlers, outbox and relay between Kafka and PostgreSQL. The rooms are in README.md."""
+"""Inbox, handlers, outbox and relay between Kafka and PostgreSQL. The rooms are in README.md.
+
+Import from here and from `pipeline.testing`: other modules may change in any release.
+"""
 
 from pipeline.apply.writer import Conflict, Versioned, Writer, Writing
-from pipeline.events.codec import CloudEvents, Codec
-from pipeline.events.event import Event, Tombstone
-from pipeline.events.message import Message
+from pipeline.errors import StoreUnavailable
+from pipeline.events.codec import CloudEvents, Codec, Encoded, Outgoing
+from pipeline.events.event import Event, Tombstone, Unpublishable
+from pipeline.events.message import Message, Reason, Record, Undecodable
+from pipeline.events.payload import payload_hash
 from pipeline.events.plain import Header, PayloadFields, Plain, Position
 from pipeline.handlers.aggregate import Aggregate
 from pipeline.handlers.ordering import Gaps, Sequenced, Timed
 from pipeline.handlers.policy import Park, Policy, Reject, Retry
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.transaction import EventBatch, Transaction
+from pipeline.servers.guard import HandlerFault
+from pipeline.servers.revisions import WrongDatabase
 
-from .service import Service
+from .service import Misconfigured, Service
 
 __all__ = [
     "Aggregate",
     "CloudEvents",
     "Codec",
     "Conflict",
+    "Encoded",
     "Event",
     "EventBatch",
     "Gaps",
+    "HandlerFault",
     "Handlers",
     "Header",
     "Message",
+    "Misconfigured",
+    "Outgoing",
     "Park",
     "PayloadFields",
     "Plain",
     "Policy",
     "Position",
+    "Reason",
+    "Record",
     "Reject",
     "Retry",
     "Sequenced",
     "Service",
+    "StoreUnavailable",
     "Timed",
     "Tombstone",
     "Transaction",
+    "Undecodable",
+    "Unpublishable",
     "Versioned",
     "Writer",
     "Writing",
+    "WrongDatabase",
+    "payload_hash",
 ]

@@ -1,0 +1,47 @@
+"""What users import: the names that `pipeline` exports."""
+
+import re
+from collections.abc import Iterator
+from inspect import getdoc, isfunction
+from typing import get_args, get_type_hints
+
+import pipeline
+from pipeline import Codec
+
+
+def described() -> Iterator[object]:
+    """Yield what is exported, and the public members of classes."""
+    for name in pipeline.__all__:
+        exported = getattr(pipeline, name)
+        yield exported
+        yield from (one for name, one in vars(exported).items() if not name.startswith("_"))
+
+
+def errors(base: type[Exception] = Exception) -> Iterator[type[Exception]]:
+    """Yield all classes of errors that are imported."""
+    for error in base.__subclasses__():
+        yield error
+        yield from errors(error)
+
+
+def parts(hint: object) -> Iterator[object]:
+    """Yield the classes in a type hint."""
+    yield hint
+    for one in get_args(hint):
+        yield from parts(one)
+
+
+def test_the_errors_that_docstrings_name_are_exported() -> None:
+    of_engine = {one.__name__ for one in errors() if one.__module__.startswith("pipeline.")}
+    named = {name for one in described() for name in re.findall(r"`(\w+)`", getdoc(one) or "")}
+    assert {"Conflict", "Unpublishable"} <= named & of_engine
+    assert named & of_engine <= {*pipeline.__all__}
+
+
+def test_the_types_that_a_codec_needs_are_exported() -> None:
+    methods = [one for one in vars(Codec).values() if isfunction(one)]
+    hints = [hint for one in methods for hint in get_type_hints(one).values()]
+    types = {one for hint in hints for one in parts(hint) if isinstance(one, type)}
+    names = {one.__name__ for one in types if one.__module__.startswith("pipeline.")}
+    assert {"Record", "Message"} <= names <= {*pipeline.__all__}
+    assert {"Reason", "payload_hash"} <= {*pipeline.__all__}
