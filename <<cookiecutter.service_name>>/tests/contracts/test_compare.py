@@ -273,7 +273,7 @@ def test_what_is_not_understood_is_undecided(written: Any, read: Any) -> None:
 def test_options_of_a_model_are_those_of_its_fields() -> None:
     def configured(**options: Any) -> type[Event]:
         class Base(Event, type="configured"):
-            model_config = ConfigDict(**options)
+            model_config = ConfigDict(**options)  # type: ignore[typeddict-item]
 
         return model(Base, a=int, b=bool, c=float, d=timedelta, e=Annotated[str, MinLen(1)])
 

@@ -145,7 +145,7 @@ def test_a_field_that_would_have_a_method_as_its_default_is_refused() -> None:
     with pytest.raises(TypeError, match="'upcast' can't be a field of Raised, whose"):
 
         class Raised(Event, type="raised"):
-            upcast: str
+            upcast: str  # type: ignore[assignment]
 
     with pytest.raises(TypeError, match="'upcast' can't be a field of Mixed, whose"):
 
