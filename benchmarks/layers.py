@@ -90,7 +90,7 @@ async def layers() -> dict[str, float]:
                 work = PartitionSource([PartitionBatch(slot, read)])
                 await consume.apply(work, attempts)
                 page = await window.fresh(
-                    driver, progress, list(range(SHARDS)), settings.relay_page
+                    driver, progress, list(range(SHARDS)), settings.relay_batch_events
                 )
                 await publisher.send(page.events, lambda: True)
                 progress = page.then

@@ -77,7 +77,7 @@ def _taking_turns(names: Sequence[str], *, every: float, until: float) -> list[t
 
 MANY_GENERATIONS = {
     "PIPELINE_INBOX_GENERATION_AGE": "0.5",
-    "PIPELINE_HOUSEKEEPING_INTERVAL": "0.5",
+    "PIPELINE_RETENTION_INTERVAL": "0.5",
 }
 
 LOADS: Mapping[str, Load] = {
@@ -142,7 +142,7 @@ LOADS: Mapping[str, Load] = {
         strays=1.0,
         settings={
             "PIPELINE_INBOX_GENERATION_AGE": "0.3",
-            "PIPELINE_HOUSEKEEPING_INTERVAL": "0.3",
+            "PIPELINE_RETENTION_INTERVAL": "0.3",
         },
     ),
     "the same events again": Load(
@@ -203,7 +203,7 @@ LOADS: Mapping[str, Load] = {
             *(Fault(at - 0.5, "pause", name, 4.5) for at in (3, 9, 15) for name in RELAYS),
             *(Fault(at, "retention", "postgres") for at in (3, 9, 15)),
         ],
-        settings={"PIPELINE_HOUSEKEEPING_INTERVAL": "0.3"},
+        settings={"PIPELINE_RETENTION_INTERVAL": "0.3"},
     ),
     "a topic that is read again": Load(
         events=1_500,

@@ -32,9 +32,9 @@ SETTINGS = {
     "PIPELINE_SHUTDOWN_GRACE": "10",
     # Many small transactions and pages, and generations that are closed while they run.
     "PIPELINE_BATCH_SIZE": "50",
-    "PIPELINE_RELAY_PAGE": "100",
+    "PIPELINE_RELAY_BATCH_EVENTS": "100",
     "PIPELINE_INBOX_GENERATION_AGE": "10",
-    "PIPELINE_HOUSEKEEPING_INTERVAL": "2",
+    "PIPELINE_RETENTION_INTERVAL": "2",
     # Days of the outbox go two hours after their end. What the inbox forgets, the rig decides.
     "PIPELINE_OUTBOX_AGE": "7200",
     "PIPELINE_INBOX_AGE": str(400 * 86_400),

@@ -93,7 +93,7 @@ async def _run(bench: Bench, *, drops: bool) -> Values:
     rig = bench.rig
     seconds = _SHARE * bench.options.seconds
     work = load.make(1_000, max(_AT_LEAST, round(_WINDOWS * seconds * _AT_MOST)))
-    who = replace(OURS, settings={"PIPELINE_HOUSEKEEPING_INTERVAL": str(_DUE * seconds)})
+    who = replace(OURS, settings={"PIPELINE_RETENTION_INTERVAL": str(_DUE * seconds)})
     async with rig.site(who, await rig.input(work)) as site:
         generation = await _fill(bench, site)
         service = rig.process(site)

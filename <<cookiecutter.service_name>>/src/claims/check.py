@@ -65,10 +65,11 @@ def open_claims(service: str, settings: Settings) -> "Claims | None":
 
 def _check(own: ClaimSettings, settings: Settings) -> None:
     """Raise `Misconfigured` if the settings contradict those of the engine."""
-    if not own.limit < settings.max_event_bytes:
+    if not own.limit_bytes < settings.max_event_bytes:
         raise Misconfigured(
-            f"PIPELINE_CLAIM_LIMIT is {own.limit:,}: let it be less than PIPELINE_MAX_EVENT_BYTES"
-            f" ({settings.max_event_bytes:,}), because larger events are never sent"
+            f"PIPELINE_CLAIM_LIMIT_BYTES is {own.limit_bytes:,}: let it be less than"
+            f" PIPELINE_MAX_EVENT_BYTES ({settings.max_event_bytes:,}), because larger events are"
+            " never sent"
         )
     if not own.timeout <= settings.transaction_timeout / 2:
         raise Misconfigured(
@@ -91,8 +92,8 @@ class Claims:
             raise Misconfigured(f"a service of the name {service!r} can't have an object store")
         assert settings.url is not None
         self._folder = f"{service}/claims"
-        self._limit = settings.limit
-        self._memory = settings.memory
+        self._limit = settings.limit_bytes
+        self._memory = settings.memory_bytes
         self._timeout = settings.timeout
         self.object_store = Store(
             settings.url,
@@ -114,7 +115,7 @@ class Claims:
         if event.size > allowed:
             raise Unpublishable(
                 f"the payload of {event.type!r} has {payload:,} bytes, and {self._memory:,} can be"
-                " stored: publish a smaller event, or raise PIPELINE_CLAIM_MEMORY"
+                " stored: publish a smaller event, or raise PIPELINE_CLAIM_MEMORY_BYTES"
             )
         return event.size
 
@@ -157,7 +158,7 @@ class Claims:
         if total > self._memory:
             raise TooMuchAtOnce(
                 f"{len(payloads)} payloads have {total:,} bytes together, and {self._memory:,} are"
-                " allowed: publish less at once, or raise PIPELINE_CLAIM_MEMORY"
+                " allowed: publish less at once, or raise PIPELINE_CLAIM_MEMORY_BYTES"
             )
         day = datetime.now(UTC).date()
         names = {id: f"{self._folder}/{day}/{_hash_of(id)}-{uuid4().hex}" for id in payloads}
@@ -217,7 +218,7 @@ class Claims:
             raise DataUnavailable(
                 "data too large",
                 f"{uri} has {size:,} bytes, and {self._memory:,} are allowed: raise"
-                " PIPELINE_CLAIM_MEMORY, and give the process as much memory",
+                " PIPELINE_CLAIM_MEMORY_BYTES, and give the process as much memory",
             )
 
 

@@ -19,9 +19,9 @@ class ClaimSettings(EnvironmentSettings):
     url: StoreUrl | None = None
     """`file:///folder`, `s3://bucket/prefix`, `gs://…` or `az://…`, the same for all services that
     exchange events."""
-    limit: Count = 500 * 1024
+    limit_bytes: Count = 500 * 1024
     """A larger payload, in bytes, is stored; less than `PIPELINE_MAX_EVENT_BYTES`."""
-    memory: Count = 16 * 2**20
+    memory_bytes: Count = 16 * 2**20
     """Most bytes of a payload, and of a batch's payloads together. A process holds two batches of
     each partition."""
     concurrency: Count = 8
@@ -37,9 +37,9 @@ class ClaimSettings(EnvironmentSettings):
 
     @model_validator(mode="after")
     def _a_payload_fits(self) -> Self:
-        if self.limit > self.memory:
+        if self.limit_bytes > self.memory_bytes:
             raise ValueError(
-                "PIPELINE_CLAIM_LIMIT <= PIPELINE_CLAIM_MEMORY must hold; they are"
-                f" {self.limit} and {self.memory}"
+                "PIPELINE_CLAIM_LIMIT_BYTES <= PIPELINE_CLAIM_MEMORY_BYTES must hold; they are"
+                f" {self.limit_bytes} and {self.memory_bytes}"
             )
         return self

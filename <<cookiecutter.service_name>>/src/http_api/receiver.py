@@ -131,7 +131,7 @@ class Receiver(ConsumeTransactions):
             async with limit:
                 outcome = await self._receive(source, retrying)
         except KeyReused as error:
-            metrics.processed(REQUESTS, consumer, "mismatch", 1, self.group)
+            metrics.processed(REQUESTS, consumer, "identity mismatch", 1, self.group)
             log.warning("%s: %s", source.item.name, error)
             raise
         except Exception as error:

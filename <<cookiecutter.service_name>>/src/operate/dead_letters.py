@@ -41,7 +41,7 @@ REASONS: Mapping[str, str] = {
     "data missing": "restore the object, then redrive; or discard it, and let it be sent anew",
     "data changed": "restore the object as it was sent, then redrive; or discard it",
     "data elsewhere": "set PIPELINE_CLAIM_URL to the store of the producer, then redrive",
-    "data too large": "raise PIPELINE_CLAIM_MEMORY, then redrive; or discard it",
+    "data too large": "raise PIPELINE_CLAIM_MEMORY_BYTES, then redrive; or discard it",
     "identity mismatch": "find out which payload is valid; if this one is, let the producer send it"
     " with a new id; discard this one",
     "sequence conflict": "find out how the producer counts; let it be sent again, or discard it",

@@ -161,7 +161,7 @@ def positions(status: Status) -> Iterator[Finding]:
             yield Finding(
                 "wrong",
                 f"{one.topic}/{one.partition} is at offset {one.position}, and the brokers have"
-                f" {one.first} to {one.end} (PartitionStuck in the runbook)",
+                f" {one.first} to {one.end} (PartitionBlocked in the runbook)",
                 f"find out what was lost, then `service topics seek {one.topic} --partition"
                 f" {one.partition} --to earliest`, first with --dry-run",
             )

@@ -106,7 +106,7 @@ class Settings(ServerSettings):
 
     max_event_bytes: Count = 900_000
     """A larger event is rejected when it is staged; below the topics' `max.message.bytes`."""
-    relay_page: Count = 5_000
+    relay_batch_events: Count = 5_000
     """Most events that the relay sends at a time; while twice as many are unsent, transactions of
     its process wait."""
     relay_lease: Annotated[Seconds, Field(ge=1)] = 10.0
@@ -150,7 +150,7 @@ class Settings(ServerSettings):
     inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = 128
     """MiB for filters that save look-ups in closed generations: 1.8 bytes for each message. One
     filter takes at most half."""
-    housekeeping_interval: Seconds = 3_600.0
+    retention_interval: Seconds = 3_600.0
     """Interval at which one process drops old partitions."""
 
     shutdown_grace: Seconds = 20.0

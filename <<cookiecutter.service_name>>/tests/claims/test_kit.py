@@ -14,7 +14,7 @@ from tests.servers.databases import migrations_of_the_engine
 pytestmark = pytest.mark.integration
 
 LARGE = "x" * 600_000
-"""More than PIPELINE_CLAIM_LIMIT."""
+"""More than PIPELINE_CLAIM_LIMIT_BYTES."""
 
 
 class Written(Event, type="kit.written"):

@@ -200,7 +200,7 @@ async def test_the_hash_of_a_large_payload_does_not_keep_the_loop(
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counter.desk.consume.claims = opened(memory=1_000_000)
+    counter.desk.consume.claims = opened(memory_bytes=1_000_000)
     threads: list[int] = []
 
     def look(*parts: str | bytes | None) -> bytes:

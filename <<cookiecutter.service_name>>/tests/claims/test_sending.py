@@ -121,7 +121,7 @@ async def test_what_would_not_fit_with_its_key_is_kept_elsewhere_too(
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PIPELINE_CLAIM_LIMIT", "3000")
+    monkeypatch.setenv("PIPELINE_CLAIM_LIMIT_BYTES", "3000")
     desk = await new_desk(clerk.handlers, topic="deposits", max_event_bytes=4_800)
     desk.consume.claims = opened()
     await desk.apply(Deposit(2_900, account="k" * 1_000))
@@ -146,7 +146,7 @@ async def test_what_is_larger_than_the_memory_is_refused_as_it_is_staged(
     if not fits:
         (row,) = await desk.backlog()
         assert row["error"].startswith(Unpublishable.__name__)
-        assert "PIPELINE_CLAIM_MEMORY" in row["error"]
+        assert "PIPELINE_CLAIM_MEMORY_BYTES" in row["error"]
 
 
 async def test_small_events_cost_no_round_trip_and_large_ones_one_for_all(

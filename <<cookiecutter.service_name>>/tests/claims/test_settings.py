@@ -48,7 +48,7 @@ async def test_mistakes_of_all_packages_are_told_at_once_whatever_the_command(
         "BATCH_SIZE": "0",
         "ARCHIVE_URL": "s3://ann:hunter2@bucket",
         "CLAIM_URL": "nowhere",
-        "CLAIM_LIMIT": "0",
+        "CLAIM_LIMIT_BYTES": "0",
         "CLAIM_LIMTI": "1",
     }
     for name, value in wrong.items():
@@ -100,8 +100,12 @@ def test_without_a_url_there_is_none(
             "file:///nowhere/at/all",
             "PIPELINE_CLAIM_URL: 'file:///nowhere/at/all': the folder does not exist",
         ),
-        ("LIMIT", "0", "PIPELINE_CLAIM_LIMIT: "),
-        ("LIMIT", "5000", "^PIPELINE_CLAIM_LIMIT <= PIPELINE_CLAIM_MEMORY must hold; "),
+        ("LIMIT_BYTES", "0", "PIPELINE_CLAIM_LIMIT_BYTES: "),
+        (
+            "LIMIT_BYTES",
+            "5000",
+            "^PIPELINE_CLAIM_LIMIT_BYTES <= PIPELINE_CLAIM_MEMORY_BYTES must hold; ",
+        ),
         ("TIMEOUT", "2.6", r"at most half of PIPELINE_TRANSACTION_TIMEOUT \(5.0 s\)"),
         ("GRACE", "60", "PIPELINE_CLAIM_GRACE: "),
         ("AGE", "172800", r"longer than PIPELINE_OUTBOX_AGE \(172800.0 s\)"),
@@ -115,7 +119,7 @@ def test_what_makes_no_sense_is_refused_with_what_to_do(
     value: str,
     complaint: str,
 ) -> None:
-    monkeypatch.setenv("PIPELINE_CLAIM_MEMORY", "4000")
+    monkeypatch.setenv("PIPELINE_CLAIM_MEMORY_BYTES", "4000")
     monkeypatch.setenv(f"PIPELINE_CLAIM_{name}", value)
     with pytest.raises(Misconfigured, match=complaint) as error:
         open_claims("desk", settings())

@@ -225,7 +225,7 @@ async def test_two_at_once_do_no_harm(
     connections = [await connect() for _ in range(3)]
     # A busy machine may take longer for as many than these tests have a store take.
     patient = {"timeout": PATIENCE}
-    await opened(memory=10**6, **patient).put({str(number): b"x" for number in range(1_100)})
+    await opened(memory_bytes=10**6, **patient).put({str(number): b"x" for number in range(1_100)})
     noted = [await keep(opened(), connections[0], f"old {number}") for number in range(20)]
     assert len(objects.names()) == 1_100 + len(noted)
     await asyncio.gather(*(opened(**OLD, **GONE, **patient).sweep(one) for one in connections))
@@ -238,7 +238,7 @@ async def test_a_running_service_sweeps_in_the_rounds_of_its_retention(
     service = Service(
         "desk", Handlers(), Base.metadata, claims=lambda name, _: opened(name, **GONE)
     )
-    async with running(service, Part.RELAY, housekeeping_interval=0.2):
+    async with running(service, Part.RELAY, retention_interval=0.2):
         await opened().put({"orphan": b"x"})
         await eventually(lambda: not objects.names())
 

@@ -47,7 +47,7 @@ async def start(ledger: Ledger, database_url: str, kafka: str) -> AsyncIterator[
         lock_timeout=4,
         relay_lease=2,
         batch_size=20,
-        relay_page=20,
+        relay_batch_events=20,
         retry_pause=0.2,
     ) as one:
         yield one

@@ -29,7 +29,7 @@ async def test_another_relay_takes_over_from_one_that_was_killed_and_publishes_e
     ledger: Ledger, start: Start
 ) -> None:
     await staged(ledger, start)
-    killed = await start("relay", relay_page=7)
+    killed = await start("relay", relay_batch_events=7)
     await ledger.progresses()
     await killed.kill()
     assert await holds_leases(ledger), "the leases are still recorded"
@@ -42,7 +42,7 @@ async def test_a_relay_that_stood_still_for_longer_than_its_lease_skips_and_reor
 ) -> None:
     await staged(ledger, start)
     # However long a busy machine lets it stand still, it does not end itself.
-    frozen = await start("relay", relay_page=7, hang_timeout=600)
+    frozen = await start("relay", relay_batch_events=7, hang_timeout=600)
     await ledger.progresses()
     frozen.send(signal.SIGSTOP)
     other = await start("relay")

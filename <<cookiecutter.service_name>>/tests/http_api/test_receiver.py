@@ -495,7 +495,7 @@ async def test_requests_are_counted_beside_messages(
     await pay_in(receiver, 5)
     with pytest.raises(KeyReused):
         await pay_in(receiver, 6)
-    outcomes = ("new", "duplicate", "mismatch")
+    outcomes = ("applied", "duplicate", "identity mismatch")
     assert counted == [("(requests)", CASHIER, outcome) for outcome in outcomes]
 
 

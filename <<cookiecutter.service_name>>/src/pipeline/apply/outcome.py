@@ -50,7 +50,7 @@ class BatchOutcome:
     def report(self, group: str) -> None:
         """Count and log the outcome, after the commit."""
         counts: Counter[tuple[str, str, str]] = Counter()
-        for outcome, items in (("new", self.applied), ("duplicate", self.duplicates)):
+        for outcome, items in (("applied", self.applied), ("duplicate", self.duplicates)):
             counts.update((item.record.topic, item.consumer, outcome) for item in items)
             if log.isEnabledFor(logging.DEBUG):
                 for item in items:
@@ -66,7 +66,7 @@ class BatchOutcome:
                 if decision.is_decided:
                     _log_decision(item, decision, item.row or item.key)
         for item, error in self.mismatched:
-            counts[item.record.topic, item.consumer, "mismatch"] += 1
+            counts[item.record.topic, item.consumer, "identity mismatch"] += 1
             decision = dead(item.handler.policy, "identity mismatch", error)
             _log_decision(item, decision, item.row or mismatch_key(item))
         for row in self.undecoded:

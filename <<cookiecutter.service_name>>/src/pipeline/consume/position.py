@@ -24,7 +24,7 @@ _ANSWER_SECONDS = 5.0
 _UNDO_SECONDS = 1.0
 
 
-class Stuck(Exception):
+class Blocked(Exception):
     """The partition is blocked before an offset, by a fault of its service, topic or servers.
 
     Nothing is skipped, and an operator may have to act.
@@ -79,7 +79,7 @@ class PartitionPosition:
         """Return the stored position, with the anchor if the topic can still hold that record.
 
         The first position of a new partition is stored before its first fetch, so that it does not
-        depend on when that succeeds. Raises `Stuck` if the position is outside of the topic.
+        depend on when that succeeds. Raises `Blocked` if the position is outside of the topic.
         """
         # Read before the offsets: another process may move it at any time.
         stored = await self._attempts("reading the position")(self._query, positions.position)
@@ -100,9 +100,9 @@ class PartitionPosition:
             raise self.changed(position, f"it ends at {end} (created anew, or its data lost)")
         return StoredPosition(position, anchor if anchor and anchor.offset >= first else None)
 
-    def changed(self, position: int, what: str) -> Stuck:
+    def changed(self, position: int, what: str) -> Blocked:
         """Return the error for a topic that is not the one in which the position was reached."""
-        return Stuck(
+        return Blocked(
             position,
             "topic changed",
             f"{self._slot.topic}/{self._slot.partition} is read from {position}, but {what}."
@@ -110,7 +110,7 @@ class PartitionPosition:
             f" {self._seek('earliest')}",
         )
 
-    def unreadable(self, position: int, batch: UnreadableBatch, deaths: int) -> Stuck:
+    def unreadable(self, position: int, batch: UnreadableBatch, deaths: int) -> Blocked:
         """Return the error for a producer's batch that holds the partition until it is skipped.
 
         `deaths`: processes that have died while they read the batch.
@@ -130,7 +130,7 @@ class PartitionPosition:
             f"{batch}. Nothing is read until it can be. {advice}To go on behind it, without what it"
             f" holds: {self._seek(batch.next)}"
         )
-        return Stuck(position, "unreadable batch", text)
+        return Blocked(position, "unreadable batch", text)
 
     async def check(self, applied: int, start: int) -> None:
         """Raise `PositionMoved` if a command has moved the position, as far as is known.

@@ -27,7 +27,7 @@ from pipeline.servers.tasks import end, sleep_or_event
 
 from .gathering import Gatherer
 from .partition_source import PartitionBatch, PartitionSource
-from .position import PartitionPosition, Stuck
+from .position import Blocked, PartitionPosition
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Reader:
         self._stored_position = PartitionPosition(self._slot, client, consume, self._attempts)
         self._pace = Pace(consume.settings)
         self._stopping = asyncio.Event()
-        self._stuck: Stuck | None = None
+        self._blocked: Blocked | None = None
         self._is_cut_off = False
         self._is_applying = False
         self._anchor: Anchor | None = None
@@ -105,7 +105,7 @@ class Reader:
                 log.warning("%s: %s; reading the position again", self._part, moved)
             except Exception as error:
                 if not self._stopping.is_set():
-                    await self._block(self._stuck_by(error))
+                    await self._block(self._blocked_by(error))
 
     async def _locate(self) -> None:
         """Read the stored position, and make the client fetch from there."""
@@ -237,7 +237,7 @@ class Reader:
         return 0 if self._has_begun else self._deaths or self._stored_position.deaths
 
     def _recognized(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
-        """Return the records from `start` on; raises `Stuck` if the anchor is another record."""
+        """Return the records from `start` on; raises `Blocked` if the anchor is another record."""
         if not records:
             return []
         anchor, self._anchor = self._anchor, None
@@ -257,44 +257,44 @@ class Reader:
     def _move_to(self, position: int) -> None:
         """Set the position; the partition is ready unless it is still blocked there."""
         self.position = position
-        if self._stuck is not None:
-            if position == self._stuck.offset:
+        if self._blocked is not None:
+            if position == self._blocked.offset:
                 return
             log.info("%s goes on at offset %s", self._part, position)
             self._release()
         self._health.ready(self._part)
 
-    def _stuck_by(self, error: Exception) -> Stuck:
+    def _blocked_by(self, error: Exception) -> Blocked:
         position = self.position or 0
         text = summarize_error(error) or describe_error(error)
         match error:
-            case Stuck():
+            case Blocked():
                 return error
             case BreakerOpen():
-                return Stuck(position, "breaker open", text)
+                return Blocked(position, "breaker open", text)
             case UnreadableBatch():
                 return self._stored_position.unreadable(position, error, self._suspected_deaths)
         self._is_cut_off = is_infrastructure(error)
         if self._is_cut_off:
-            return Stuck(position, "Kafka failed", text)
-        return Stuck(position, "unexpected error", text, error)
+            return Blocked(position, "Kafka failed", text)
+        return Blocked(position, "unexpected error", text, error)
 
-    async def _block(self, stuck: Stuck) -> None:
+    async def _block(self, blocked: Blocked) -> None:
         """Report why the partition is blocked, and pause before the next attempt."""
         partition = self._partition
-        if str(self._stuck) != str(stuck):
+        if str(self._blocked) != str(blocked):
             log.error(
-                "%s stands still, nothing is skipped: %s",
+                "%s is blocked, nothing is skipped: %s",
                 self._part,
-                stuck,
-                exc_info=stuck.unexpected,
+                blocked,
+                exc_info=blocked.unexpected,
                 extra={"topic": partition.topic, "partition": partition.partition}
-                | {"offset": stuck.offset, "reason": stuck.reason},
+                | {"offset": blocked.offset, "reason": blocked.reason},
             )
-            metrics.processed(partition.topic, "", "stuck", 1, self._slot.group)
-        self._stuck = stuck
-        metrics.set_stuck(partition.topic, partition.partition, is_stuck=True)
-        self._health.not_ready(self._part, str(stuck))
+            metrics.processed(partition.topic, "", "blocked", 1, self._slot.group)
+        self._blocked = blocked
+        metrics.set_blocked(partition.topic, partition.partition, is_blocked=True)
+        self._health.not_ready(self._part, str(blocked))
         # Records of this partition that stay in the client's buffer would delay its next fetch for
         # the other partitions.
         with suppress(Exception):
@@ -304,9 +304,9 @@ class Reader:
             self._client.resume(partition)
 
     def _release(self) -> None:
-        if self._stuck is not None:
-            self._stuck = None
-            metrics.set_stuck(self._partition.topic, self._partition.partition, is_stuck=False)
+        if self._blocked is not None:
+            self._blocked = None
+            metrics.set_blocked(self._partition.topic, self._partition.partition, is_blocked=False)
 
     def _attempts(self, what: str) -> Attempts:
         return Attempts(

@@ -80,7 +80,7 @@ def is_json(json: bool | None) -> bool:
 def _lower_if_retried(record: logging.LogRecord) -> bool:
     """Make a warning of an error after which the Kafka client that logs it tries again.
 
-    There are some whenever brokers start or a group is new. A partition that stands still is
+    There are some whenever brokers start or a group is new. A partition that is blocked is
     reported anyway.
     """
     given = record.args if isinstance(record.args, tuple) else ()

@@ -82,8 +82,8 @@ _backlog_duration = _meter.create_histogram(
 partitions_assigned = _meter.create_gauge(
     "pipeline.partitions.assigned", "{partition}", "Partitions that this process reads."
 )
-_stuck = _meter.create_gauge(
-    "pipeline.partitions.stuck", "{partition}", "1 while the partition stands still."
+_blocked = _meter.create_gauge(
+    "pipeline.partitions.blocked", "{partition}", "1 while the partition is blocked."
 )
 _breaker = _meter.create_gauge("pipeline.breaker.open", "{consumer}", "1 while it is open.")
 _backlog = _meter.create_gauge("pipeline.backlog.waiting", "{message}", "Stored for later.")
@@ -134,8 +134,8 @@ _lag_duration = _OfOutbox(
 )
 _rejected = _OfOutbox("pipeline.outbox.rejected", "{event}", "Rejected by Kafka, by state.")
 _ahead = _Computed("pipeline.outbox.ahead", "s", "Time until there is no partition for new events.")
-_horizon = _Computed(
-    "pipeline.inbox.horizon",
+_coverage = _Computed(
+    "pipeline.inbox.coverage",
     "s",
     "How far back the inbox remembers every message, once it has forgotten some.",
 )
@@ -175,8 +175,8 @@ def _with_error(attributes: Attributes, error: Exception | None) -> Attributes:
 
 
 def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -> None:
-    """Count messages; `outcome` is `new`, `duplicate`, `superseded`, `skipped`, `parked`, `dead`,
-    `mismatch` (dead: the same id came before with another payload) or `stuck`.
+    """Count messages; `outcome` is `applied`, `duplicate`, `superseded`, `skipped`, `parked`,
+    `dead`, `identity mismatch` (dead: the same id came before with another payload) or `blocked`.
     """
     attributes = {
         names.MESSAGING_DESTINATION_NAME: topic,
@@ -216,13 +216,13 @@ def observe_ready(is_ready: Callable[[], bool]) -> None:
     _ready.read = lambda: int(is_ready())
 
 
-def set_stuck(topic: str, partition: int, *, is_stuck: bool) -> None:
-    """Set whether the partition stands still; one that this process gave up is not stuck here."""
+def set_blocked(topic: str, partition: int, *, is_blocked: bool) -> None:
+    """Set whether the partition is blocked; one that this process gave up is not blocked here."""
     attributes = {
         names.MESSAGING_DESTINATION_NAME: topic,
         names.MESSAGING_DESTINATION_PARTITION_ID: str(partition),
     }
-    _stuck.set(int(is_stuck), attributes)
+    _blocked.set(int(is_blocked), attributes)
 
 
 def set_breaker(consumer: str, *, is_open: bool) -> None:
@@ -270,7 +270,7 @@ def observe_partitions(until: datetime, since: datetime | None) -> None:
     """Set until when there are partitions for new events, and since when every message is
     remembered; None: since the beginning."""
     _ahead.read = lambda: -_since(until)
-    _horizon.read = lambda: None if since is None else _since(since)
+    _coverage.read = lambda: None if since is None else _since(since)
 
 
 def observe_retention(held: int, finished_at: datetime) -> None:

@@ -222,7 +222,7 @@ class Rejected:
         self._try_at[events[0]["topic"]] = monotonic()
         self._note(events, why)
         sent = [event["id"] for event in events if event["id"] not in why]
-        self._page = self._settings.relay_page if sent else _FIRST_PAGE
+        self._page = self._settings.relay_batch_events if sent else _FIRST_PAGE
         await connection.execute(_DELETE, sent)
         if why:
             rejected = [event for event in events if event["id"] in why]

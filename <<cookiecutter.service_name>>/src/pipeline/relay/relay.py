@@ -61,7 +61,7 @@ class Relay:
         self._cursor = Cursor(settings, owner)
         self._rejected = Rejected(settings, health)
         self._scheduled = Scheduled()
-        self.backpressure = RelayBackpressure(2 * settings.relay_page)
+        self.backpressure = RelayBackpressure(2 * settings.relay_batch_events)
         self._ahead: tuple[Mapping[int, Progress], list[Page]] = {}, []
         """Pages that were read in advance, and the progress that they begin at."""
         self._narrow_until = 0.0
@@ -228,7 +228,7 @@ class Relay:
     ) -> list[Page]:
         groups = grouped(progress)
         share = max(1, len(groups))
-        limit, at_most = max(1, self._settings.relay_page // share), PAGE_BYTES // share
+        limit, at_most = max(1, self._settings.relay_batch_events // share), PAGE_BYTES // share
         paged = [(one, shards) for one, shards in groups.items() if one.target is not None]
         unpaged = [(one, shards) for one, shards in groups.items() if one.target is None]
         pages = []

@@ -109,7 +109,7 @@ async def list_partitions(
 def _is_overdue(generation: asyncpg.Record, settings: Settings) -> bool:
     """Whether the current generation should have been closed, or was opened in the future."""
     age = timedelta(seconds=settings.inbox_generation_age)
-    interval = timedelta(seconds=settings.housekeeping_interval)
+    interval = timedelta(seconds=settings.retention_interval)
     open_for: timedelta = generation["now"] - generation["opened_at"]
     return open_for > 2 * age + interval or open_for < -CLOCK_MARGIN
 

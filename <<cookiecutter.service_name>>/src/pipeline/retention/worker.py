@@ -72,7 +72,7 @@ class RetentionWorker:
         Nothing is made ahead while a round archives a day: that takes hours at most, and what is
         ahead suffices for days.
         """
-        interval = self._settings.housekeeping_interval
+        interval = self._settings.retention_interval
         round_at = 0.0
         while True:
             await self._while_unavailable(self._prepare)
@@ -86,7 +86,7 @@ class RetentionWorker:
             async with autocommitting(self._engine) as connection:
                 await record_archiving(connection, self._archive)
                 # Processes take turns: half of the time, or one may come a moment too early.
-                if await begin_round(connection, self._settings.housekeeping_interval / 2):
+                if await begin_round(connection, self._settings.retention_interval / 2):
                     await run_retention(connection, self._settings, archive=self._archive)
                     if self._claims is not None:
                         await self._claims.sweep(connection)

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.full
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text("utf-8")
 OF_OPERATORS = ("runbook", "operating-errors")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
-SEEN_SOON = {"housekeeping_interval": 0.2, "relay_lease": 1, "relay_topic_pause": 0.1}
+SEEN_SOON = {"retention_interval": 0.2, "relay_lease": 1, "relay_topic_pause": 0.1}
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ async def test_an_id_with_another_payload_alerts_until_an_hour_after_the_last_on
     await Deposit(1).send(producer, bank.deposits)
     await Deposit(2, id="1").send(producer, bank.deposits)
     fires = await tells(process, "pipeline_backlog_dead", positive)
-    check(tmp_path, ["", fires], firing=["HashMismatch"])
+    check(tmp_path, ["", fires], firing=["IdentityMismatch"])
     found = (await command("dead", "list", "--reason", "identity mismatch")).stdout
     assert "identity mismatch" in found
     letter = found.splitlines()[1].split()[0]
@@ -311,7 +311,9 @@ async def test_an_id_with_another_payload_alerts_until_an_hour_after_the_last_on
     done = await command("dead", "discard", letter, *because, "--yes")
     assert done.exit_code == 0, done.output
     over = await tells(process, "pipeline_backlog_dead", zero)
-    check(tmp_path, ["", fires, over], firing=["HashMismatch"], quiet=["DeadLetters"], minutes=45)
+    check(
+        tmp_path, ["", fires, over], firing=["IdentityMismatch"], quiet=["DeadLetters"], minutes=45
+    )
     check(tmp_path, ["", fires, over], quiet=ALERTS, minutes=75)
 
 
@@ -475,8 +477,8 @@ async def test_a_consumer_that_fails_for_whatever_comes_alerts_until_it_succeeds
     # What failed before it opened waits in the backlog, and now has done so for long.
     await db.execute("UPDATE pipeline.backlog SET received_at = received_at - interval '2 hours'")
     await tells(process, "pipeline_backlog_age_seconds", lambda age: age > 7_200)
-    fires = await tells(process, "pipeline_partitions_stuck", positive)
-    check(tmp_path, [fires], firing=["BreakerOpen", "PartitionStuck", "BacklogAge"])
+    fires = await tells(process, "pipeline_partitions_blocked", positive)
+    check(tmp_path, [fires], firing=["BreakerOpen", "PartitionBlocked", "BacklogAge"])
     reasons = await process.reasons()
     assert "breaker of deposit" in reasons
     waiting = await command("dead", "list", "--waiting", "--summary")
@@ -484,8 +486,8 @@ async def test_a_consumer_that_fails_for_whatever_comes_alerts_until_it_succeeds
     await db.execute("ALTER TABLE elsewhere RENAME TO account")
     await tells(process, "pipeline_breaker_open", zero)
     await tells(process, "pipeline_backlog_age_seconds", zero)
-    over = await tells(process, "pipeline_partitions_stuck", zero)
-    check(tmp_path, [fires, over], quiet=["BreakerOpen", "PartitionStuck", "BacklogAge"])
+    over = await tells(process, "pipeline_partitions_blocked", zero)
+    check(tmp_path, [fires, over], quiet=["BreakerOpen", "PartitionBlocked", "BacklogAge"])
     await eventually(lambda: db.fetchval("SELECT count(*) = 6 FROM account"))
 
 
@@ -504,15 +506,15 @@ async def test_a_position_that_the_topic_does_not_have_alerts_until_a_person_mov
     # As after the topic was made anew, with fewer records.
     await db.execute("UPDATE pipeline.position SET next_offset = 1000")
     process = await start("run", retry_pause=0.2)
-    fires = await tells(process, "pipeline_partitions_stuck", positive)
-    check(tmp_path, [fires], firing=["PartitionStuck"], quiet=["BreakerOpen"])
+    fires = await tells(process, "pipeline_partitions_blocked", positive)
+    check(tmp_path, [fires], firing=["PartitionBlocked"], quiet=["BreakerOpen"])
     assert "topic changed" in str(await process.reasons())
     seek = ("topics", "seek", bank.deposits, "--partition", "0", "--to", "earliest")
     assert (await command(*seek, "--dry-run")).exit_code == 0
     done = await command(*seek)
     assert done.exit_code == 0, done.output
     await Deposit(2).send(producer, bank.deposits)
-    over = await tells(process, "pipeline_partitions_stuck", zero)
+    over = await tells(process, "pipeline_partitions_blocked", zero)
     check(tmp_path, [fires, over], quiet=ALERTS)
     await eventually(lambda: db.fetchval("SELECT balance = 3 FROM account"))
 
@@ -610,7 +612,7 @@ async def test_more_events_than_a_relay_can_send_alert_until_another_one_shares_
             wire.go_on()
             wire.hold()
 
-        first = await start("run", kafka_bootstrap_servers=wire.address, relay_page=1)
+        first = await start("run", kafka_bootstrap_servers=wire.address, relay_batch_events=1)
         await let_one_through()
         await eventually(lambda: len(told.records) == 1)
         fires = await tells(first, "pipeline_outbox_lag_duration_seconds", positive)
@@ -653,7 +655,9 @@ async def test_what_was_handled_before_alerts_while_it_comes_again(
 
     for amount in range(1, 6):
         await Deposit(amount).send(producer, bank.deposits)
-    scrapes = [await tells(process, "pipeline_messages_total", positive, pipeline_outcome="new")]
+    scrapes = [
+        await tells(process, "pipeline_messages_total", positive, pipeline_outcome="applied")
+    ]
     scrapes += [await again(times) for times in range(1, 6)]
     check(tmp_path, scrapes[:2], quiet=["DuplicateRate"], minutes=10)
     check(tmp_path, scrapes, firing=["DuplicateRate"], minutes=1)
@@ -735,8 +739,8 @@ async def test_too_short_a_memory_alerts_until_it_has_grown(
     await inbox.register(db, bank.handlers.consumers)
     await age(first)
     process = await start("run", inbox_age=7_200)
-    fires = await tells(process, "pipeline_inbox_horizon_seconds", positive)
-    check(tmp_path, [fires], firing=["MemoryHorizon"], quiet=["NoPartitionAhead"])
+    fires = await tells(process, "pipeline_inbox_coverage_seconds", positive)
+    check(tmp_path, [fires], firing=["InboxCoverageShort"], quiet=["NoPartitionAhead"])
     long_ago = datetime.now(UTC) - timedelta(days=1)
     old = Deposit(1, timestamp=int(long_ago.timestamp() * 1_000))
     await old.send(producer, bank.deposits)
@@ -755,11 +759,11 @@ async def test_too_short_a_memory_alerts_until_it_has_grown(
     finished = "SELECT finished_at > $1 FROM pipeline.retention_round"
     await eventually(lambda: db.fetchval(finished, now))
     assert await db.fetchrow(memory) == before, "what is forgotten stays so, and nothing else goes"
-    grows = await tells(process, "pipeline_inbox_horizon_seconds", positive)
-    check(tmp_path, [grows], firing=["MemoryHorizon"])
+    grows = await tells(process, "pipeline_inbox_coverage_seconds", positive)
+    check(tmp_path, [grows], firing=["InboxCoverageShort"])
     # A week later.
     await db.execute("UPDATE pipeline.inbox_generation SET since = since - interval '7 days'")
     week = 7 * 86_400
-    await tells(process, "pipeline_inbox_horizon_seconds", lambda far: far > week)
+    await tells(process, "pipeline_inbox_coverage_seconds", lambda far: far > week)
     over = await works(process)
     check(tmp_path, [grows, over], quiet=ALERTS)

@@ -55,8 +55,8 @@ def applied(db: asyncpg.Connection, *deposits: int) -> Callable[[], Awaitable[bo
     return are_applied
 
 
-def stuck(health: Health, bank: Bank) -> str:
-    """Return why the bank's partition stands still; empty if it does not."""
+def blocked(health: Health, bank: Bank) -> str:
+    """Return why the bank's partition is blocked; empty if it is not."""
     return health.reasons.get(f"partition {bank.deposits}/0", "")
 
 
@@ -74,10 +74,10 @@ async def test_a_batch_that_unpacks_to_too_much_is_named_and_passed_over_only_by
     await send_bomb(kafka, bank.deposits, 8, codec)
     await Deposit(2).send(producer, bank.deposits)
     async with running(bank.service, unpacked_mebibytes=1, retry_pause=0.1) as health:
-        await eventually(lambda: bool(stuck(health, bank)))
+        await eventually(lambda: bool(blocked(health, bank)))
         await eventually(position_reaches(db, bank.deposits, 1))
-        await eventually(lambda: stuck(health, bank).startswith("offset 1: unreadable batch: "))
-        text = stuck(health, bank)
+        await eventually(lambda: blocked(health, bank).startswith("offset 1: unreadable batch: "))
+        text = blocked(health, bank)
         assert "the batch of the offsets 1 to 1 (" in text
         assert f"{codec}) unpacks to more than 1,048,576 bytes" in text
         assert "PIPELINE_UNPACKED_MEBIBYTES" in text
@@ -103,7 +103,7 @@ async def test_a_start_is_counted_before_anything_is_unpacked_and_not_where_noth
         await eventually(lambda: health.is_ready)
         assert await starts(db) == 0
         await send_bomb(kafka, bank.deposits, 8)
-        await eventually(lambda: bool(stuck(health, bank)))
+        await eventually(lambda: bool(blocked(health, bank)))
         assert await starts(db) == 1
     assert await starts(db) == 0, "who ends in order has died of nothing"
 
@@ -113,7 +113,7 @@ async def test_a_batch_that_is_let_unpack_goes_the_way_of_any_record(
 ) -> None:
     await send_bomb(kafka, bank.deposits, 8)
     async with running(bank.service, unpacked_mebibytes=1, retry_pause=0.1) as health:
-        await eventually(lambda: bool(stuck(health, bank)))
+        await eventually(lambda: bool(blocked(health, bank)))
     async with running(bank.service, unpacked_mebibytes=9):
         await eventually(position_reaches(db, bank.deposits, 1))
     reasons = await db.fetch("SELECT reason, octet_length(value) FROM pipeline.backlog")
@@ -156,7 +156,7 @@ async def test_a_batch_that_kills_whoever_unpacks_it_is_not_unpacked_again_and_n
     for _ in range(3):
         assert await (await start("run")).ended() == -signal.SIGKILL
     process = await start("run")
-    await process.says("stands still")
+    await process.says("is blocked, nothing is skipped")
 
     # It was parked with the suspicion, and is tried alone when the lease of its lane has ended.
     await eventually(applied(db, 1))

@@ -87,7 +87,10 @@ async def test_events_that_are_not_acknowledged_are_sent_again_in_the_order_of_t
     """Traps 6, 7 and 23."""
     topic = await new_topic(2)
     chosen = settings(
-        kafka_bootstrap_servers=wire.address, relay_page=20, relay_lease=1, max_event_bytes=1_000
+        kafka_bootstrap_servers=wire.address,
+        relay_batch_events=20,
+        relay_lease=1,
+        max_event_bytes=1_000,
     )
     async with following(kafka, topic) as tail, relaying(chosen) as one:
         await stage_numbers(db, topic, range(40))
@@ -112,7 +115,10 @@ async def test_a_broker_that_fails_again_and_again_loses_and_reorders_nothing(
     """Traps 7 and 23: whole pages wait and are sent again, never a single event."""
     topic = await new_topic(2)
     chosen = settings(
-        kafka_bootstrap_servers=wire.address, relay_page=7, relay_lease=1, max_event_bytes=1_000
+        kafka_bootstrap_servers=wire.address,
+        relay_batch_events=7,
+        relay_lease=1,
+        max_event_bytes=1_000,
     )
     strikes = list(STRIKES) * 2
     async with following(kafka, topic) as tail, relaying(chosen) as one:

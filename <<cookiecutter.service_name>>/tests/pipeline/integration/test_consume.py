@@ -92,9 +92,9 @@ async def test_at_debug_each_message_is_a_line_with_its_id_and_what_has_become_o
         await records(bank.balances, 2)
     lines = [vars(one) for one in caplog.records if one.name == "pipeline.apply.outcome"]
     assert sorted((one["offset"], one["message_id"], one["reason"]) for one in lines) == [
-        (0, "1", "new"),
+        (0, "1", "applied"),
         (1, "1", "duplicate"),
-        (2, "2", "new"),
+        (2, "2", "applied"),
     ]
     assert {(one["consumer"], one["key"]) for one in lines} == {("deposit", b"ada")}
 

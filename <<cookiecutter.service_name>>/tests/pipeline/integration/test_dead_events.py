@@ -170,7 +170,7 @@ async def test_operators_and_relays_at_once_lose_nothing_and_keep_the_order_of_k
             given_up.extend(await discard(operators[1], Selection(record_key=b"key 3")))
             await asyncio.sleep(0.02)
 
-    chosen = quick(relay_lease=1, relay_page=20, relay_topic_pause=0.02)
+    chosen = quick(relay_lease=1, relay_batch_events=20, relay_topic_pause=0.02)
     async with following(kafka, topic) as tail, relaying(chosen), relaying(chosen):
         tasks = [asyncio.create_task(redrive_often()), asyncio.create_task(discard_often())]
         for n in range(200):

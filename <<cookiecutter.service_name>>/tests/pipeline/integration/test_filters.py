@@ -104,7 +104,7 @@ async def test_a_duplicate_is_found_in_every_closed_generation(
     assert (known, bare) == (({0, 1, 2}, range(0)) if loaded else (set(), range(1, 4)))
     await desk.apply(*every)
     assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
-    assert (outcomes["new"], outcomes["duplicate"]) == (5, 3)
+    assert (outcomes["applied"], outcomes["duplicate"]) == (5, 3)
 
 
 @pytest.mark.usefixtures("one_each")
@@ -348,7 +348,7 @@ async def test_a_build_that_is_cut_off_leaves_nothing_and_is_done_again(
     await db.execute("DELETE FROM pipeline.inbox_filter")
     async with stored_by_another(await connect()):
         builder = await connect()
-        building = asyncio.create_task(run_retention(builder, settings(housekeeping_interval=0.1)))
+        building = asyncio.create_task(run_retention(builder, settings(retention_interval=0.1)))
         await somebody_waits(db)
         if how == "cancelled":
             building.cancel()
@@ -680,7 +680,7 @@ async def test_a_running_service_loads_the_filters_that_it_lacks(
         return await histories(db) == {"ada": list(range(1, sent + 1))}
 
     await db.execute("ALTER TABLE pipeline.inbox_filter RENAME TO away")
-    quick = {"inbox_generation_age": 0.3, "housekeeping_interval": 0.1}
+    quick = {"inbox_generation_age": 0.3, "retention_interval": 0.1}
     async with running(bank.service, Part.CONSUME, **quick):
         await eventually(has_failed)
         await db.execute("ALTER TABLE pipeline.away RENAME TO inbox_filter")

@@ -86,7 +86,7 @@ async def test_records_that_nobody_takes_are_passed_once_beside_one_that_is_refu
     await desk.apply(skipped, Deposit(2, "bob"), skipped, Deposit(TOO_MUCH), skipped)
     assert await desk.park() == {("deposit", 3): "transaction failed"}
     assert await desk.position() == 5
-    assert outcomes == {"skipped": 3, "new": 1, "parked": 1}
+    assert outcomes == {"skipped": 3, "applied": 1, "parked": 1}
 
 
 @pytest.mark.usefixtures("forbid_riches")

@@ -49,7 +49,7 @@ async def test_a_duplicate_in_the_same_batch_or_a_later_one_is_applied_once_and_
     assert await histories(db) == {"ada": [1, 2, 3]}
     assert await desk.position() == 8
     assert await count(db, "pipeline.outbox") == 3
-    assert (outcomes["new"], outcomes["duplicate"]) == (3, 5)
+    assert (outcomes["applied"], outcomes["duplicate"]) == (3, 5)
 
 
 async def test_a_record_sent_again_with_another_time_is_a_duplicate(
@@ -188,7 +188,7 @@ async def test_a_duplicate_is_recognised_over_many_closed_generations(
     assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
     rows = await db.fetch("SELECT generation, id FROM pipeline.inbox ORDER BY generation")
     assert [tuple(row) for row in rows] == [(n, str(n)) for n in range(1, 6)]
-    assert (outcomes["new"], outcomes["duplicate"]) == (5, 10)
+    assert (outcomes["applied"], outcomes["duplicate"]) == (5, 10)
 
 
 @pytest.mark.parametrize("takes_old", [False, True])
@@ -457,7 +457,7 @@ async def test_the_second_of_two_partitions_waits_for_the_first_and_finds_a_dupl
     await asyncio.gather(one, other)
     assert await histories(db) == {"ada": [1, 2]}
     # Two consumers of each.
-    assert (outcomes["new"], outcomes["duplicate"]) == (4, 2)
+    assert (outcomes["applied"], outcomes["duplicate"]) == (4, 2)
 
 
 async def test_the_marker_of_a_transaction_that_rolls_back_is_not_a_duplicate_for_who_waited(
@@ -517,7 +517,9 @@ async def test_who_waited_for_a_transaction_that_set_its_event_aside_finds_it_in
     await asyncio.gather(one, other)
     assert await histories(db) == {"bob": [2]}
     assert outcomes["parked"] == 2, "the first event, and the later one of its key"
-    assert (outcomes["duplicate"], outcomes["mismatch"]) == ((1, 0) if amount == 1 else (0, 1))
+    assert (outcomes["duplicate"], outcomes["identity mismatch"]) == (
+        (1, 0) if amount == 1 else (0, 1)
+    )
     await first.make_due()
     await first.work_off()
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}

@@ -617,7 +617,7 @@ async def test_the_outcome_has_what_was_logged_and_counted(harness: Harness) -> 
         for one in outcome.metrics
         if one.name == "pipeline.messages"
     }
-    assert counted == {"new": 1, "parked": 1}
+    assert counted == {"applied": 1, "parked": 1}
     later = await harness.handle(deposit(7))
     (cents,) = (one for one in later.metrics if one.name == "bank.cents")
     assert (cents.attributes, cents.value) == ({"account": "ada"}, 7)

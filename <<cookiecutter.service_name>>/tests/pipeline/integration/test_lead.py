@@ -17,8 +17,8 @@ from tests.contract.bank import Deposit
 from tests.servers.waiting import eventually
 
 MANY = 2_000
-SMALL = {"batch_size": 50, "relay_page": 50}
-AT_MOST = 2 * SMALL["relay_page"]
+SMALL = {"batch_size": 50, "relay_batch_events": 50}
+AT_MOST = 2 * SMALL["relay_batch_events"]
 AT_ONCE = 4
 """Transactions, by default."""
 

@@ -189,7 +189,7 @@ class World:
             for sample in family.samples
             if "pipeline_outcome" in sample.labels and sample.value
         }
-        assert counted.pop("new") > 0
+        assert counted.pop("applied") > 0
         counted.pop("duplicate", None)
         return counted
 

@@ -66,6 +66,6 @@ async def test_a_relay_needs_no_session(
     """Trap 22."""
     topic = await new_topic()
     await stage(db, numbered(topic, range(30)))
-    chosen = settings(database_pooler=True, relay_page=7)
+    chosen = settings(database_pooler=True, relay_batch_events=7)
     async with following(kafka, topic) as tail, relaying(chosen):
         await tail.until_ids(range(30))

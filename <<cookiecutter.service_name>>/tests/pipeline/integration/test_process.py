@@ -88,13 +88,13 @@ async def test_a_relay_that_was_frozen_longer_than_its_lease_loses_and_reorders_
         await stage(db, [event(topic, n, keys[n % 30]) for n in numbers])
 
     async with following(kafka, topic) as tail:
-        frozen = await start("relay", relay_page=7, hang_timeout=600)
+        frozen = await start("relay", relay_batch_events=7, hang_timeout=600)
         await eventually(frozen.is_ready)
         await write(range(3_000))
         await tail.until(lambda: len(tail.records) > 200)
         frozen.send(signal.SIGSTOP)
         before = len(tail.ids)
-        other = await start("relay", relay_page=500)
+        other = await start("relay", relay_batch_events=500)
         await write(range(3_000, 3_300))
         await tail.until_ids(range(3_300))
         assert before < 3_000, "too late to tell"

@@ -68,7 +68,7 @@ async def test_a_missing_topic_holds_up_nothing_but_its_own_events_until_it_exis
         for n in numbers:
             await stage(db, [event(topic, n, keys[n % 3]) for topic in (missing, there)])
 
-    chosen = quick(relay_page=7, relay_transactional=transactional)
+    chosen = quick(relay_batch_events=7, relay_transactional=transactional)
     with caplog.at_level(logging.WARNING, "pipeline"):
         async with relaying(chosen) as one:
             async with following(kafka, there) as good:
@@ -146,7 +146,7 @@ async def test_an_event_that_is_too_large_is_dead_and_all_others_go_on_in_order(
             payload = LARGE if n in large else SMALL
             await stage(db, [event(topic, n, keys[n % 4], payload)])
 
-    chosen = quick(relay_page=9, relay_transactional=transactional)
+    chosen = quick(relay_batch_events=9, relay_transactional=transactional)
     async with following(kafka, topic) as tail, relaying(chosen) as one:
         await stage_some(range(80))
         await tail.until_ids(set(range(80)) - large)
@@ -355,7 +355,7 @@ async def test_ten_thousand_events_that_waited_for_a_topic_go_by_pages_and_not_o
 
     there = await new_topic()
     await stage(db, [event(missing, n, f"key-{n % 5_000}") for n in range(10_000)])
-    async with relaying(quick(relay_page=2_000), Counting):
+    async with relaying(quick(relay_batch_events=2_000), Counting):
         await eventually(lambda: all_is_written(db))
         assert len(await waiting(db)) == 10_000
         pages.clear()

@@ -76,7 +76,7 @@ async def test_windows_larger_than_a_page_are_published_in_order_while_others_wr
         await stage(writer, [event(topic, n, keys[n % 5]) for n in numbers])
 
     await write(range(300))
-    async with following(kafka, topic) as tail, relaying(settings(relay_page=7)) as one:
+    async with following(kafka, topic) as tail, relaying(settings(relay_batch_events=7)) as one:
         for start in range(300, 600, 20):
             await tail.until(lambda start=start: len(tail.records) > start - 250)  # type: ignore[misc]
             await write(range(start, start + 20))
@@ -128,7 +128,7 @@ async def test_a_successor_repeats_what_the_cursor_does_not_know_and_loses_nothi
 ) -> None:
     topic = await new_topic()
     await stage(db, numbered(topic, range(50)))
-    never_written = settings(relay_cursor_interval=3_600, relay_lease=3_600, relay_page=7)
+    never_written = settings(relay_cursor_interval=3_600, relay_lease=3_600, relay_batch_events=7)
     async with following(kafka, topic) as tail:
         async with relaying(never_written) as first:
             await tail.until_ids(range(50))
@@ -149,7 +149,7 @@ async def test_a_successor_repeats_nothing_that_the_cursor_knows(
 ) -> None:
     topic = await new_topic()
     await stage(db, numbered(topic, range(50)))
-    async with relaying(settings(relay_page=7, relay_cursor_interval=0.01)) as first:
+    async with relaying(settings(relay_batch_events=7, relay_cursor_interval=0.01)) as first:
         await eventually(lambda: all_is_written(db))
         await first.kill()
     await stage(db, numbered(topic, [50]))
@@ -178,7 +178,7 @@ async def test_a_successor_goes_on_in_the_middle_of_a_window(
         half.high_id,
     )
     await stage(db, numbered(topic, range(50, 55)))
-    async with following(kafka, topic) as tail, relaying(settings(relay_page=7)):
+    async with following(kafka, topic) as tail, relaying(settings(relay_batch_events=7)):
         await tail.until_ids(range(20, 55))
     assert tail.ids == [str(number) for number in range(20, 55)]
 
@@ -253,7 +253,9 @@ async def test_a_relay_publishes_all_that_is_committed_before_it_stops(
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
     topic = await new_topic()
-    async with relaying(settings(relay_page=7, relay_poll_min=3_600, relay_poll_max=3_600)) as one:
+    async with relaying(
+        settings(relay_batch_events=7, relay_poll_min=3_600, relay_poll_max=3_600)
+    ) as one:
         await eventually(lambda: not one.health.reasons)
         await stage(db, numbered(topic, range(100)))
         await one.stop()
@@ -282,7 +284,7 @@ async def test_what_is_committed_behind_the_back_of_the_relay_is_published_befor
             return found
 
     await stage(writer, numbered(topic, range(1, before + 1)))
-    async with relaying(settings(relay_page=2), Interrupted) as one:
+    async with relaying(settings(relay_batch_events=2), Interrupted) as one:
         await asyncio.wait_for(one.task, PATIENCE)
     assert await ids_in(kafka, topic) == [str(n) for n in range(1, before + 2)]
 
@@ -726,7 +728,10 @@ async def test_a_page_is_read_while_another_is_sent_and_if_that_fails_nothing_is
             return await super()._read(driver, progress)
 
     await stage(db, numbered(topic, range(100)))
-    async with following(kafka, topic) as tail, relaying(settings(relay_page=7), Interrupted):
+    async with (
+        following(kafka, topic) as tail,
+        relaying(settings(relay_batch_events=7), Interrupted),
+    ):
         await tail.until_ids(range(100))
     assert tail.ids == [str(number) for number in range(100)]
     assert set(ahead) == {True, False}
@@ -775,7 +780,7 @@ async def test_shards_that_change_hands_between_two_pages_lose_and_reorder_nothi
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
     topic = await new_topic()
-    small = settings(relay_page=7, relay_lease=2)
+    small = settings(relay_batch_events=7, relay_lease=2)
     events = [event(topic, number, f"key-{number % 50}") for number in range(3_000)]
     async with following(kafka, topic) as tail, relaying(small):
         await stage(db, events)

@@ -255,7 +255,9 @@ async def test_whatever_happens_to_writers_and_relays_every_event_arrives_in_its
 ) -> None:
     """Traps 1, 3 and 5."""
     monkeypatch.setattr(window, "_SCAN_AT_MOST", 20)
-    chosen = settings(relay_page=7, relay_lease=1, relay_cursor_interval=0.05, concurrency=1)
+    chosen = settings(
+        relay_batch_events=7, relay_lease=1, relay_cursor_interval=0.05, concurrency=1
+    )
     assert await faults_of(BLOWS, chosen, connect, db, await new_topic(4), seed) == set()
 
 
@@ -270,7 +272,7 @@ async def test_whatever_happens_while_a_topic_is_forbidden_every_event_arrives_i
 ) -> None:
     """Traps 6 and 7."""
     chosen = settings(
-        relay_page=20,
+        relay_batch_events=20,
         relay_lease=1,
         relay_cursor_interval=0.05,
         concurrency=1,
@@ -291,7 +293,9 @@ async def test_that_property_notices_a_relay_that_writes_without_its_token(
     checked = " AND cursor.token = mine.token"
     assert cursor._WRITE.count(checked) == 1, "the statement is not what this test knows"
     monkeypatch.setattr(cursor, "_WRITE", cursor._WRITE.replace(checked, ""))
-    chosen = settings(relay_page=100, relay_lease=1, relay_cursor_interval=0.05, concurrency=1)
+    chosen = settings(
+        relay_batch_events=100, relay_lease=1, relay_cursor_interval=0.05, concurrency=1
+    )
     blows = ["stop before write"]
     topic = await new_topic(4)
     found = await faults_of(blows, chosen, connect, db, topic, seed=0, patience=20)
@@ -304,7 +308,7 @@ async def test_two_relays_never_share_a_key(
     """Trap 4: rows are not claimed one by one; nothing is sent twice though all look for work."""
     topic = await new_topic(3)
     keys = [f"key-{number}" for number in range(40)]
-    chosen = settings(relay_lease=1, relay_page=7, concurrency=1)
+    chosen = settings(relay_lease=1, relay_batch_events=7, concurrency=1)
     async with (
         following(kafka, topic) as tail,
         relaying(chosen),
@@ -431,7 +435,10 @@ async def test_a_key_of_many_events_goes_by_pages_and_not_event_by_event(
             return await super()._send(driver, events)
 
     await stage(db, numbered(topic, range(10_000)))
-    async with following(kafka, topic) as tail, relaying(settings(relay_page=2_000), Counting):
+    async with (
+        following(kafka, topic) as tail,
+        relaying(settings(relay_batch_events=2_000), Counting),
+    ):
         await tail.until_ids(range(10_000))
     assert pages == [2_000] * 5
     assert tail.ids == [str(number) for number in range(10_000)]
@@ -457,7 +464,7 @@ async def test_a_relay_that_is_busy_for_longer_than_a_lease_stays_ready(
 
     monkeypatch.setattr(cursor.Cursor, "extend", counted)
     monkeypatch.setattr(Health, "not_ready", lambda _, part, reason: reasons.append(reason))
-    chosen = settings(relay_lease=3, relay_page=7)
+    chosen = settings(relay_lease=3, relay_batch_events=7)
     async with following(kafka, topic) as tail, relaying(chosen):
         staged = 0
         while extended < 6:

@@ -401,7 +401,7 @@ async def test_a_restore_into_the_middle_of_a_window_goes_on_in_it(
     keys = [f"key-{number}" for number in range(10)]
     before = {key: [f"{key}/{number}" for number in range(100)] for key in keys}
     after = {key: [f"{key}/again/{number}" for number in range(5)] for key in keys}
-    pages = settings(database_url=bank_url, relay_page=7, relay_cursor_interval=0.001)
+    pages = settings(database_url=bank_url, relay_batch_events=7, relay_cursor_interval=0.001)
     async with following(kafka, topic) as tail:
         async with connected(bank_url) as db, connected(bank_url) as late:
             async with late.transaction():

@@ -225,7 +225,7 @@ async def test_a_service_misses_a_partition_before_the_next_round(
     bank: Bank, db: asyncpg.Connection, running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.retention.worker._AHEAD_SECONDS", 0.1)
-    async with running(bank.service, Part.RELAY, housekeeping_interval=3_600) as health:
+    async with running(bank.service, Part.RELAY, retention_interval=3_600) as health:
         await eventually(lambda: "retention" not in health.reasons)
         today = days(0)[0]
         await db.execute(f"DROP TABLE pipeline.{today}")
@@ -374,7 +374,7 @@ async def test_an_error_when_old_ones_are_dropped_is_told_of_and_ends_nothing(
         raise RuntimeError("nothing goes")
 
     monkeypatch.setattr("pipeline.retention.worker.run_retention", fail)
-    async with running(bank.service, Part.RELAY, housekeeping_interval=0.05) as health:
+    async with running(bank.service, Part.RELAY, retention_interval=0.05) as health:
         await eventually(lambda: len(rounds) > 3)
         assert "retention" not in health.reasons
     assert "a round of retention failed: RuntimeError: nothing goes" in caplog.text

@@ -155,7 +155,7 @@ async def test_a_page_of_the_relay_takes_one_statement_however_many_events_it_ha
     async with (
         wiring(settings()) as (wire, there),
         following(kafka, topic) as tail,
-        relaying(settings(database_url=there, relay_page=PAGE, **SELDOM)) as one,
+        relaying(settings(database_url=there, relay_batch_events=PAGE, **SELDOM)) as one,
     ):
         await eventually(lambda: not one.health.reasons)
         before = of_relay(wire)

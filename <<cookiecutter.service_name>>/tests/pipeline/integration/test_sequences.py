@@ -142,7 +142,7 @@ async def test_what_was_overtaken_is_skipped_and_counted(
     await desk.apply(*numbered(3, 6))
     assert await history(db) == [5, 6]
     assert service.seen == [(5, 4), (6, 0)], "the gap is told"
-    assert outcomes == {"new": 2, "superseded": 1}
+    assert outcomes == {"applied": 2, "superseded": 1}
     await desk.apply(*numbered(3))
     assert outcomes["duplicate"] == 1, "it is remembered"
 

@@ -130,7 +130,7 @@ async def test_many_pages_in_transactions_of_their_own(
     keys = [f"key-{n}" for n in range(9)]
     for key in keys:
         await stage(db, numbered(topic, [f"{key}/{n}" for n in range(50)], key))
-    chosen = settings(relay_transactional=True, relay_page=40)
+    chosen = settings(relay_transactional=True, relay_batch_events=40)
     async with following(kafka, topic) as tail, relaying(chosen):
         await eventually(lambda: len(tail.records) == 450)
     assert tail.first_ids() == {key.encode(): [f"{key}/{n}" for n in range(50)] for key in keys}

@@ -45,14 +45,14 @@ SETTINGS = {
     "offset_commit_interval": 0.1,
     "batch_size": 4,
     "backlog_lease": 3.5,
-    "relay_page": 2,
+    "relay_batch_events": 2,
     "relay_lease": 2,
     "relay_cursor_interval": 0.01,
     "relay_topic_pause": 0.3,
     # A table to make at the start, and one generation after the other.
     "inbox_generations_ahead": 3,
     "inbox_generation_age": 0.001,
-    "housekeeping_interval": 0.3,
+    "retention_interval": 0.3,
 }
 
 _PARTITIONS = range(2)

@@ -93,7 +93,7 @@ api.set_meter_provider(provider)
 from pipeline.observe import metrics, statements, traces
 
 now = datetime.now(UTC)
-metrics.processed("scans", "track", "new", 5, "parcel-tracker")
+metrics.processed("scans", "track", "applied", 5, "parcel-tracker")
 metrics.batch_applied("scans", "parcel-tracker", 8, 0.03)
 metrics.handled({("track", "parcel.scanned.v1"): 0.002})
 metrics.published("routes", 4)
@@ -105,7 +105,7 @@ with traces.sending("routes", 1, 5, []) as operation:
     operation.failed(LookupError())
 with traces.polling("scans", "parcel-tracker"):
     pass
-metrics.set_stuck("scans", 3, is_stuck=True)
+metrics.set_blocked("scans", 3, is_blocked=True)
 metrics.set_breaker("track", is_open=True)
 metrics.observe_backlog("track", 12, 3, 61.5)
 metrics.backlog_applied("track", 59.0)

@@ -352,17 +352,17 @@ from prometheus_client import generate_latest
 from pipeline.observe import exporters, metrics, statements, traces
 
 shutdown = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
-metrics.processed("scans", "track", "new", 5, "parcel-tracker")
-metrics.processed("scans", "track", "new", 2, "parcel-tracker")
+metrics.processed("scans", "track", "applied", 5, "parcel-tracker")
+metrics.processed("scans", "track", "applied", 2, "parcel-tracker")
 metrics.processed("scans", "track", "duplicate", 1, "parcel-tracker")
 metrics.batch_applied("scans", "parcel-tracker", 8, 0.03)
 metrics.handled({("track", "parcel.scanned.v1"): 0.002, ("bill", "parcel.scanned.v1"): 3.0})
 metrics.published("routes", 4)
 metrics.published("routes", 3, LookupError())
 metrics.received("scans", "parcel-tracker", 9)
-metrics.set_stuck("scans", 3, is_stuck=True)
-metrics.set_stuck("scans", 4, is_stuck=True)
-metrics.set_stuck("scans", 4, is_stuck=False)
+metrics.set_blocked("scans", 3, is_blocked=True)
+metrics.set_blocked("scans", 4, is_blocked=True)
+metrics.set_blocked("scans", 4, is_blocked=False)
 metrics.set_breaker("track", is_open=True)
 metrics.set_breaker("bill", is_open=True)
 metrics.set_breaker("bill", is_open=False)
@@ -402,7 +402,7 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     scans = "messaging_destination_name=scans"
     group = "messaging_consumer_group_name=parcel-tracker"
     labels = f"{group} {scans} pipeline_consumer=track"
-    assert found[f"pipeline_messages_total {labels} pipeline_outcome=new"] == 7
+    assert found[f"pipeline_messages_total {labels} pipeline_outcome=applied"] == 7
     assert found[f"pipeline_messages_total {labels} pipeline_outcome=duplicate"] == 1
     scan = f"{group} {scans} messaging_operation_name=process messaging_system=kafka"
     duration = f"{prometheus(metric_names.MESSAGING_PROCESS_DURATION)}_seconds"
@@ -423,9 +423,9 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     consumed = f"{prometheus(metric_names.MESSAGING_CLIENT_CONSUMED_MESSAGES)}_total"
     polled = f"{group} {scans} messaging_operation_name=poll messaging_system=kafka"
     assert found[f"{consumed} {polled}"] == 9
-    stuck = "pipeline_partitions_stuck messaging_destination_name=scans"
-    assert found[f"{stuck} messaging_destination_partition_id=3"] == 1
-    assert found[f"{stuck} messaging_destination_partition_id=4"] == 0
+    blocked = "pipeline_partitions_blocked messaging_destination_name=scans"
+    assert found[f"{blocked} messaging_destination_partition_id=3"] == 1
+    assert found[f"{blocked} messaging_destination_partition_id=4"] == 0
     assert found["pipeline_breaker_open pipeline_consumer=track"] == 1
     assert found["pipeline_breaker_open pipeline_consumer=bill"] == 0
     assert found["pipeline_backlog_waiting pipeline_consumer=track"] == 12
@@ -605,9 +605,9 @@ shutdown(5)
 def test_how_long_partitions_last_and_how_far_the_memory_goes_back_is_told() -> None:
     first, later = (samples(text) for text in run(PARTITIONS).stdout.split("==="))
     assert 3_500 < first["pipeline_outbox_ahead_seconds"] < 3_600
-    assert "pipeline_inbox_horizon_seconds" not in first, "all is remembered"
+    assert "pipeline_inbox_coverage_seconds" not in first, "all is remembered"
     assert -3_700 < later["pipeline_outbox_ahead_seconds"] < -3_600
-    assert 8 * 86_400 < later["pipeline_inbox_horizon_seconds"] < 8 * 86_400 + 100
+    assert 8 * 86_400 < later["pipeline_inbox_coverage_seconds"] < 8 * 86_400 + 100
     assert later["pipeline_retention_held"] == 3
     assert 7 * 3_600 <= later["pipeline_retention_age_seconds"] < 7 * 3_600 + 100
     assert later["pipeline_conflicts_total"] == 1
