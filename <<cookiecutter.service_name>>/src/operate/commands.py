@@ -190,10 +190,15 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
             )
         migrations = revisions.load_migrations()
     invocation = Invocation(service, settings, as_json)
-    run_to_end(_check(invocation, migrations))
+    if not run_to_end(_is_newer(invocation, migrations)):
+        _upgrade(invocation)
+    run_to_end(_make_ahead(invocation, migrations))
+
+
+def _upgrade(invocation: Invocation) -> None:
     config = Config(revisions.ALEMBIC)
     config.attributes["service"] = invocation.service.name
-    with in_a_sentence(), naming_servers(settings):
+    with in_a_sentence(), naming_servers(invocation.settings):
         try:
             command.upgrade(config, "heads")
         except DBAPIError as error:
@@ -203,14 +208,27 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
                 "no schema of the role's search_path exists, so that tables can't be created:"
                 " create one, or ALTER ROLE … SET search_path = public"
             ) from None
-    run_to_end(_make_ahead(invocation, migrations))
 
 
-async def _check(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
+async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) -> bool:
+    """Return whether the database has all migrations of this code, and others.
+
+    Raises `Refused` if it has others and lacks some: Alembic can't apply these then.
+    """
     async with invocation.connected() as connection:
         await revisions.check_database(connection, invocation.service.name)
-        if migrations and (wrong := await revisions.wrong_columns(connection, migrations)):
+        if migrations is None:
+            return False
+        if wrong := await revisions.wrong_columns(connection, migrations):
             raise revisions.WrongColumns(wrong)
+        unknown = await revisions.unknown(connection, migrations)
+        if unknown and (lacking := await revisions.missing(connection, migrations)):
+            raise Refused(
+                f"nothing was migrated: the database has {', '.join(sorted(unknown))}, which this"
+                f" code lacks, and lacks {', '.join(sorted(lacking))}: run the migrate of code that"
+                " has both; after a reverted update docs/updating.md says what to do"
+            )
+        return bool(unknown)
 
 
 async def _make_ahead(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
@@ -220,4 +238,8 @@ async def _make_ahead(invocation: Invocation, migrations: ScriptDirectory | None
         if invocation.as_json:
             print_json({"revisions": await revisions.applied_revisions(connection)})
             return
-    typer.echo("The tables are at the newest schema, and partitions are made for the days ahead.")
+        is_newer = migrations and await revisions.unknown(connection, migrations)
+    schema = "The tables are at the newest schema"
+    if is_newer:
+        schema = "The schema is newer than this code: nothing was migrated"
+    typer.echo(f"{schema}, and partitions are made for the days ahead.")

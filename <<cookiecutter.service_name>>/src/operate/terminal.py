@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import asyncpg
 import typer
@@ -44,6 +44,8 @@ from pipeline.settings import Settings, is_secret, mistakes, variables
 from .errors import ACCESS_DENIED, Refused, Unavailable
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="write JSON, one line for each item")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="only report what would change")]
@@ -253,10 +255,10 @@ def serving() -> Iterator[Report]:
         raise typer.Exit(1) from error
 
 
-def run_to_end(work: Coroutine[Any, Any, None], report: Report = _report) -> None:
+def run_to_end(work: Coroutine[Any, Any, T], report: Report = _report) -> T:
     """Run a coroutine until it ends, on uvloop where it is available."""
     with in_a_sentence(report), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(work)
+        return runner.run(work)
 
 
 @contextmanager

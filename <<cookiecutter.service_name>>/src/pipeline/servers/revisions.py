@@ -172,7 +172,7 @@ async def wrong_columns(connection: asyncpg.Connection, migrations: ScriptDirect
     Nothing is compared if the newest revision of the engine is not known to be applied: a newer
     schema may have dropped what this code no longer uses.
     """
-    _, implied = await _known(connection, migrations)
+    _, _, implied = await _known(connection, migrations)
     if migrations.get_revision("pipeline@head").revision not in implied:
         return []
     needed = resources.files("pipeline.migrations").joinpath("columns.json").read_text("utf-8")
@@ -184,17 +184,22 @@ async def applied_revisions(connection: asyncpg.Connection) -> list[str]:
     return sorted([row["version_num"] for row in await connection.fetch(_APPLIED)])
 
 
+async def unknown(connection: asyncpg.Connection, migrations: ScriptDirectory) -> set[str]:
+    """Return the applied revisions that are not among the migrations."""
+    return (await _known(connection, migrations))[0]
+
+
 async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -> set[str]:
     """Return the newest revision of each branch that the database was not migrated to.
 
     A revision of the database that is not among the migrations is of a newer release. It may belong
-    to any branch of which the database has no known revision: those count as migrated.
+    to any branch of which the table of Alembic has no known revision: those count as migrated.
     """
-    unknown, implied = await _known(connection, migrations)
+    unknown, known, implied = await _known(connection, migrations)
     lacking = set(migrations.get_heads()) - implied
     if not unknown:
         return lacking
-    branches = {label for row in implied for label in migrations.get_revision(row).branch_labels}
+    branches = {label for row in known for label in migrations.get_revision(row).branch_labels}
     return {
         head
         for head in lacking
@@ -204,8 +209,9 @@ async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -
 
 async def _known(
     connection: asyncpg.Connection, migrations: ScriptDirectory
-) -> tuple[set[str], set[str]]:
-    """Return the applied revisions that are not among the migrations, and all that are."""
+) -> tuple[set[str], set[str], set[str]]:
+    """Return the revisions of Alembic's table that are not among the migrations, those that are,
+    and these with all that they imply."""
     try:
         applied = set(await applied_revisions(connection))
     except asyncpg.UndefinedTableError:
@@ -213,4 +219,4 @@ async def _known(
     known = applied & {one.revision for one in migrations.walk_revisions()}
     # The table of Alembic leaves out those that others depend on.
     implied = {one.revision for row in known for one in migrations.iterate_revisions(row, "base")}
-    return applied - known, implied
+    return applied - known, known, implied

@@ -108,6 +108,17 @@ async def test_what_others_depend_on_is_there_with_them(
     assert await revisions.missing(db, migrations) == missing
 
 
+async def test_a_branch_that_others_depend_on_may_be_newer(
+    folder: Path, db: asyncpg.Connection
+) -> None:
+    add(folder, *ENGINE)
+    add(folder, *SERVICE[0], depends_on="pipeline_0001")
+    migrations = revisions.load_migrations()
+    assert migrations is not None
+    await bring_to(db, "pipeline_9999", "service_0001")
+    assert await revisions.missing(db, migrations) == set()
+
+
 @pytest.fixture
 async def start(
     bank: Bank,
@@ -417,6 +428,27 @@ async def test_a_process_of_the_release_before_works_on_a_newer_schema(
     await eventually((await start("run", cwd=folder)).is_ready)
     house = await start("retention", "run", cwd=folder)
     assert await house.ended() == 0, house.output
+
+
+@pytest.mark.parametrize(
+    ("has_more", "code", "said"),
+    [
+        (False, 0, "The schema is newer than this code: nothing was migrated"),
+        (True, 1, "Refused: nothing was migrated: the database has pipeline_9999, which this code"),
+    ],
+)
+async def test_migrate_changes_nothing_on_a_newer_schema(
+    start: Start, folder: Path, db: asyncpg.Connection, has_more: bool, code: int, said: str
+) -> None:
+    """It succeeds before the process of the release before, unless that has migrations to apply."""
+    for revision, below in SERVICE[: 1 + has_more]:
+        add(folder, revision, below)
+    await bring_to(db, "pipeline_9999", "service_0001")
+    migrate = await start("migrate", cwd=folder)
+    assert await migrate.ended() == code, migrate.output
+    assert said in migrate.output
+    assert ("lacks service_0002" in migrate.output) == has_more
+    assert await revisions.applied_revisions(db) == ["pipeline_9999", "service_0001"]
 
 
 async def test_a_database_without_any_revision_is_refused_where_tables_are_too(
