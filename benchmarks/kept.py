@@ -172,40 +172,21 @@ def _shares(book: Book, contestant: str) -> str:
 
 
 def _cores(book: Book) -> Iterable[Sequence[str]]:
-    """Say how much of a core each process was at work, and how long it may be for a message."""
-    bounds = {goal.name: goal.bound for goal in GOALS}
-    for of in map(named, KEYS):
-        for bare, ours, goal in (
-            ("bare-orm", "ours", "ORM handler"),
-            ("bare", "ours-sql", "SQL handler"),
-        ):
-            reference = book.rounds("throughput", f"{bare}, {of}")
-            yield f"{bare}, {of}", *_core(reference)
-            found = book.rounds("throughput", f"{ours}, {of}")
-            yield f"{ours}, {of}", *_core(found, reference, bounds[f"{goal}, {of}"])
-    usual = "usual, 1,000 keys"
-    yield usual, *_core(book.rounds("throughput", usual))
+    """Say how much of a core each process was at work, and for how long for a message."""
+    whose = [f"{who}, {named(keys)}" for keys in KEYS for who in ("bare", "ours", "ours-sql")]
+    for one in (*whose, "bare-orm, 1,000 keys", "usual, 1,000 keys"):
+        yield one, *_core(book.rounds("throughput", one))
     for who in PEERS:
         if found := book.rounds("peers", who):
             yield f"{who}, 1,000 keys", *_core(found)
 
 
-def _core(
-    found: Sequence[Values], reference: Sequence[Values] = (), share: float = 1
-) -> Iterable[str]:
-    """Yield rate, share of a core, µs of both processes; and what this `share` of a rate allows."""
-    if not found:
-        yield from ("",) * 5
-        return
-    busy = [one["rate"] * one["cpu_python"] / 1_000 for one in found]
+def _core(found: Sequence[Values]) -> Iterable[str]:
+    """Yield rate, share of a core, and the µs of both processes for a message."""
     yield _number(median(one["rate"] for one in found))
-    yield f"{median(busy):.2f}"
+    yield f"{median(one['rate'] * one['cpu_python'] / 1_000 for one in found):.2f}"
     for cpu in ("cpu_python", "cpu_postgres"):
         yield _number(1_000 * median(one[cpu] for one in found))
-    # Nothing is allowed where nothing is compared.
-    pairs = zip(busy, reference, strict=bool(reference))
-    allowed = [one / (share * other["rate"]) for one, other in pairs]
-    yield _number(1e6 * median(allowed)) if allowed else ""
 
 
 def _ordinary(book: Book) -> Iterable[Sequence[str]]:

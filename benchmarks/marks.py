@@ -39,9 +39,6 @@ class Goal:
 
 GOALS = (
     Goal("throughput", "ORM handler, 1,000 keys", "≥", 0.45, "of bare-orm"),
-    Goal("throughput", "ORM handler, 10 keys", "≥", 0.45, "of bare-orm"),
-    Goal("throughput", "ORM handler, 1 key", "≥", 0.45, "of bare-orm"),
-    Goal("throughput", "ORM handler, flights", "≥", 0.45, "of bare-orm"),
     Goal("throughput", "SQL handler, 1,000 keys", "≥", 0.4, "of bare"),
     Goal("throughput", "SQL handler, 10 keys", "≥", 0.4, "of bare"),
     Goal("throughput", "SQL handler, 1 key", "≥", 0.4, "of bare"),
