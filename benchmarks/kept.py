@@ -26,10 +26,7 @@ PLOTS = ROOT / "docs" / "performance"
 REPORT = PLOTS / "report.json"
 PAGE = ROOT / "docs" / "performance.md"
 
-LAYERED = (
-    *("bare", "ours-sql", "ours", "ours, flights"),
-    *("ours, traced, off", "ours, telemetry on"),
-)
+LAYERED = ("bare", "ours-sql", "ours", "ours, flights")
 """Whose layers are told, in this order."""
 
 Report = Mapping[str, Any]
@@ -191,7 +188,7 @@ def _core(found: Sequence[Values]) -> Iterable[str]:
 
 def _ordinary(book: Book) -> Iterable[Sequence[str]]:
     """Say at each rate on a dozen partitions what a message costs whom, and how long it takes."""
-    costs = [f"cpu_{who}" for who in figures.WHO]
+    costs = ("cpu_python", "cpu_postgres")
     for rate, who in product(RATES, CONTESTANTS):
         found = book.rounds("ordinary", named_at(who, rate, MANY))
         if found:
