@@ -67,7 +67,10 @@ async def show(
                 f"event {id!r}{of_source} was not applied: it waits or is dead, see"
                 f" `service dead list --event-id {id}`, also with --waiting"
             )
-        raise Refused(f"no event {id!r}{of_source} is remembered: never handled, or forgotten")
+        raise Refused(
+            f"no event {id!r}{of_source} is remembered: never handled,"
+            " skipped as no handler takes its type, or forgotten"
+        )
     for number, (marker, events) in enumerate(found):
         marker["payload_hash"] = marker.pop("hash").hex()
         if invocation.as_json:
