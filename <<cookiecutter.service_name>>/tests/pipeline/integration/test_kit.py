@@ -296,10 +296,11 @@ async def test_time_passes_for_each_retry_until_the_message_is_dead(harness: Har
         await harness.redrive(letter)
 
 
-async def test_a_rejected_message_is_told_from_others_that_are_dead(harness: Harness) -> None:
+async def test_a_rejected_message_is_dead_with_its_reason(harness: Harness) -> None:
     rules.raises[2] = [Reject("never")]
     (failure,) = (await harness.handle(deposit(2))).failures
-    assert (failure.decision, failure.error) == ("rejected", "Reject: never")
+    assert (failure.decision, failure.reason) == ("dead", "rejected")
+    assert failure.error == "Reject: never"
 
 
 async def test_a_scheduled_event_is_published_when_its_time_has_come(harness: Harness) -> None:
