@@ -16,18 +16,15 @@ from benchmarks.bench import Book, Run
 from benchmarks.marks import GOALS, Values
 from benchmarks.measures import MEASURES
 from benchmarks.measures.dropping import share_of
-from benchmarks.measures.ordinary import CONTESTANTS, MANY, RATES
+from benchmarks.measures.ordinary import MANY, RATES
 from benchmarks.measures.ordinary import named as named_at
 from benchmarks.measures.peers import PEERS
-from benchmarks.measures.throughput import KEYS, named
+from benchmarks.rig import BARE_ORM, OURS
 from demo.flights import ROOT
 
 PLOTS = ROOT / "docs" / "performance"
 REPORT = PLOTS / "report.json"
 PAGE = ROOT / "docs" / "performance.md"
-
-LAYERED = ("bare", "ours-sql", "ours", "ours, flights")
-"""Whose layers are told, in this order."""
 
 Report = Mapping[str, Any]
 
@@ -98,11 +95,10 @@ def told(page: str, report: Report) -> str:
     page = _with_table(page, "| mark ", _marks(report))
     page = _with_table(page, "| commit ", _sources(report))
     page = _with_table(page, "| what ", _results(book))
-    page = _with_table(page, "| contestant, keys ", _cores(book))
+    page = _with_table(page, "| contestant, 1,000 keys ", _cores(book))
     if "ordinary" in report["measured"]:
         page = _with_table(page, "| records/s ", _ordinary(book))
-    head, *rows = _layers(book)
-    return _with_table(page, "| layer ", rows, head)
+    return page
 
 
 def _marks(report: Report) -> Iterable[Sequence[str]]:
@@ -134,21 +130,16 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
         medians = (median(one[name] for one in found) for name in names)
         return ", ".join(map(_number, medians)) if found else ""
 
-    both = [of("latency", who, "p50", "p99") for who in ("bare", "ours")]
-    yield "latency at 100/s, p50 and p99, ms", *both, "in one process"
-    apart = "ours, relay apart"
-    yield "the same", "", of("latency", apart, "p50", "p99"), "with a relay apart"
-    single = of("latency", apart, "single_p50", "single_most")
-    yield "a single event after a pause, p50 and most, ms", "", single, "with a relay apart"
+    single = of("latency", "ours, relay apart", "single_p50", "single_most")
+    yield "a single event after a pause, p50 and most, ms", single, "with a relay apart"
     relay, alone, headers = (
         of("relay", who, "rate") for who in ("relay", "producer", "producer, headers")
     )
     remark = f"producer: {alone}; with headers: {headers}"
-    yield "events/s of the relay alone", "", relay, remark
+    yield "events/s of the relay alone", relay, remark
     shares = [_shares(book, who) for who in ("ours", "nothing")]
     yield (
         "rate while retention drops, of that before and after",
-        "",
         shares[0],
         f"while it drops nothing: {shares[1]}",
     )
@@ -157,7 +148,6 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
     )
     yield (
         "longest pause of consuming while retention drops, and before, ms",
-        "",
         pauses,
         f"while it drops nothing: {without}",
     )
@@ -170,12 +160,11 @@ def _shares(book: Book, contestant: str) -> str:
 
 def _cores(book: Book) -> Iterable[Sequence[str]]:
     """Say how much of a core each process was at work, and for how long for a message."""
-    whose = [f"{who}, {named(keys)}" for keys in KEYS for who in ("bare", "ours", "ours-sql")]
-    for one in (*whose, "bare-orm, 1,000 keys", "usual, 1,000 keys"):
-        yield one, *_core(book.rounds("throughput", one))
+    for who in ("bare", "bare-orm", "ours", "ours-sql", "usual"):
+        yield who, *_core(book.rounds("throughput", f"{who}, 1,000 keys"))
     for who in PEERS:
         if found := book.rounds("peers", who):
-            yield f"{who}, 1,000 keys", *_core(found)
+            yield who, *_core(found)
 
 
 def _core(found: Sequence[Values]) -> Iterable[str]:
@@ -189,7 +178,7 @@ def _core(found: Sequence[Values]) -> Iterable[str]:
 def _ordinary(book: Book) -> Iterable[Sequence[str]]:
     """Say at each rate on a dozen partitions what a message costs whom, and how long it takes."""
     costs = ("cpu_python", "cpu_postgres")
-    for rate, who in product(RATES, CONTESTANTS):
+    for rate, who in product(RATES, (OURS, BARE_ORM)):
         found = book.rounds("ordinary", named_at(who, rate, MANY))
         if found:
             of = {name: median(one[name] for one in found) for name in found[0]}
@@ -198,26 +187,12 @@ def _ordinary(book: Book) -> Iterable[Sequence[str]]:
             yield f"{rate:,}", who.name, *cells
 
 
-def _layers(book: Book) -> Iterable[Sequence[str]]:
-    """Say what each layer takes, below a head that names whose were taken."""
-    sides = {one: rounds for one in LAYERED if (rounds := book.rounds("layers", one))}
-    yield "layer", *sides
-    # Bare has fewer.
-    for layer in max((rounds[0] for rounds in sides.values()), key=len, default={}):
-        of = [[values[layer] for values in side if layer in values] for side in sides.values()]
-        yield layer, *(f"{median(one):.1f}" if one else "" for one in of)
-    of = [[values["in all"] for values in side] for side in sides.values()]
-    yield "least – most", *(_spread(one, ".1f") for one in of)
-
-
-def _with_table(
-    page: str, header: str, rows: Iterable[Sequence[str]], head: Sequence[str] | None = None
-) -> str:
-    """Return the page with other rows in the table that begins so, and another head if given."""
+def _with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return the page with other rows in the table that begins so."""
     lines = page.splitlines(keepends=True)
     first = next(n for n, line in enumerate(lines) if line.startswith(header))
     last = next(n for n in range(first, len(lines)) if not lines[n].startswith("|"))
-    head = head or [cell.strip() for cell in lines[first].strip().strip("|").split("|")]
+    head = [cell.strip() for cell in lines[first].strip().strip("|").split("|")]
     table = [head, ["-" * len(cell) for cell in head], *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     table[1] = ["-" * width for width in widths]

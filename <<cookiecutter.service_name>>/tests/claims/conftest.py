@@ -26,7 +26,7 @@ from tests.pipeline.integration.desk import Desk, NewDesk, Outcome
 LIMIT = 1_000
 """Bytes that a payload of these tests may have to travel with its event."""
 
-SETTINGS = {"limit": LIMIT, "memory": 10_000, "timeout": 2}
+SETTINGS = {"limit_bytes": LIMIT, "memory_bytes": 10_000, "timeout": 2}
 
 
 FOLDER_AND_S3 = pytest.mark.parametrize(

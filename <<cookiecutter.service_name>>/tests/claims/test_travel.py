@@ -55,7 +55,7 @@ async def test_a_large_payload_goes_by_the_store_and_a_small_one_by_kafka(
     records: Records,
     objects: Objects,
 ) -> None:
-    sizes = {"at": LIMIT, "above": LIMIT + 1, "most": SETTINGS["memory"]}
+    sizes = {"at": LIMIT, "above": LIMIT + 1, "most": SETTINGS["memory_bytes"]}
     letters = {title: letters_for(size, title) for title, size in sizes.items()}
     async with running(press.printer), running(press.reader, Part.CONSUME):
         for title in letters:
