@@ -15,7 +15,6 @@ from benchmarks import figures
 from benchmarks.bench import Book, Run
 from benchmarks.marks import GOALS, Values
 from benchmarks.measures import MEASURES
-from benchmarks.measures.dropping import share_of
 from benchmarks.measures.ordinary import MANY, RATES
 from benchmarks.measures.ordinary import named as named_at
 from benchmarks.measures.peers import PEERS
@@ -137,12 +136,6 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
     )
     remark = f"producer: {alone}; with headers: {headers}"
     yield "events/s of the relay alone", relay, remark
-    shares = [_shares(book, who) for who in ("ours", "nothing")]
-    yield (
-        "rate while retention drops, of that before and after",
-        shares[0],
-        f"while it drops nothing: {shares[1]}",
-    )
     pauses, without = (
         of("dropping", who, "during_pause_ms", "before_pause_ms") for who in ("ours", "nothing")
     )
@@ -151,11 +144,6 @@ def _results(book: Book) -> Iterable[Sequence[str]]:
         pauses,
         f"while it drops nothing: {without}",
     )
-
-
-def _shares(book: Book, contestant: str) -> str:
-    found = list(map(share_of, book.rounds("dropping", contestant)))
-    return f"{median(found):.3g} ({_spread(found, '.3g')})" if found else ""
 
 
 def _cores(book: Book) -> Iterable[Sequence[str]]:
