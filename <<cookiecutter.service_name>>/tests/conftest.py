@@ -69,7 +69,8 @@ def log_as_before(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         if handler.name == logs._HANDLER:
             root.removeHandler(handler)
     for logger in _all_loggers():
-        logger.setLevel(levels.get(logger, logging.NOTSET))
+        if logger.level != (level := levels.get(logger, logging.NOTSET)):
+            logger.setLevel(level)  # clears the caches of all loggers
 
 
 def _all_loggers() -> list[logging.Logger]:

@@ -2,14 +2,12 @@
 
 import asyncio
 import os
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
-from typing import TypeVar
 from unittest.mock import patch
 from uuid import uuid4
 
@@ -29,7 +27,6 @@ from pipeline.settings import Settings, WriterSettings
 
 from .errors import HarnessMisused
 
-T = TypeVar("T")
 Migrate = Callable[[str], None]
 """Creates all tables in the empty database of a URL."""
 
@@ -66,11 +63,10 @@ class ResettableDatabase:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # Each test has an event loop of its own, and opens connections. One for the kit's queries
-        # stays open, in another loop: a new one would have to look up all tables.
+        # Each test has an event loop of its own, and opens connections. The one that resets stays
+        # open, in another loop: a new one would have to look up all tables.
         self._connections = create_engine(self.settings(), name="harness")
         self._loop, self._thread = asyncio.new_event_loop(), ThreadPoolExecutor(1)
-        self._idle: dict[tuple[Settings, str], list[AsyncEngine]] = defaultdict(list)
         self._checked: list[Service] = []
         self._reset_statements = ""
 
@@ -97,48 +93,23 @@ class ResettableDatabase:
         """Return the settings of the environment, for this database and without Kafka."""
         return _settings(self.url)
 
-    @asynccontextmanager
-    async def engine(self, name: str) -> AsyncIterator[AsyncEngine]:
-        """Yield a pool without connections that nothing else uses; they are closed at the end.
-
-        It may be that of an earlier test, which has compiled the service's statements.
-        """
-        settings = self.settings()
-        idle = self._idle[settings, name]
-        engine = idle.pop() if idle else create_engine(settings, name=name)
-        try:
-            # Listeners for statements end with the test, as they are those of the copy.
-            yield engine.execution_options()
-        finally:
-            await engine.dispose()
-            idle.append(engine)
-
-    async def query(self, work: Callable[..., Awaitable[T]], *arguments: object) -> T:
-        """Return the result of work that may be repeated, with a connection that stays open.
-
-        It runs in another event loop, so that it may await nothing of the test's.
-        """
-
-        async def query() -> T:
-            async with autocommitting(self._connections) as driver:
-                return await work(driver, *arguments)
-
-        def run() -> T:
-            return self._loop.run_until_complete(attempts()(query))
-
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
-
     async def reset(self) -> None:
         """Restore all rows and sequences. Raises `HarnessMisused` if the role is not allowed to.
 
         What a test has done beyond rows, as by CREATE TABLE, stays until the session ends.
         """
-        await self.query(_reset, self._reset_statements)
+
+        def reset() -> None:
+            work = attempts()(_reset, self._connections, self._reset_statements)
+            self._loop.run_until_complete(work)
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, reset)
 
 
-async def _reset(driver: asyncpg.Connection, statements: str) -> None:
+async def _reset(engine: AsyncEngine, statements: str) -> None:
     try:
-        await driver.execute(statements)
+        async with autocommitting(engine) as driver:
+            await driver.execute(statements)
     except asyncpg.InsufficientPrivilegeError as error:
         raise HarnessMisused(
             f"the database can't be reset between tests ({error}): let the role of"

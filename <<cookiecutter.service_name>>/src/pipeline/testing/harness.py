@@ -252,7 +252,8 @@ class Harness:
         self._handlers = handlers
 
     async def close(self) -> None:
-        """Close the connections of processes that were to die."""
+        """Close the connections, and those of processes that were to die."""
+        await self.engine.dispose()
         if self._mortals:
             await self._mortals.engine.dispose()
 
@@ -317,7 +318,7 @@ class Harness:
 
     async def _step(self, work: Callable[[], Awaitable[None]]) -> Outcome:
         """Do the work, and return what has become of messages and what is stored since."""
-        did, before = self._did, await self._database.query(stored.mark)
+        did, before = self._did, await self._query(stored.mark)
         did.begin()
         with observing(self.service, self._settings) as observed:
             await self._survive(work)
@@ -325,8 +326,8 @@ class Harness:
         return outcome_of(did.outcomes, **found._asdict(), skipped=did.skipped, observed=observed)
 
     async def _stored(self, since: Mark) -> Stored:
-        rows = await self._database.query(stored.since, since)
-        return await stored.events_of(rows, self.service, self._query)
+        source = self.service.handlers, self.service.package, self.service.encryption
+        return await self._query(stored.since, since, *source)
 
     async def _survive(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do the work; if the process dies over it, another one does what is left."""

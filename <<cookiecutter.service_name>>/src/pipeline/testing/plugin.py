@@ -19,6 +19,7 @@ from pipeline.errors import StoreUnavailable
 from pipeline.events.event import Unpublishable, declared_events
 from pipeline.service import Service
 
+from .connections import shared_engine
 from .databases import Migrate, ResettableDatabase, resettable_database, with_alembic
 from .harness import Harness
 
@@ -103,13 +104,14 @@ async def open_harness(
     await database.reset()
     await service.open_codecs()
     await _open_for_input(service)
-    async with database.engine(service.name) as engine:
-        with TemporaryDirectory() as folder:
-            harness = kind(service, engine, database, Path(folder))
-            try:
-                yield harness
-            finally:
-                await harness.close()
+    engine = shared_engine(database.settings(), service.name)
+    with TemporaryDirectory() as folder:
+        # Listeners for statements end with the test, as they are those of the copy.
+        harness = kind(service, engine.execution_options(), database, Path(folder))
+        try:
+            yield harness
+        finally:
+            await harness.close()
 
 
 async def _open_for_input(service: Service) -> None:

@@ -1,10 +1,10 @@
 """What the database holds after a transaction: published events, calls, dead letters, due times."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import asyncpg
@@ -21,7 +21,6 @@ from pipeline.retention import generations
 from pipeline.retention.maintenance import make_ahead
 from pipeline.retry import lanes
 from pipeline.schema import LANES
-from pipeline.service import Service
 from pipeline.settings import Settings
 
 from .errors import HarnessMisused
@@ -112,18 +111,6 @@ class DeadLetter(NamedTuple):
     """The CloudEvents id."""
 
 
-class NewRows(NamedTuple):
-    """Rows that were stored since a mark."""
-
-    published: Rows
-    scheduled: Rows
-    calls: Rows
-
-
-Query = Callable[..., Awaitable[NewRows]]
-"""Calls a function with a connection, and with the arguments behind it."""
-
-
 class Stored(NamedTuple):
     """What was stored since a mark."""
 
@@ -137,29 +124,19 @@ async def mark(driver: asyncpg.Connection) -> Mark:
     return Mark(*(await driver.fetchrow(_MARK))[:])
 
 
-async def since(driver: asyncpg.Connection, mark: Mark) -> NewRows:
-    """Return what was stored since the mark."""
-    return NewRows(
-        await driver.fetch(_PUBLISHED, mark.outbox),
-        await driver.fetch(_SCHEDULED, mark.at),
-        await driver.fetch(_CALLS, CALLS, mark.calls),
-    )
+async def since(
+    driver: asyncpg.Connection,
+    mark: Mark,
+    handlers: Handlers,
+    package: str | None,
+    encryption: Encryption | None = None,
+) -> Stored:
+    """Return what was stored since the mark. Classes of the `package` are preferred to others."""
 
+    async def fetch(column: str, *query: object) -> Rows:
+        rows: Rows = await driver.fetch(*query)
+        return await encryption.decrypt(driver, rows, column) if encryption else rows
 
-async def _decrypted(driver: asyncpg.Connection, rows: NewRows, encryption: Encryption) -> NewRows:
-    """Return the rows with plain payloads."""
-    return NewRows(
-        await encryption.decrypt(driver, rows.published, "payload"),
-        await encryption.decrypt(driver, rows.scheduled, "payload"),
-        await encryption.decrypt(driver, rows.calls, "value"),
-    )
-
-
-async def events_of(rows: NewRows, service: Service, query: Query) -> Stored:
-    """Return the events of rows. Classes of the service's package are preferred to others."""
-    if service.encryption is not None:
-        rows = await query(_decrypted, rows, service.encryption)
-    handlers, package = service.handlers, service.package
     records = [
         Published(
             await _event(row, handlers, package),
@@ -167,7 +144,7 @@ async def events_of(rows: NewRows, service: Service, query: Query) -> Stored:
             None if row["key"] is None else row["key"].decode(),
             row["sequence"],
         )
-        for row in rows.published
+        for row in await fetch("payload", _PUBLISHED, mark.outbox)
     ]
     scheduled = [
         Scheduled(
@@ -176,9 +153,12 @@ async def events_of(rows: NewRows, service: Service, query: Query) -> Stored:
             round(row["after"].total_seconds(), 3),
             row["due_at"],
         )
-        for row in rows.scheduled
+        for row in await fetch("payload", _SCHEDULED, mark.at)
     ]
-    calls = [reader(handlers.call_types[row["type"]])(row["value"]) for row in rows.calls]
+    calls = [
+        reader(handlers.call_types[row["type"]])(row["value"])
+        for row in await fetch("value", _CALLS, CALLS, mark.calls)
+    ]
     return Stored(records, calls, scheduled)
 
 
@@ -186,7 +166,7 @@ def _read(url: str) -> bytes:
     return Path(unquote(urlsplit(url).path)).read_bytes()
 
 
-async def _event(row: Mapping[str, Any], handlers: Handlers, package: str | None) -> Event:
+async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -> Event:
     """Return the event as a consumer with the same codec reads it."""
     topic, headers = row["topic"], row["headers"]
     written = event_headers(row) if headers is None else headers_of(headers)

@@ -458,19 +458,19 @@ async def test_a_listener_ends_with_its_test(harness: Harness, number: int) -> N
     assert {*heard} == {number}
 
 
-async def test_harnesses_in_two_event_loops_have_connections_of_their_own(
-    harness: Harness, harness_service: Service, harness_database: ResettableDatabase
-) -> None:
-    async def handle() -> Outcome:
-        async with open_harness(harness_service, harness_database, Harness) as another:
-            return await another.handle(deposit(6))
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("number", range(2))
+async def test_tests_may_share_an_event_loop(harness: Harness, number: int) -> None:
+    assert (await harness.handle(deposit(5))).results == [5]
 
+
+async def test_a_connection_knows_the_types_that_an_earlier_one_has_looked_up(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await harness.handle(deposit(5))
-    async with harness.session() as session:
-        await session.get(Account, "ada")
-        outcome = await asyncio.to_thread(asyncio.run, handle())
-    assert outcome.results == [6]
-    assert (await harness.get(Account, "ada")).history == "6,"
+    await harness.engine.dispose()
+    monkeypatch.setattr(asyncpg.Connection, "_introspect_types", None)
+    assert (await harness.handle(deposit(6))).results == [11]
 
 
 async def test_the_database_is_reset_after_its_connections_were_closed(
