@@ -112,8 +112,9 @@ def _is_infrastructure(error: BaseException) -> bool:
 
 def as_raised(error: BaseException) -> BaseException:
     """Return asyncpg's error if this is SQLAlchemy's translation of it; else the error itself."""
-    if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig and error.orig.__cause__:
-        return error.orig.__cause__
+    adapted = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
+    if adapted is not error or isinstance(error, AsyncAdapt_asyncpg_dbapi.Error):
+        return (adapted and adapted.__cause__) or error
     return error
 
 

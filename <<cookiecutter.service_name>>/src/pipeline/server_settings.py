@@ -3,6 +3,7 @@
 import re
 import ssl
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Literal, NamedTuple, Self
@@ -120,7 +121,7 @@ class ServerSettings(EnvironmentSettings):
     kafka_key_password: SecretStr | None = None
     """If the key is encrypted."""
 
-    @property
+    @cached_property
     def postgresql(self) -> str:
         """Return the database's server for messages, without the user."""
         url = make_url(self.database_url.get_secret_value())

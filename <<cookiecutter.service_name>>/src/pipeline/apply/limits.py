@@ -8,6 +8,7 @@ from typing import Self
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from pipeline.servers import database
 from pipeline.settings import Settings
 
 from .inbox import GENERATION_LOCK
@@ -42,13 +43,14 @@ def statement(connection: AsyncConnection, settings: Settings, *, handler: str =
 
 
 async def begin(connection: AsyncConnection, limits: str) -> None:
-    """Set the transaction's limits and prevent rotation until it ends. Its first statement.
+    """Begin the transaction with its limits, and prevent rotation until it ends.
 
-    The lock is granted after the statement's snapshot was taken, so what the lock protects must be
+    The lock is granted after its statement's snapshot was taken, so what the lock protects must be
     read by a later statement.
     """
-    lock = f"pg_advisory_xact_lock_shared({GENERATION_LOCK})"
-    await connection.exec_driver_sql(f"{limits}, {lock}")
+    await database.begin(
+        connection, f"{limits}; SELECT pg_advisory_xact_lock_shared({GENERATION_LOCK})"
+    )
 
 
 class Deadline:

@@ -226,7 +226,7 @@ class ConsumeTransactions:
         """Execute all statements of the transaction except the commit."""
         driver, outbox = attempt.driver, attempt.outbox
         outcome = BatchOutcome(encryption=self.encryption)
-        # Time limits, and the lock that keeps generations from being closed: one statement.
+        # Time limits, and the lock that keeps generations from being closed.
         await limits.begin(attempt.connection, attempt.limits)
         # Moves the position, or holds the lane; raises if another process owns it.
         generations = await source.begin(driver)

@@ -16,6 +16,8 @@ from opentelemetry.semconv._incubating.metrics import messaging_metrics as metri
 from opentelemetry.semconv.attributes import error_attributes
 from opentelemetry.util.types import AttributeValue
 
+from .buffer import flush, record
+
 Attributes = dict[str, AttributeValue]
 _Value = float | Mapping[str, int] | None
 """A number, or numbers by outcome; None: there is nothing to report."""
@@ -108,6 +110,7 @@ class _Computed:
         _meter.create_observable_gauge(name, [self.observe], unit, description)
 
     def observe(self, _: CallbackOptions) -> Iterable[Observation]:
+        flush()  # so that what is collected is complete
         value = self.read()
         if isinstance(value, Mapping):
             return [Observation(count, {OUTCOME: outcome}) for outcome, count in value.items()]
@@ -165,7 +168,7 @@ def polled(topic: str, group: str) -> Attributes:
 def operation_ended(attributes: Attributes, seconds: float, error: BaseException | None) -> None:
     """Record how long a client operation took. One that was cancelled is not recorded."""
     if error is None or isinstance(error, Exception):
-        _operation_duration.record(seconds, _with_error(attributes, error))
+        record(_operation_duration.record, seconds, _with_error(attributes, error))
 
 
 def _with_error(attributes: Attributes, error: Exception | None) -> Attributes:
@@ -184,31 +187,31 @@ def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -
         CONSUMER: consumer,
         OUTCOME: outcome,
     }
-    _messages.add(count, attributes)
+    record(_messages.add, count, attributes)
 
 
 def received(topic: str, group: str, count: int) -> None:
     """Count records that were read, before they are decoded."""
-    _consumed.add(count, polled(topic, group))
+    record(_consumed.add, count, polled(topic, group))
 
 
 def batch_applied(topic: str, group: str, size: int, seconds: float) -> None:
     """Record a transaction that has committed."""
     attributes = {**operation(PROCESS, topic), names.MESSAGING_CONSUMER_GROUP_NAME: group}
-    _batch_size.record(size, attributes)
-    _process_duration.record(seconds, attributes)
+    record(_batch_size.record, size, attributes)
+    record(_process_duration.record, seconds, attributes)
 
 
 def handled(longest: Mapping[tuple[str, str], float]) -> None:
     """Record the longest call of a handler in a transaction, by consumer and type of event."""
     for (consumer, event_type), seconds in longest.items():
         attributes = {CONSUMER: consumer, TYPE: event_type}
-        _handler_duration.record(seconds, attributes)
+        record(_handler_duration.record, seconds, attributes)
 
 
 def published(topic: str, count: int, error: Exception | None = None) -> None:
     """Count events that were sent and acknowledged, or were not, with the error."""
-    _sent.add(count, _with_error(operation(SEND, topic), error))
+    record(_sent.add, count, _with_error(operation(SEND, topic), error))
 
 
 def observe_ready(is_ready: Callable[[], bool]) -> None:
@@ -240,7 +243,7 @@ def observe_backlog(consumer: str, waiting: int, dead: int, oldest_seconds: floa
 
 def backlog_applied(consumer: str, seconds: float) -> None:
     """Record how long the oldest message of a transaction waited before it took effect."""
-    _backlog_duration.record(seconds, {CONSUMER: consumer})
+    record(_backlog_duration.record, seconds, {CONSUMER: consumer})
 
 
 def lease_extended(until: float) -> None:

@@ -9,6 +9,7 @@ from opentelemetry.semconv.metrics import db_metrics
 from opentelemetry.util.types import AttributeValue
 
 from . import traces
+from .buffer import record
 
 _POSTGRESQL = db_attributes.DbSystemNameValues.POSTGRESQL.value
 _FIRST_WORD = re.compile(
@@ -72,7 +73,7 @@ def executed(text: str, seconds: float, error: BaseException | None) -> None:
     attributes = _attributes(text)
     if error is not None:
         attributes[error_attributes.ERROR_TYPE] = _type_of(error)
-    _duration.record(seconds, attributes)
+    record(_duration.record, seconds, attributes)
 
 
 def _attributes(text: str) -> dict[str, AttributeValue]:

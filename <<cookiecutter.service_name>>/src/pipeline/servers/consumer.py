@@ -43,6 +43,11 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
     _counted = 0
     _counted_since = 0.0
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._awaited: dict[asyncio.Future[None], Sequence[TopicPartition]] = {}
+        """The partitions whose records each waiting reader wants."""
+
     def count(self, records: int) -> None:
         """Count records that have arrived; the pause between two fetches grows with their rate."""
         self._counted += records
@@ -51,6 +56,36 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
             rate = self._counted / seconds
             self._pause = _GATHER_SECONDS * max(0.0, 1 - _UNGATHERED / rate)
             self._counted, self._counted_since = 0, now
+
+    async def fetched_records(
+        self,
+        partitions: Sequence[TopicPartition],
+        timeout: float = 0,  # noqa: ASYNC109
+        max_records: int | None = None,
+    ) -> dict[TopicPartition, list[ConsumerRecord]]:
+        """Return records of the partitions; aiokafka wakes those who wait for other ones, too."""
+        ends_at = self._loop.time() + timeout
+        while True:
+            found: dict[TopicPartition, list[ConsumerRecord]]
+            found = await super().fetched_records(partitions, 0, max_records)
+            if found or (left := ends_at - self._loop.time()) <= 0:
+                return found
+            waiter = self._create_fetch_waiter()
+            self._awaited[waiter] = partitions
+            try:
+                await asyncio.wait([waiter], timeout=left)
+            finally:
+                del self._awaited[waiter]
+                waiter.cancel()
+            if not waiter.cancelled():
+                waiter.result()  # raises why the group rejects the member
+            if self._closed:
+                return {}
+
+    def _notify(self, future: asyncio.Future[None]) -> None:
+        partitions = self._awaited.get(future)
+        if self._closed or not partitions or not self._records.keys().isdisjoint(partitions):
+            super()._notify(future)
 
     async def _proc_fetch_request(self, *args: Any) -> bool:
         if (rest := self._rests_until - self._loop.time()) > 0:

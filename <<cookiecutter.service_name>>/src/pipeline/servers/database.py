@@ -29,6 +29,10 @@ _LONGER = 10
 _CONNECT_SECONDS = 5.0
 """Time-out of a connection attempt, after which the server counts as unavailable."""
 
+_KEEPALIVE_SECONDS = 60
+"""Pause after which the server sends something on an idle connection. Load balancers drop those
+that are idle for four minutes or more, and tell neither side."""
+
 _COMMAND_SECONDS = 60.0
 """Time-out of a statement, longer than any takes; a dead connection is detected by it."""
 
@@ -49,6 +53,8 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
         settings.database_url.get_secret_value(),
         pool_size=settings.concurrency + settings.backlog_workers + _BESIDE_TRANSACTIONS,
         max_overflow=0,
+        # At ordinary rates a few sessions of the server do all the work, with warm caches.
+        pool_use_lifo=True,
         # Parameters are payloads, and errors are logged.
         hide_parameters=True,
         isolation_level="READ COMMITTED",
@@ -144,7 +150,7 @@ def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:
             "prepared_statement_name_func": lambda: "",
         }
     # Compiling the query of a page of the outbox takes longer than running it.
-    options["server_settings"]["jit"] = "off"
+    options["server_settings"] |= {"jit": "off", "tcp_keepalives_idle": str(_KEEPALIVE_SECONDS)}
     return options
 
 
@@ -182,6 +188,18 @@ async def _connect(engine: AsyncEngine) -> AsyncConnection:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise asyncio.CancelledError from error
+        raise
+
+
+async def begin(connection: AsyncConnection, statements: str) -> None:
+    """Begin a transaction by `statements`, in one round trip; SQLAlchemy needs two."""
+    raw: Any = await connection.get_raw_connection()
+    await connection.begin()
+    raw.driver_connection.first_statements = statements
+    try:
+        await raw.dbapi_connection._start_transaction()
+    except BaseException:
+        await connection.invalidate()  # it may have begun, unknown to SQLAlchemy
         raise
 
 

@@ -141,9 +141,20 @@ class Guard:
 
 
 class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no types
-    """asyncpg's connection, which notes the fault of a handler that closes it."""
+    """asyncpg's connection: notes the fault of a handler that closes it, and adds to BEGIN."""
 
-    __slots__ = ()
+    __slots__ = ("first_statements",)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.first_statements = ""
+        """Statements that are sent together with the BEGIN of the next transaction."""
+
+    async def execute(self, query: str, *arguments: Any, timeout: float | None = None) -> str:  # noqa: ASYNC109
+        if self.first_statements and query.startswith("BEGIN"):
+            query, self.first_statements = query + self.first_statements, ""
+        status: str = await super().execute(query, *arguments, timeout=timeout)
+        return status
 
     async def close(self, *, timeout: float | None = None) -> None:  # noqa: ASYNC109
         self._note_closing()

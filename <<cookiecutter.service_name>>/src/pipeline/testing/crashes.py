@@ -10,10 +10,9 @@ import sqlalchemy as sa
 from sqlalchemy.util import await_only
 
 from pipeline.servers.database import create_engine
+from pipeline.servers.guard import GuardedConnection
 from pipeline.servers.tasks import end
 from pipeline.settings import Settings
-
-from .connections import KnowingConnection
 
 _METHODS = ("copy_records_to_table", "execute", "executemany", "fetch", "fetchrow", "fetchval")
 """The methods of a connection of asyncpg by which the engine executes statements."""
@@ -40,7 +39,7 @@ class MortalEngine:
         self.begin(None)
         pool = self.engine.sync_engine
         methods = {name: self._counted(name) for name in _METHODS}
-        kind = type("MortalConnection", (KnowingConnection,), methods)
+        kind = type("MortalConnection", (GuardedConnection,), methods)
 
         @sa.event.listens_for(pool, "do_connect")
         def connect(dialect: object, record: object, positional: Any, options: Any) -> None:
@@ -67,7 +66,7 @@ class MortalEngine:
         self._died, self._ends = asyncio.Event(), asyncio.Event()
 
     def _counted(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = getattr(asyncpg.Connection, name)
+        method = getattr(GuardedConnection, name)
         prefix = "COPY " if name == "copy_records_to_table" else ""
 
         async def counted(one: asyncpg.Connection, text: str, *rest: Any, **named: Any) -> Any:

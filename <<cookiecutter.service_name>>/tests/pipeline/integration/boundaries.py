@@ -96,7 +96,6 @@ BOUNDARIES = (
     Boundary("reader: count start"),
     Boundary("reader: undo start count", is_farewell=True),
     Boundary("consume: begin", 2),
-    Boundary("consume: limit and lock", 2),
     Boundary("consume: move position", 2),
     Boundary("consume: look up closed generations", 2),
     Boundary("consume: insert markers", 2),

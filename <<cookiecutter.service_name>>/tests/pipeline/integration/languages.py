@@ -114,19 +114,19 @@ _SHAPES = {
         "retention: delete discarded rows"
     ),
     "DECLARE closed ": "filters: open cursor",
-    "SELECT set_config.*pg_advisory_xact_lock_shared": "consume: limit and lock",
     r"SELECT account\..* FOR UPDATE": "consume: lock accounts",
     r"INSERT INTO account ": "consume: insert accounts",
     r"UPDATE account ": "consume: update accounts",
     "SELECT$": "consume: check for failed statement",
     r'COPY "pipeline"\."outbox"': "consume: begin COPY",
-    "BEGIN ISOLATION LEVEL READ COMMITTED$": "consume: begin",
+    "BEGIN ISOLATION LEVEL READ COMMITTED;.*pg_advisory_xact_lock_shared": "consume: begin",
     "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY$": "relay: begin snapshot",
     "BEGIN ISOLATION LEVEL REPEATABLE READ$": "filters: begin snapshot",
     "BEGIN$": "retention: begin",
     # What SQLAlchemy and asyncpg ask a new connection.
-    r"select pg_catalog\.version|select current_schema|show |SELECT current_setting\('jit'\)"
-    r"|SELECT set_config\('jit'|.*\btypeinfo_tree\b": "connection: set up",
+    r"BEGIN ISOLATION LEVEL READ COMMITTED$|select pg_catalog\.version|select current_schema|show "
+    r"|SELECT current_setting\('jit'\)|SELECT set_config\('jit'"
+    r"|.*\btypeinfo_tree\b": "connection: set up",
 }
 """Statements that are put together when they are needed, by how they look."""
 

@@ -9,8 +9,9 @@ import pytest
 from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 
-from pipeline import Event, Transaction
+from pipeline import Event, Handlers, Transaction
 from pipeline.apply import limits
+from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.apply.positions import PositionMoved
 from pipeline.handlers import staging
 from pipeline.runtime import Part
@@ -152,6 +153,54 @@ async def test_a_lock_that_another_holds_too_long_is_tried_again_until_it_is_fre
     await applying
     assert "lock timeout" in desk.outages[0]
     assert await histories(db) == {"ada": [1, 2, 3]}
+
+
+@pytest.mark.skipif(POOLED, reason="the session is the pooler's")
+async def test_the_server_keeps_an_idle_connection_alive(new_desk: NewDesk) -> None:
+    """asyncpg does not: https://github.com/MagicStack/asyncpg/issues/606."""
+    desk = await new_desk(Handlers(), topic="deposits")
+    async with autocommitting(desk.engine) as driver:
+        assert await driver.fetchval("SHOW tcp_keepalives_idle") == "60"
+
+
+async def test_a_lock_that_is_not_granted_to_a_begin_is_an_outage(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
+    async with db.transaction():
+        await db.execute("SELECT pg_advisory_xact_lock($1)", GENERATION_LOCK)
+        applying = asyncio.create_task(desk.apply(Deposit(1)))
+        await eventually(lambda: len(desk.outages) == 2)
+    await applying
+    assert "lock timeout" in desk.outages[0]
+    assert not await desk.park()
+    assert await histories(db) == {"ada": [1]}
+
+
+@pytest.mark.parametrize(("lost", "fails"), [({1, 2}, False), ({2}, True)])
+async def test_a_connection_that_is_lost_at_a_begin_is_an_outage(
+    new_desk: NewDesk, db: asyncpg.Connection, database_url: str, lost: set[int], fails: bool
+) -> None:
+    """Also if the handler has failed before, and its message is being parked."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    bank.refused = {1} if fails else set()
+    begins = 0
+
+    def cut(message: bytes) -> bool:
+        nonlocal begins
+        is_begin = b"pg_advisory_xact_lock_shared" in message
+        begins += is_begin
+        return is_begin and begins in lost
+
+    async with wire(database_url, cut, delivers=False) as url:
+        desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
+        await desk.position()
+        await desk.apply(Deposit(1))
+        assert [row["attempts"] for row in await desk.backlog()] == [1] * fails
+        await desk.engine.dispose()
+    assert len(desk.outages) == len(lost)
+    assert await histories(db) == ({} if fails else {"ada": [1]})
 
 
 async def test_a_stopped_process_holds_its_locks_no_longer_than_a_transaction_may_last(

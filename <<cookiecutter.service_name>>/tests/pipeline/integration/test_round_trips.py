@@ -24,7 +24,6 @@ from tests.servers.waiting import eventually
 NEW = Counter(
     [
         "consume: begin",
-        "consume: limit and lock",
         "consume: move position",
         "consume: insert markers",
         "consume: look up backlog",
@@ -117,7 +116,6 @@ async def test_a_batch_of_duplicates_takes_fewer(wired: tuple[Bank, Desk, Wire])
     assert await round_trips(wire, desk, deposits(0, 1_000)) == Counter(
         [
             "consume: begin",
-            "consume: limit and lock",
             "consume: move position",
             "consume: insert markers",
             "consume: read existing markers",
@@ -176,7 +174,6 @@ PARKED = Counter(
     [
         *["backlog: claim lane", "backlog: read due rows"],
         "consume: begin",
-        "consume: limit and lock",
         "backlog: fence lane",
         "consume: insert markers",
         "consume: lock accounts",

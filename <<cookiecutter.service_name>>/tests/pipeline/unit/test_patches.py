@@ -8,7 +8,7 @@ import ssl
 from typing import Any, get_args
 
 import pytest
-from aiokafka import conn, errors
+from aiokafka import TopicPartition, conn, errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException, KafkaConnectionError
@@ -112,6 +112,37 @@ def test_a_static_member_does_not_learn_that_it_is_fenced_or_leads_without_the_p
 ) -> None:
     """The versions of requests since which brokers say so."""
     assert max(one.API_VERSION for one in get_args(requests)) < since
+
+
+async def test_records_wake_the_readers_of_other_partitions_without_the_patch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = TopicPartition("deposits", 0), TopicPartition("deposits", 1)
+    looked = 0
+
+    async def fetched_records(self: Any, wanted: Any, *_: Any) -> dict[TopicPartition, str]:
+        nonlocal looked
+        looked += 1
+        return {each: self._records[each] for each in wanted if each in self._records}
+
+    monkeypatch.setattr(fetcher.Fetcher, "fetched_records", fetched_records)
+    woken = consumer.Fetcher.__new__(consumer.Fetcher)
+    woken._loop, woken._closed = asyncio.get_running_loop(), False
+    woken._records, woken._fetch_waiters, woken._awaited = {}, set(), {}
+    reading: asyncio.Task[Any] = asyncio.create_task(woken.fetched_records([one], 60))
+    await asyncio.sleep(0)
+    for partition in (other, one):
+        assert not reading.done()
+        assert looked == 1
+        woken._records[partition] = "records"
+        for waiter in woken._fetch_waiters:
+            woken._notify(waiter)
+        await asyncio.sleep(0.01)
+    assert await reading == {one: "records"}
+    assert not woken._awaited
+    waiter = woken._create_fetch_waiter()
+    fetcher.Fetcher._notify(woken, waiter)
+    assert waiter.done()
 
 
 @pytest.mark.parametrize(("rate", "rests"), [(50, False), (1_000, True)])
