@@ -17,6 +17,7 @@ from pipeline.testing.databases import ResettableDatabase
 from pipeline.testing.plugin import (
     harness_database,
     harness_migrate,
+    harness_migrated,
     harness_server,
     harness_service,
     open_harness,
@@ -32,6 +33,7 @@ __all__ = [
     "harness",
     "harness_database",
     "harness_migrate",
+    "harness_migrated",
     "harness_server",
     "harness_service",
 ]

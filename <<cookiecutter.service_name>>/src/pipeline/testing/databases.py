@@ -2,25 +2,28 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
+from typing import Self
 from unittest.mock import patch
 from uuid import uuid4
 
 import asyncpg
+import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 from pydantic import SecretStr
 from sqlalchemy import make_url
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from pipeline.apply import inbox
+from pipeline.handlers.sessions import clean
 from pipeline.retention.maintenance import make_ahead
-from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.database import autocommitting, create_engine, driver_of
 from pipeline.servers.retrying import Attempts
 from pipeline.service import Service
 from pipeline.settings import Settings, WriterSettings
@@ -63,10 +66,13 @@ class ResettableDatabase:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        # Each test has an event loop of its own, and opens connections. The one that resets stays
-        # open, in another loop: a new one would have to look up all tables.
+        # The connection that resets stays open, in a loop of its own: a new one would have to look
+        # up all tables.
         self._connections = create_engine(self.settings(), name="harness")
         self._loop, self._thread = asyncio.new_event_loop(), ThreadPoolExecutor(1)
+        self._shared_by: asyncio.AbstractEventLoop | None = None
+        self._settings = self.settings()
+        self._pools: dict[str, AsyncEngine] = {}
         self._checked: list[Service] = []
         self._reset_statements = ""
 
@@ -92,6 +98,44 @@ class ResettableDatabase:
     def settings(self) -> Settings:
         """Return the settings of the environment, for this database and without Kafka."""
         return _settings(self.url)
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[Self]:
+        """Keep connections open, for as long as the block lasts, for tests in this event loop."""
+        self._shared_by = asyncio.get_running_loop()
+        try:
+            yield self
+        finally:
+            for pool in self._pools.values():
+                await pool.dispose()
+
+    @asynccontextmanager
+    async def pool(self, name: str) -> AsyncIterator[AsyncEngine]:
+        """Lend the connections of a service."""
+        loop, settings = asyncio.get_running_loop(), self.settings()
+        is_shared = loop is self._shared_by and settings == self._settings
+        if is_shared and name in self._pools:
+            yield self._pools[name]
+            return
+        pool = create_engine(settings, name=name)
+
+        @sa.event.listens_for(pool.sync_engine, "do_connect")
+        @sa.event.listens_for(pool.sync_engine, "checkout")
+        def check(*_: object) -> None:
+            if asyncio.get_running_loop() is not loop:
+                raise HarnessMisused(
+                    "the test and its fixture run in different event loops: give both the same"
+                    " loop_scope, by asyncio_default_test_loop_scope and"
+                    " asyncio_default_fixture_loop_scope in pyproject.toml"
+                )
+
+        if is_shared:
+            self._pools[name] = pool
+        try:
+            yield pool
+        finally:
+            if not is_shared:
+                await pool.dispose()
 
     async def reset(self) -> None:
         """Restore all rows and sequences. Raises `HarnessMisused` if the role is not allowed to.
@@ -121,6 +165,18 @@ async def _reset(engine: AsyncEngine, statements: str) -> None:
             f"the database can't be reset ({error}): an earlier test has left a transaction"
             " open; end it, for instance by `async with`"
         ) from None
+
+
+@asynccontextmanager
+async def new_session(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
+    """Lend a session; settings, temporary tables and locks of its connection end with the block."""
+    async with engine.connect() as connection:
+        driver = await driver_of(connection)
+        try:
+            async with AsyncSession(connection, expire_on_commit=False) as session:
+                yield session
+        finally:
+            await clean(connection, driver)
 
 
 def attempts() -> Attempts:

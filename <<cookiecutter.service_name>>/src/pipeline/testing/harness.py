@@ -22,7 +22,7 @@ from pipeline.service import Service
 
 from . import stored
 from .crashes import Crash, MortalEngine, crashes_of, name_of
-from .databases import ResettableDatabase
+from .databases import ResettableDatabase, new_session
 from .errors import HarnessMisused
 from .explore import Scenario, failing_once, keys_of, scenarios
 from .files import records_of
@@ -240,7 +240,7 @@ class Harness:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[AsyncSession]:
         """Yield a session, to prepare rows or to read them; it is committed at the end."""
-        async with AsyncSession(self.engine, expire_on_commit=False) as session:
+        async with new_session(self.engine) as session:
             yield session
             await session.commit()
 
@@ -252,8 +252,7 @@ class Harness:
         self._handlers = handlers
 
     async def close(self) -> None:
-        """Close the connections, and those of processes that were to die."""
-        await self.engine.dispose()
+        """Close the connections of processes that were to die."""
         if self._mortals:
             await self._mortals.engine.dispose()
 

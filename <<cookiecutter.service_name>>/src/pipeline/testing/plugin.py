@@ -13,13 +13,13 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import pytest
+import pytest_asyncio
 from alembic.config import Config
 
 from pipeline.errors import StoreUnavailable
 from pipeline.events.event import Unpublishable, declared_events
 from pipeline.service import Service
 
-from .connections import shared_engine
 from .databases import Migrate, ResettableDatabase, resettable_database, with_alembic
 from .harness import Harness
 
@@ -78,11 +78,20 @@ def harness_server(pytestconfig: pytest.Config) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def harness_database(
+def harness_migrated(
     harness_server: str, harness_service: Service, harness_migrate: Migrate
 ) -> Iterator[ResettableDatabase]:
-    """The migrated database of the session."""
+    """The migrated database of the session, without connections for tests."""
     with resettable_database(harness_server, harness_service, harness_migrate) as database:
+        yield database
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def harness_database(
+    harness_migrated: ResettableDatabase,
+) -> AsyncIterator[ResettableDatabase]:
+    """The database, whose connections are shared by the tests in the session's event loop."""
+    async with harness_migrated.shared() as database:
         yield database
 
 
@@ -104,14 +113,14 @@ async def open_harness(
     await database.reset()
     await service.open_codecs()
     await _open_for_input(service)
-    engine = shared_engine(database.settings(), service.name)
-    with TemporaryDirectory() as folder:
-        # Listeners for statements end with the test, as they are those of the copy.
-        harness = kind(service, engine.execution_options(), database, Path(folder))
-        try:
-            yield harness
-        finally:
-            await harness.close()
+    async with database.pool(service.name) as engine:
+        with TemporaryDirectory() as folder:
+            # Listeners for statements end with the test, as they are those of the copy.
+            harness = kind(service, engine.execution_options(), database, Path(folder))
+            try:
+                yield harness
+            finally:
+                await harness.close()
 
 
 async def _open_for_input(service: Service) -> None:

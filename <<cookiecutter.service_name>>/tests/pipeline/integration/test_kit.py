@@ -459,18 +459,42 @@ async def test_a_listener_ends_with_its_test(harness: Harness, number: int) -> N
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("number", range(2))
-async def test_tests_may_share_an_event_loop(harness: Harness, number: int) -> None:
-    assert (await harness.handle(deposit(5))).results == [5]
+async def test_a_test_in_another_event_loop_than_its_fixture_is_refused(harness: Harness) -> None:
+    with pytest.raises(HarnessMisused, match="give both the same loop_scope"):
+        await harness.handle(deposit(5))
 
 
-async def test_a_connection_knows_the_types_that_an_earlier_one_has_looked_up(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
+async def test_tests_may_have_event_loops_of_their_own(
+    harness_service: Service, harness_database: ResettableDatabase
 ) -> None:
-    await harness.handle(deposit(5))
-    await harness.engine.dispose()
-    monkeypatch.setattr(asyncpg.Connection, "_introspect_types", None)
-    assert (await harness.handle(deposit(6))).results == [11]
+    async def test() -> list[object]:
+        async with open_harness(harness_service, harness_database, Harness) as harness:
+            return (await harness.handle(deposit(5))).results
+
+    for _ in range(2):
+        assert await asyncio.to_thread(asyncio.run, test()) == [5]
+
+
+async def test_what_a_session_sets_ends_with_it(harness: Harness) -> None:
+    async with harness.session() as session:
+        await session.execute(sa.text("CREATE TEMPORARY TABLE account (LIKE account)"))
+        await session.execute(sa.text("SET search_path = pg_temp"))
+    assert (await harness.handle(deposit(5))).results == [5]
+    assert (await harness.get(Account, "ada")).balance == 5
+
+
+async def test_connections_of_other_settings_end_with_the_test(
+    harness_service: Service, harness_database: ResettableDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for number in range(3):
+        monkeypatch.setenv("PIPELINE_MAX_EVENT_BYTES", str(1_000 + number))
+        async with open_harness(harness_service, harness_database, Harness) as harness:
+            await harness.handle(deposit(5))
+            async with harness.session() as session:
+                query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
+                counts.append(await session.scalar(sa.text(query)))
+    assert counts == counts[:1] * 3
 
 
 async def test_the_database_is_reset_after_its_connections_were_closed(
@@ -770,9 +794,9 @@ async def test_explore_lets_the_process_die(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
     messages = [deposit(1), deposit(2), deposit(3)]
-    number = await harness.explore(messages, invariant=sum_is_6, crashes=True, at_most=60)
+    number = await harness.explore(messages, invariant=sum_is_6, crashes=True, at_most=50)
     deaths = [one for one in caplog.messages if one.startswith("the process has died after")]
-    assert number == 60 > len(deaths) > 40
+    assert number == 50 > len(deaths) > 30
     crash = Scenario((0,), dies_after=2)
     assert str(crash).endswith("; the process dies after statement 3")
     assert crash in await scenarios(["a"], 100, statements_of)
