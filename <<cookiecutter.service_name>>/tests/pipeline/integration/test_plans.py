@@ -148,7 +148,7 @@ async def test_a_poll_that_finds_nothing(asked: Explaining, limit: int) -> None:
     for plan in asked.plans:
         assert plan.scanned == set()
         assert plan.indexes <= {"outbox_xid_idx"}
-        assert plan.blocks < 60
+        assert plan.blocks < 100
 
 
 async def test_a_poll_that_finds_some_new_events(asked: Explaining, large: Large) -> None:
