@@ -112,29 +112,18 @@ class ResettableDatabase:
     @asynccontextmanager
     async def pool(self, name: str) -> AsyncIterator[AsyncEngine]:
         """Lend the connections of a service."""
-        loop, settings = asyncio.get_running_loop(), self.settings()
-        is_shared = loop is self._shared_by and settings == self._settings
-        if is_shared and name in self._pools:
-            yield self._pools[name]
-            return
-        pool = create_engine(settings, name=name)
-
-        @sa.event.listens_for(pool.sync_engine, "do_connect")
-        @sa.event.listens_for(pool.sync_engine, "checkout")
-        def check(*_: object) -> None:
-            if asyncio.get_running_loop() is not loop:
-                raise HarnessMisused(
-                    "the test and its fixture run in different event loops: give both the same"
-                    " loop_scope, by asyncio_default_test_loop_scope and"
-                    " asyncio_default_fixture_loop_scope in pyproject.toml"
-                )
-
+        settings = self.settings()
+        is_shared = asyncio.get_running_loop() is self._shared_by and settings == self._settings
+        pool = self._pools.get(name) if is_shared else None
+        if pool is None:
+            pool = _new_pool(settings, name)
         if is_shared:
             self._pools[name] = pool
         try:
             yield pool
         finally:
-            if not is_shared:
+            # A connection that the test has kept would be missing.
+            if not is_shared or pool.pool.checkedout():  # type: ignore[attr-defined]
                 await pool.dispose()
 
     async def reset(self) -> None:
@@ -148,6 +137,22 @@ class ResettableDatabase:
             self._loop.run_until_complete(work)
 
         await asyncio.get_running_loop().run_in_executor(self._thread, reset)
+
+
+def _new_pool(settings: Settings, name: str) -> AsyncEngine:
+    pool, loop = create_engine(settings, name=name), asyncio.get_running_loop()
+
+    @sa.event.listens_for(pool.sync_engine, "do_connect")
+    @sa.event.listens_for(pool.sync_engine, "checkout")
+    def check(*_: object) -> None:
+        if asyncio.get_running_loop() is not loop:
+            raise HarnessMisused(
+                "the test and its fixture run in different event loops: leave out loop_scope= and"
+                " asyncio.run, and give asyncio_default_test_loop_scope and"
+                " asyncio_default_fixture_loop_scope one value in pyproject.toml"
+            )
+
+    return pool
 
 
 async def _reset(engine: AsyncEngine, statements: str) -> None:
@@ -209,7 +214,13 @@ def resettable_database(
 ) -> Iterator[ResettableDatabase]:
     """Create a database on the server, for as long as the `with` block lasts."""
     name = f"harness_{uuid4().hex[:12]}"
-    asyncio.run(_administer(server_url, f"CREATE DATABASE {name}"))
+    try:
+        asyncio.run(_administer(server_url, f"CREATE DATABASE {name}"))
+    except OSError as error:
+        raise HarnessMisused(
+            f"no PostgreSQL answers at PIPELINE_DATABASE_URL ({error}): start it, or unset the"
+            " variable, and the fixture starts one"
+        ) from None
     try:
         url = make_url(server_url).set(database=name).render_as_string(hide_password=False)
         migrate(url)

@@ -1,6 +1,7 @@
 """What a step has logged and counted."""
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from opentelemetry import metrics
 from opentelemetry.sdk.metrics import Counter, Histogram, MeterProvider, UpDownCounter
 from opentelemetry.sdk.metrics.export import AggregationTemporality, InMemoryMetricReader, Sum
 
+from pipeline.servers.guard import watch_coroutines
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -54,6 +56,8 @@ def observing(service: Service, settings: Settings) -> Iterator[Observed]:
     root = logging.getLogger()
     names = ("pipeline", *(kind.__module__.partition(".")[0] for kind in service.workers))
     with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        watch_coroutines()
         for name in (*names, *service.loggers(settings)):
             logger = logging.getLogger(name)
             if logger.level == logging.NOTSET:

@@ -3,14 +3,16 @@
 The service's tests define the fixture `harness_service`, and use the fixture `harness`.
 """
 
+import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+import sysconfig
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import pytest_asyncio
@@ -21,11 +23,15 @@ from pipeline.events.event import Unpublishable, declared_events
 from pipeline.service import Service
 
 from .databases import Migrate, ResettableDatabase, resettable_database, with_alembic
+from .errors import HarnessMisused
 from .harness import Harness
 
 H = TypeVar("H", bound=Harness)
 
 _URL = "PIPELINE_DATABASE_URL"
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_END_SECONDS = 10.0
 
 _HOLD = f"import os, sys; print(os.environ['{_URL}'], flush=True); sys.stdin.read()"
 """Program that `dev/stack.py` runs, and keeps PostgreSQL up for, until its input ends."""
@@ -117,10 +123,32 @@ async def open_harness(
         with TemporaryDirectory() as folder:
             # Listeners for statements end with the test, as they are those of the copy.
             harness = kind(service, engine.execution_options(), database, Path(folder))
+            before = asyncio.all_tasks()
             try:
                 yield harness
             finally:
                 await harness.close()
+                await _end_tasks(asyncio.all_tasks() - before)
+
+
+async def _end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """End the tasks of a test. Raises `HarnessMisused` if it has left any but libraries' own."""
+    current = asyncio.current_task()
+    left = {
+        one: code.co_qualname
+        for one in tasks
+        if one is not current
+        and (code := getattr(one.get_coro(), "cr_code", None))
+        and not code.co_filename.startswith(_LIBRARIES)
+    }
+    if left:
+        for one in left:
+            one.cancel()
+        await asyncio.wait(left, timeout=_END_SECONDS)
+        raise HarnessMisused(
+            f"the test has left tasks running ({', '.join(sorted(left.values()))}), in the event"
+            " loop of all tests: await or cancel them before it ends"
+        )
 
 
 async def _open_for_input(service: Service) -> None:

@@ -129,6 +129,17 @@ async def stubborn(event: Stubborn, tx: Transaction) -> None:
         await tx.session.execute(sa.text("SELECT 1"))
 
 
+class Careless(Event, type="kit.careless"):
+    """Its handler awaits nothing."""
+
+    account: str
+
+
+@handlers.on(Careless, topic="careless", consumer="careless")
+async def careless(event: Careless, tx: Transaction) -> None:
+    tx.load(Account, event.account)  # type: ignore[unused-coroutine]
+
+
 @handlers.on(Audited, topic="audits", consumer="audit", mode="deferred", takes_old=True)
 async def audit(event: Audited, tx: Transaction) -> None:
     rules.audited.append(event.account)
@@ -460,7 +471,7 @@ async def test_a_listener_ends_with_its_test(harness: Harness, number: int) -> N
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_test_in_another_event_loop_than_its_fixture_is_refused(harness: Harness) -> None:
-    with pytest.raises(HarnessMisused, match="give both the same loop_scope"):
+    with pytest.raises(HarnessMisused, match="leave out loop_scope="):
         await harness.handle(deposit(5))
 
 
@@ -473,6 +484,39 @@ async def test_tests_may_have_event_loops_of_their_own(
 
     for _ in range(2):
         assert await asyncio.to_thread(asyncio.run, test()) == [5]
+
+
+async def test_a_task_that_a_test_has_left_ends_with_it_and_is_named(
+    harness: Harness, harness_service: Service, harness_database: ResettableDatabase
+) -> None:
+    async def deposit_forever() -> None:
+        while True:
+            await harness.handle(deposit(1))
+
+    with pytest.raises(HarnessMisused, match=r"left tasks running \(.*deposit_forever\)"):
+        async with open_harness(harness_service, harness_database, Harness):
+            left = asyncio.create_task(deposit_forever())
+            await asyncio.sleep(0.05)
+    assert left.cancelled()
+
+
+async def test_a_connection_that_a_test_has_kept_is_not_missing(
+    harness_service: Service, harness_database: ResettableDatabase
+) -> None:
+    kept = []
+    for _ in range(15):  # the pool has fewer
+        async with open_harness(harness_service, harness_database, Harness) as harness:
+            assert (await harness.handle(deposit(5))).results == [5]
+            kept.append(await harness.engine.connect())
+    for connection in kept:
+        await connection.invalidate()
+
+
+async def test_a_coroutine_that_a_handler_does_not_await_is_the_fault_of_its_message(
+    harness: Harness,
+) -> None:
+    (failure,) = (await harness.handle(Careless(account="ada"), key="ada")).failures
+    assert failure.error.endswith("was never awaited: write `await` before it")
 
 
 async def test_what_a_session_sets_ends_with_it(harness: Harness) -> None:
@@ -518,7 +562,7 @@ async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
         await harness.handle(Booked(account="ada", balance=1))
     with pytest.raises(HarnessMisused, match=r"write handle\(…, topic='audits'\)"):
         await harness.handle(Audited(account="ada"))
-    topics = "audits, audits-too, audits-twice, compacted, deposits, numbered, stubborn"
+    topics = "audits, audits-too, audits-twice, careless, compacted, deposits, numbered, stubborn"
     with pytest.raises(HarnessMisused, match=f"reads the topic 'x'; .* {topics}"):
         await harness.handle(deposit(1), topic="x")
     with pytest.raises(HarnessMisused, match=r"'audits' takes Deposited.*taken from: deposits"):
