@@ -462,7 +462,7 @@ def test_make_run_serves_until_ctrl_c(set_up: BakedProject) -> None:
     assert re.search(r"published parcel\.delayed\.v1 .*N14228", first.stdout), first.stderr
     assert "nothing was published" in again.stdout, again.stderr
     assert mistyped.returncode != 0
-    assert mistyped.stderr.startswith("missing topic: scan; existing: parcel-events, scans\n")
+    assert mistyped.stderr.startswith("missing topic: scan; existing: parcel-events, scans.")
     assert "messaging_process_duration" in metrics
     assert "has stopped" in set_up.read("run.log")
     assert "Traceback" not in set_up.read("run.log")
