@@ -112,10 +112,12 @@ def _is_infrastructure(error: BaseException) -> bool:
 
 def as_raised(error: BaseException) -> BaseException:
     """Return asyncpg's error if this is SQLAlchemy's translation of it; else the error itself."""
-    adapted = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
-    if adapted is not error or isinstance(error, AsyncAdapt_asyncpg_dbapi.Error):
-        return (adapted and adapted.__cause__) or error
-    return error
+    adapted: BaseException | None = None
+    if isinstance(error, sqlalchemy.exc.DBAPIError):
+        adapted = error.orig
+    elif isinstance(error, AsyncAdapt_asyncpg_dbapi.Error):
+        adapted = error
+    return (adapted and adapted.__cause__) or error
 
 
 def sqlstate_of(error: BaseException) -> str | None:

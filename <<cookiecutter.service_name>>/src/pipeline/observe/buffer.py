@@ -1,20 +1,19 @@
 """Measurements on their way to OpenTelemetry, which takes many at once for a third of the time."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from opentelemetry.context import Context, get_current
-from opentelemetry.util.types import AttributeValue
+from opentelemetry.util.types import Attributes
 
-Attributes = Mapping[str, AttributeValue]
-Record = Callable[[float, Attributes | None, Context | None], None]
+Record = Callable[[float, Attributes, Context | None], None]
 """The method `record` of a histogram, or `add` of a counter."""
 
 _AT_MOST = 64
-_measurements: deque[tuple[Record, float, Attributes | None, Context]] = deque()
+_measurements: deque[tuple[Record, float, Attributes, Context]] = deque()
 
 
-def record(method: Record, value: float, attributes: Attributes | None = None) -> None:
+def record(method: Record, value: float, attributes: Attributes = None) -> None:
     """Call `method` with the value, soon, and at the latest when metrics are collected.
 
     That is also the time of an exemplar.

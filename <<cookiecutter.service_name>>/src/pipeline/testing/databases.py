@@ -68,17 +68,17 @@ class ResettableDatabase:
         self.url = url
         # The connection that resets stays open, in a loop of its own: a new one would have to look
         # up all tables.
-        self._connections = create_engine(self.settings(), name="harness")
+        self._settings = self.settings()
+        self._connections = create_engine(self._settings, name="harness")
         self._loop, self._thread = asyncio.new_event_loop(), ThreadPoolExecutor(1)
         self._shared_by: asyncio.AbstractEventLoop | None = None
-        self._settings = self.settings()
         self._pools: dict[str, AsyncEngine] = {}
         self._checked: list[Service] = []
         self._reset_statements = ""
 
     def prepare(self, service: Service) -> None:
         """Do what a service does when it starts; `reset` restores the rows that are then there."""
-        prepared = _prepare(self._connections, self.settings(), service)
+        prepared = _prepare(self._connections, self._settings, service)
         self._reset_statements = self._loop.run_until_complete(prepared)
 
     def close(self) -> None:
@@ -114,11 +114,10 @@ class ResettableDatabase:
         """Lend the connections of a service."""
         settings = self.settings()
         is_shared = asyncio.get_running_loop() is self._shared_by and settings == self._settings
-        pool = self._pools.get(name) if is_shared else None
-        if pool is None:
-            pool = _new_pool(settings, name)
-        if is_shared:
-            self._pools[name] = pool
+        pools = self._pools if is_shared else {}
+        if name not in pools:
+            pools[name] = _new_pool(settings, name)
+        pool = pools[name]
         try:
             yield pool
         finally:

@@ -20,6 +20,7 @@ from alembic.config import Config
 
 from pipeline.errors import StoreUnavailable
 from pipeline.events.event import Unpublishable, declared_events
+from pipeline.servers.tasks import end
 from pipeline.service import Service
 
 from .databases import Migrate, ResettableDatabase, resettable_database, with_alembic
@@ -142,9 +143,9 @@ async def _end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         and not code.co_filename.startswith(_LIBRARIES)
     }
     if left:
-        for one in left:
-            one.cancel()
-        await asyncio.wait(left, timeout=_END_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_SECONDS):
+                await end(*left)
         raise HarnessMisused(
             f"the test has left tasks running ({', '.join(sorted(left.values()))}), in the event"
             " loop of all tests: await or cancel them before it ends"
