@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import asyncpg
 import pytest
 
 from http_api import KeyReused, Unavailable
@@ -85,6 +86,27 @@ async def test_a_request_takes_effect_once_wherever_the_process_dies(
         assert (await harness.get(Account, "ada")).history == "5,", crash
         assert len(await harness.records()) == 1, crash
     assert crashes > 8
+
+
+async def test_another_process_begins_when_the_sessions_of_the_dead_one_have_ended(
+    harness: RequestHarness,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminate = asyncpg.Connection.terminate
+    query = b"SELECT pg_sleep(0.1)\0"
+
+    def terminate_late(connection: asyncpg.Connection) -> None:
+        """Let the server be busy, so that it ends the session after a while."""
+        if not connection.is_closed():
+            message = b"Q" + (len(query) + 4).to_bytes(4) + query
+            connection._transport.write(message)
+        terminate(connection)
+
+    monkeypatch.setattr(asyncpg.Connection, "terminate", terminate_late)
+    async for crash in harness.each_crash():
+        outcome = await harness.receive(deposit(5), consumer=CASHIER)
+        assert outcome.answer == {"account": "ada", "balance": 5}, crash
+        assert (await harness.get(Account, "ada")).history == "5,", crash
 
 
 async def test_the_answer_of_a_server_away_is_the_error(

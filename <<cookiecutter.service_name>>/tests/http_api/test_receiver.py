@@ -326,15 +326,15 @@ async def test_a_request_during_an_outage_is_applied_when_that_ends_in_time(
 
 
 async def test_a_request_is_answered_once_wherever_its_process_or_its_connection_is_lost(
-    bank: Bank, settings: Callable[..., Settings], db: asyncpg.Connection
+    bank: Bank, receiver: Receiver, settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:
     """Trap 19, at every statement: the client repeats, and another process answers."""
-    mortal, wanted = MortalEngine(settings(), name="bank"), 1
-    receiver = Receiver(bank.service, mortal.engine, settings())
+    mortal, wanted = MortalEngine(settings(), receiver.engine, name="bank"), 1
+    dying = Receiver(bank.service, mortal.engine, settings())
     answers: list[Answer] = []
 
     async def ask() -> None:
-        answers.append(await _until_answered(receiver, wanted, f"key-{wanted}"))
+        answers.append(await _until_answered(dying, wanted, f"key-{wanted}"))
 
     mortal.begin(None)
     await mortal.run(ask)

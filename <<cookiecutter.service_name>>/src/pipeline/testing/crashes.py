@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple
 
 import asyncpg
 import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.util import await_only
 
-from pipeline.servers.database import create_engine
+from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.guard import GuardedConnection
 from pipeline.servers.tasks import end
 from pipeline.settings import Settings
@@ -17,6 +18,7 @@ from pipeline.settings import Settings
 _METHODS = ("copy_records_to_table", "execute", "executemany", "fetch", "fetchrow", "fetchval")
 """The methods of a connection of asyncpg by which the engine executes statements."""
 _LONGEST = 70
+_HAS_SESSIONS = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = ANY ($1::integer[]))"
 
 
 class Crash(NamedTuple):
@@ -30,10 +32,14 @@ class Crash(NamedTuple):
 
 
 class MortalEngine:
-    """The connections of processes, one after the other, that die after a statement."""
+    """The connections of processes, one after the other, that die after a statement.
 
-    def __init__(self, settings: Settings, *, name: str) -> None:
+    What is lost holds no lock any more when the work goes on: `living` is asked for its sessions.
+    """
+
+    def __init__(self, settings: Settings, living: AsyncEngine, *, name: str) -> None:
         self.engine = create_engine(settings, name=name)
+        self._living = living
         self._is_counting = False
         self._connections: list[asyncpg.Connection] = []
         self.begin(None)
@@ -64,6 +70,7 @@ class MortalEngine:
         """Numbers of those that have committed something: COMMIT, and all outside transactions."""
         self._crash = crash
         self._died, self._ends = asyncio.Event(), asyncio.Event()
+        self._lost: list[int] = []
 
     def _counted(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(GuardedConnection, name)
@@ -72,7 +79,7 @@ class MortalEngine:
         async def counted(one: asyncpg.Connection, text: str, *rest: Any, **named: Any) -> Any:
             if self._is_counting and self._crash == (len(self.statements), "connection"):
                 self._crash = None
-                asyncpg.Connection.terminate(one)
+                await self._ended(self._terminate(one))
                 raise asyncpg.ConnectionDoesNotExistError("the connection is lost")
             result = await method(one, text, *rest, **named)
             await self._executed(one, prefix + text)
@@ -90,14 +97,27 @@ class MortalEngine:
         if self._crash is None or number != self._crash.number:
             return
         if self._crash.loses == "answer":
-            asyncpg.Connection.terminate(connection)
+            await self._ended(self._terminate(connection))
             raise asyncpg.ConnectionDoesNotExistError("the answer to the statement is lost")
         self._died.set()
-        for one in (*self._connections, connection):
-            asyncpg.Connection.terminate(one)
+        self._lost = self._terminate(*self._connections)
         # Code of a dead process does not go on, until it is cancelled; a part may be shielded.
         await self._ends.wait()
         raise asyncpg.ConnectionDoesNotExistError("the process is dead")
+
+    def _terminate(self, *connections: asyncpg.Connection) -> list[int]:
+        """End the connections, and return the process ids of their sessions."""
+        alive = [one for one in connections if not one.is_closed()]
+        sessions = [one.get_server_pid() for one in alive]
+        for one in alive:
+            asyncpg.Connection.terminate(one)
+        return sessions
+
+    async def _ended(self, sessions: list[int]) -> None:
+        """Wait until the server has ended these sessions, and with them their locks."""
+        async with autocommitting(self._living) as driver:
+            while await driver.fetchval(_HAS_SESSIONS, sessions):  # noqa: ASYNC110 (of another process)
+                await asyncio.sleep(0.001)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> bool:
         """Let the process do the work; return False if it has died."""
@@ -115,6 +135,7 @@ class MortalEngine:
                 self._ends.set()
                 await asyncio.wait({task}, timeout=0.1)
         if self._died.is_set():
+            await self._ended(self._lost)
             return False
         task.result()
         return True

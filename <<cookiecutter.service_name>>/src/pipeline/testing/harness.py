@@ -260,7 +260,8 @@ class Harness:
         return self._mortal is not None and await self._query(stored.end_leases)
 
     def _new_mortal(self, crash: Crash | None = None) -> MortalEngine:
-        self._mortals = self._mortals or MortalEngine(self._settings, name=self.service.name)
+        name = self.service.name
+        self._mortals = self._mortals or MortalEngine(self._settings, self.engine, name=name)
         self._mortals.begin(crash)
         return self._mortals
 
