@@ -19,7 +19,8 @@ _SHARE = 0.25
 _FIRST = 100
 """Messages of the first transaction, before the handlers' duration is known."""
 _AT_LEAST = 2
-"""With one message at a time, it could not be measured that several take no longer."""
+"""Messages of the smallest transaction: with one, it could not be measured that several take no
+longer."""
 _TRANSACTION_TIMEOUT_SINCE = (17,)
 """Version of PostgreSQL."""
 
@@ -54,7 +55,7 @@ async def begin(connection: AsyncConnection, limits: str) -> None:
 
 
 class Deadline:
-    """Cancels the task that makes it when a call of a handler takes too long.
+    """Cancels the task that created it when a call of a handler takes too long.
 
     `asyncio.timeout` does the same, but sets a timer for every call, which costs more than most
     handlers do. Here one timer serves many calls: it checks how long the latest has run.
@@ -98,7 +99,7 @@ class Deadline:
                 raise TimeoutError from error
 
     def overdue(self) -> float:
-        """Return the seconds for which a call has run since its cancellation."""
+        """Return the seconds for which a call has run since its time limit, which cancels it."""
         return max(0.0, self._loop.time() - self._ends_at)
 
     def close(self) -> None:

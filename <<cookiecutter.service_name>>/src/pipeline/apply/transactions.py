@@ -116,7 +116,8 @@ class ConsumeTransactions:
         `memory` is that of an earlier attempt at the same messages.
 
         Every message has then taken effect or is stored. Raises `BreakerOpen` if the breaker is
-        open for a consumer, and `SourceLost` if another process owns the source.
+        open for a consumer, `SourceLost` if another process owns the source, and `NotShared` if
+        the batches of a shared transaction must be applied one by one.
         """
         outcomes: list[BatchOutcome] = []
         left: list[tuple[Source, dict[bytes, Decision]]] = [(source, source.decisions)]

@@ -164,7 +164,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._committed.clear()
 
     def _commit_offsets(self) -> None:
-        """Commit the positions as offsets to Kafka; only tools that show lag read those."""
+        """Commit the positions as offsets to Kafka, for tools that show lag, with the stamp."""
         if self._committing is not None and not self._committing.done():
             # It ends with the outage. aiokafka leaves an unretrieved exception if it is cancelled.
             return
@@ -197,7 +197,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             self._stamp = await stamps.stamp_of(driver)
 
     async def _check_stamps(self) -> None:
-        # Before it joins: a member would take partitions from those of the other database.
+        # Before it joins: a member would take partitions from processes of the other database.
         async with asyncio.timeout(_ANSWER_SECONDS):
             await stamps.check(self._client, self._topics, self._consume.group, self._stamp)
 

@@ -2,7 +2,8 @@
 
 A transaction costs nearly the same for one message as for fifty. At ordinary rates a few messages
 are ready at a time, each in another partition, so they share a transaction. Sharing is optimistic:
-if it does not succeed at once, each batch is applied by itself, as a full batch always is.
+if the fault of one message is not certain, or a server is away, each batch is applied by itself, as
+a full batch always is.
 """
 
 import asyncio
@@ -69,7 +70,8 @@ class Gatherer:
     async def apply(self, batch: PartitionBatch, memory: Memory) -> bool:
         """Apply the batch together with others; returns False if it must be applied by itself.
 
-        Then `memory` is that of the attempt. If this is cancelled the transaction is rolled back.
+        After a failed attempt `memory.handed` has the events that were handed to handlers in it. If
+        this is cancelled the transaction is rolled back.
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._apart_until:

@@ -72,7 +72,10 @@ class PartitionPosition:
 
     @property
     def is_deadly(self) -> bool:
-        """Whether as many processes again have died, over the first record alone."""
+        """Whether processes have died as often again since the reader decodes one record at a time.
+
+        The first record alone is suspected then.
+        """
         return self._starts > 2 * self._settings.unclean_starts
 
     async def locate(self) -> StoredPosition:
@@ -101,7 +104,7 @@ class PartitionPosition:
         return StoredPosition(position, anchor if anchor and anchor.offset >= first else None)
 
     def changed(self, position: int, what: str) -> Blocked:
-        """Return the error for a topic that is not the one in which the position was reached."""
+        """Return the error for a topic without the position: created anew, or records deleted."""
         return Blocked(
             position,
             "topic changed",

@@ -32,6 +32,6 @@ async def check(client: KafkaConsumer, topics: Collection[str], group: str, stam
             f" stands {min(others)}, and this is {stamp}; each would lose what the other handles",
             "let PIPELINE_DATABASE_URL name that database, PIPELINE_KAFKA_BOOTSTRAP_SERVERS other"
             " brokers, or rename one of the services. If this database takes the other's place,"
-            " stop all processes of the service and delete the group's offsets, which only tools"
-            f" read: kafka-consumer-groups.sh --delete --group {group}",
+            " stop all processes of the service and delete the group's offsets, whose numbers"
+            f" the service does not use: kafka-consumer-groups.sh --delete --group {group}",
         )

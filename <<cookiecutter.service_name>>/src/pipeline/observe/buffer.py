@@ -1,4 +1,4 @@
-"""Measurements on their way to OpenTelemetry, which takes many at once for a third of the time."""
+"""Measurements on their way to OpenTelemetry: many in a row take a third of the time each."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,9 +14,9 @@ _measurements: deque[tuple[Record, float, Attributes, Context]] = deque()
 
 
 def record(method: Record, value: float, attributes: Attributes = None) -> None:
-    """Call `method` with the value, soon, and at the latest when metrics are collected.
+    """Call `method` with the value when there are 64 of them, or when metrics are collected.
 
-    That is also the time of an exemplar.
+    An exemplar has the time of that call.
     """
     _measurements.append((method, value, attributes, get_current()))
     if len(_measurements) >= _AT_MOST:

@@ -8,9 +8,10 @@ Handlers of one process share its event loop and its partitions: one that hangs 
 | no thread of Python runs              | `faulthandler`'s timer           | 1         |
 | a call goes on after its cancellation | a task of the event loop         | 70        |
 
-After every death the next process finds the message by the starts that were counted and not undone:
-at the position of a partition (`consume/position.py`), which parks it as a suspect, or for a lane
-of the backlog. Suspects are tried alone (`retry/workers.py`).
+The next process handles the same messages again. Starts without a clean end are counted, at the
+position of a partition (`consume/position.py`) and for a lane of the backlog. After
+PIPELINE_UNCLEAN_STARTS of them the first records of the partition are stored as suspects. A worker
+of the backlog tries suspects alone (`retry/workers.py`).
 """
 
 import asyncio
@@ -87,7 +88,7 @@ async def watch_calls(stack_of: Callable[[asyncio.Task[Any]], str], hang_timeout
     task, what = ignoring[0]
     log.critical(
         "%s does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process ends,"
-        " and the next process handles the message alone. The stack of the call:\n%s",
+        " and the next process handles the message again. The stack of the call:\n%s",
         what,
         hang_timeout,
         stack_of(task),

@@ -76,7 +76,7 @@ class Relay:
         self._staged.set()
 
     def stop(self) -> None:
-        """Make `run` publish what is committed, within the shutdown grace, and end."""
+        """Make `run` publish what is committed, within a quarter of the shutdown grace."""
         self._stopping.set()
         self._staged.set()
 

@@ -31,7 +31,7 @@ _CONNECT_SECONDS = 5.0
 
 _KEEPALIVE_SECONDS = 60
 """Pause after which the server sends something on an idle connection. Load balancers drop those
-that are idle for four minutes or more, and tell neither side."""
+that are idle for four minutes or more without closing them for either side."""
 
 _COMMAND_SECONDS = 60.0
 """Time-out of a statement, longer than any takes; a dead connection is detected by it."""
@@ -70,8 +70,8 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
 def _watch_statements(engine: sa.Engine) -> None:
     """Time each statement, and let the guard of its message check it.
 
-    SQLAlchemy's events have those that it prepares, asyncpg's query log all others, as many at
-    once. COPY is in neither, and timed where it is called.
+    SQLAlchemy's events report those that it prepares, asyncpg's query log reports all others, and
+    those of `executemany`. COPY is in neither, and timed where it is called.
     """
     sa.event.listen(
         engine, "connect", lambda each, _: each.driver_connection.add_query_logger(_log_query)
@@ -80,7 +80,7 @@ def _watch_statements(engine: sa.Engine) -> None:
     sa.event.listen(engine, "after_cursor_execute", _end)
     sa.event.listen(engine, "handle_error", _fail)
     sa.event.listen(engine, "commit", lambda each: _refuse("COMMIT", each))
-    # A handler returns the connection to the pool, which closes it then.
+    # A handler must not return the connection to the pool.
     sa.event.listen(engine, "reset", lambda _, each, __: _refuse("connection.close()", each))
 
 
@@ -192,7 +192,7 @@ async def _connect(engine: AsyncEngine) -> AsyncConnection:
 
 
 async def begin(connection: AsyncConnection, statements: str) -> None:
-    """Begin a transaction by `statements`, in one round trip; SQLAlchemy needs two."""
+    """Begin a transaction and execute `statements` in one round trip; SQLAlchemy needs two."""
     raw: Any = await connection.get_raw_connection()
     await connection.begin()
     raw.driver_connection.first_statements = statements

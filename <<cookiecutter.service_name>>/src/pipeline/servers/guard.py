@@ -89,7 +89,8 @@ class Guard:
     def refuse_statement_after_handler(self, guard: "Guard | None") -> None:
         """Raise `HandlerFault` unless the connection's guard is this one.
 
-        Otherwise the handler has returned, and a task that it has started sends the statement.
+        Otherwise a task of a handler that has returned sends the statement, or a handler uses
+        another connection of the engine.
         """
         if guard is not self:
             self.stray = HandlerFault(NOT_ITS_CONNECTION)
@@ -172,9 +173,9 @@ class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no 
 
 
 def watch_coroutines() -> None:
-    """Make a coroutine that a handler does not await the fault of its message, beside the warning.
+    """Treat a coroutine that a handler never awaits as a fault of its message, and warn as before.
 
-    It changes the warning filters of the process, so that each occurrence is reported.
+    This changes the warning filters of the process, so that each occurrence is reported.
     """
     warnings.filterwarnings("always", ".* was never awaited", RuntimeWarning)
     warn = warnings.showwarning

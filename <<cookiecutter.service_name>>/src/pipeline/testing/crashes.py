@@ -32,9 +32,10 @@ class Crash(NamedTuple):
 
 
 class MortalEngine:
-    """The connections of processes, one after the other, that die after a statement.
+    """A pool of connections that simulates processes, one after the other, that die.
 
-    What is lost holds no lock any more when the work goes on: `living` is asked for its sessions.
+    `living` is another pool. It is used to wait until the server has ended the sessions of lost
+    connections, and so released their locks.
     """
 
     def __init__(self, settings: Settings, living: AsyncEngine, *, name: str) -> None:
@@ -69,8 +70,8 @@ class MortalEngine:
         self.committed: set[int] = set()
         """Numbers of those that have committed something: COMMIT, and all outside transactions."""
         self._crash = crash
-        self._died, self._ends = asyncio.Event(), asyncio.Event()
-        self._lost: list[int] = []
+        self._died, self._may_end = asyncio.Event(), asyncio.Event()
+        self._lost_sessions: list[int] = []
 
     def _counted(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(GuardedConnection, name)
@@ -79,7 +80,7 @@ class MortalEngine:
         async def counted(one: asyncpg.Connection, text: str, *rest: Any, **named: Any) -> Any:
             if self._is_counting and self._crash == (len(self.statements), "connection"):
                 self._crash = None
-                await self._ended(self._terminate(one))
+                await self._wait_until_ended(self._terminate(one))
                 raise asyncpg.ConnectionDoesNotExistError("the connection is lost")
             result = await method(one, text, *rest, **named)
             await self._executed(one, prefix + text)
@@ -97,12 +98,12 @@ class MortalEngine:
         if self._crash is None or number != self._crash.number:
             return
         if self._crash.loses == "answer":
-            await self._ended(self._terminate(connection))
+            await self._wait_until_ended(self._terminate(connection))
             raise asyncpg.ConnectionDoesNotExistError("the answer to the statement is lost")
         self._died.set()
-        self._lost = self._terminate(*self._connections)
+        self._lost_sessions = self._terminate(*self._connections)
         # Code of a dead process does not go on, until it is cancelled; a part may be shielded.
-        await self._ends.wait()
+        await self._may_end.wait()
         raise asyncpg.ConnectionDoesNotExistError("the process is dead")
 
     def _terminate(self, *connections: asyncpg.Connection) -> list[int]:
@@ -113,7 +114,7 @@ class MortalEngine:
             asyncpg.Connection.terminate(one)
         return sessions
 
-    async def _ended(self, sessions: list[int]) -> None:
+    async def _wait_until_ended(self, sessions: list[int]) -> None:
         """Wait until the server has ended these sessions, and with them their locks."""
         async with autocommitting(self._living) as driver:
             while await driver.fetchval(_HAS_SESSIONS, sessions):  # noqa: ASYNC110 (of another process)
@@ -132,10 +133,10 @@ class MortalEngine:
             await end(death)
             while not task.done():  # code that suppresses its cancellation goes on
                 task.cancel()
-                self._ends.set()
+                self._may_end.set()
                 await asyncio.wait({task}, timeout=0.1)
         if self._died.is_set():
-            await self._ended(self._lost)
+            await self._wait_until_ended(self._lost_sessions)
             return False
         task.result()
         return True

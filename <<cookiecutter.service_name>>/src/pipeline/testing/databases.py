@@ -121,7 +121,7 @@ class ResettableDatabase:
         try:
             yield pool
         finally:
-            # A connection that the test has kept would be missing.
+            # A connection that the test has not returned would be missing in the next test's pool.
             if not is_shared or pool.pool.checkedout():  # type: ignore[attr-defined]
                 await pool.dispose()
 

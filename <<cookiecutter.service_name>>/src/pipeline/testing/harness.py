@@ -59,8 +59,9 @@ class Harness:
         self._settings = database.settings()
         self._claims = open_claims(service, self._settings, folder)
         self._did = Step(self._end_leases)
-        self._mortals: MortalEngine | None = None
+        self._crash_engine: MortalEngine | None = None
         self._mortal: MortalEngine | None = None
+        """The same, while a process of it does the work."""
         self._start(service.handlers)
 
     async def handle(
@@ -84,9 +85,10 @@ class Harness:
         return await self.handle_batch([sent])
 
     async def handle_batch(self, messages: Sequence[Event | Sent]) -> Outcome:
-        """Handle events as one batch of each partition, in one transaction if none fails.
+        """Handle events as one batch of each partition, in one transaction each if none fails.
 
-        Raises `HarnessMisused` as `handle` does.
+        In the service several partitions may share a transaction. Raises `HarnessMisused` as
+        `handle` does.
         """
         return await self._handle([self._record(one) for one in messages])
 
@@ -196,11 +198,11 @@ class Harness:
         Yields what happens. Each time begins with a reset database. `Outcome` may lack what a
         process has applied before it died.
         """
-        counting = self._new_mortal()
+        counting = self._prepare_crash()
         async with self._fresh(self.service.handlers, counting):
             yield "no crash"
         for crash, text in [*crashes_of(counting)]:
-            async with self._fresh(self.service.handlers, self._new_mortal(crash)):
+            async with self._fresh(self.service.handlers, self._prepare_crash(crash)):
                 yield text
 
     async def records(self) -> list[Published]:
@@ -253,17 +255,18 @@ class Harness:
 
     async def close(self) -> None:
         """Close the connections of processes that were to die."""
-        if self._mortals:
-            await self._mortals.engine.dispose()
+        if self._crash_engine:
+            await self._crash_engine.engine.dispose()
 
     async def _end_leases(self) -> bool:
         return self._mortal is not None and await self._query(stored.end_leases)
 
-    def _new_mortal(self, crash: Crash | None = None) -> MortalEngine:
+    def _prepare_crash(self, crash: Crash | None = None) -> MortalEngine:
         name = self.service.name
-        self._mortals = self._mortals or MortalEngine(self._settings, self.engine, name=name)
-        self._mortals.begin(crash)
-        return self._mortals
+        engine = self._crash_engine or MortalEngine(self._settings, self.engine, name=name)
+        self._crash_engine = engine
+        engine.begin(crash)
+        return engine
 
     @asynccontextmanager
     async def _fresh(self, handlers: Handlers, mortal: MortalEngine | None) -> AsyncIterator[None]:
@@ -282,7 +285,7 @@ class Harness:
     ) -> int:
         """Handle the records as the scenario says; return the number of counted statements."""
         crash = None if scenario.dies_after is None else Crash(scenario.dies_after)
-        mortal = self._new_mortal(crash) if crashes else None
+        mortal = self._prepare_crash(crash) if crashes else None
         handlers = self.service.handlers
         if scenario.fails is not None:
             handlers = await failing_once(handlers, records[scenario.fails])

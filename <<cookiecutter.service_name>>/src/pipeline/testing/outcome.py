@@ -40,7 +40,7 @@ class Scheduled(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """A message that a consumer has not applied."""
+    """A message that a consumer has not applied: it failed, was parked or rejected, or is dead."""
 
     consumer: str
     """Empty for a record that no handler could be given."""

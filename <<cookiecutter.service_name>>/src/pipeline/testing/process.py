@@ -152,7 +152,7 @@ class Process:
             await self._work_off(kind(consume, self._health))
 
     async def _work_off(self, workers: BacklogWorkers) -> None:
-        # Nothing else works: a lane that is leased now was claimed, and the answer was lost.
+        # No other process works: a lane that is leased now was claimed, and the answer was lost.
         while await workers.work_off() or await self._step.end_leases():
             self._step.next_round()
 

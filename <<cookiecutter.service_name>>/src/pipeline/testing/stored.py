@@ -94,7 +94,7 @@ BEGINNING = Mark(0, datetime.fromtimestamp(0, UTC), 0)
 
 
 class DeadLetter(NamedTuple):
-    """A message that a person has to decide on, or `Harness.redrive`."""
+    """A message that is not tried again until it is redriven."""
 
     id: str
     """As `service dead list` shows it, at full length."""
