@@ -1,6 +1,7 @@
 """Connections: SQLAlchemy's pool, and asyncpg's own connection below it."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -30,7 +31,7 @@ _CONNECT_SECONDS = 5.0
 """Time-out of a connection attempt, after which the server counts as unavailable."""
 
 _KEEPALIVE_SECONDS = 60
-"""Pause after which the server sends something on an idle connection. Load balancers drop those
+"""Pause after which the system sends something on an idle connection. Load balancers drop those
 that are idle for four minutes or more without closing them for either side."""
 
 _COMMAND_SECONDS = 60.0
@@ -62,6 +63,7 @@ def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
         | {"command_timeout": _COMMAND_SECONDS, "timeout": _CONNECT_SECONDS}
         | {"connection_class": GuardedConnection},
     )
+    sa.event.listen(engine.sync_engine, "connect", _keep_alive)
     sa.event.listen(engine.sync_engine, "checkout", _refuse_if_closed)
     _watch_statements(engine.sync_engine)
     return engine
@@ -128,6 +130,15 @@ def _refuse(text: str, connection: Any) -> None:
         (CURRENT_GUARD.get() or guard).refuse(text)
 
 
+def _keep_alive(connection: Any, _: object) -> None:
+    """asyncpg does not: https://github.com/MagicStack/asyncpg/issues/606."""
+    link = connection.driver_connection._transport.get_extra_info("socket")
+    if link.family in (socket.AF_INET, socket.AF_INET6):
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):  # macOS has another name
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
+
+
 def _refuse_if_closed(connection: Any, *_: object) -> None:
     """Make the pool reconnect after the server has closed its connections, as in a restart."""
     if connection.driver_connection.is_closed():
@@ -150,7 +161,7 @@ def connect_args(settings: Settings, *, name: str) -> dict[str, Any]:
             "prepared_statement_name_func": lambda: "",
         }
     # Compiling the query of a page of the outbox takes longer than running it.
-    options["server_settings"] |= {"jit": "off", "tcp_keepalives_idle": str(_KEEPALIVE_SECONDS)}
+    options["server_settings"] |= {"jit": "off"}
     return options
 
 

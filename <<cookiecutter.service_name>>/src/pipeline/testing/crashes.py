@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 import asyncpg
@@ -15,9 +16,16 @@ from pipeline.servers.guard import GuardedConnection
 from pipeline.servers.tasks import end
 from pipeline.settings import Settings
 
+from .errors import HarnessMisused
+
 _METHODS = ("copy_records_to_table", "execute", "executemany", "fetch", "fetchrow", "fetchval")
 """The methods of a connection of asyncpg by which the engine executes statements."""
 _LONGEST = 70
+_END_SECONDS = 10.0
+_STILL_THERE = (
+    "sessions of the process that has died still run a statement: one may wait for a lock of the"
+    " test, such as that of a row read FOR UPDATE. End its transaction before this step"
+)
 _HAS_SESSIONS = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE pid = ANY ($1::integer[]))"
 
 
@@ -116,8 +124,11 @@ class MortalEngine:
 
     async def _wait_until_ended(self, sessions: list[int]) -> None:
         """Wait until the server has ended these sessions, and with them their locks."""
+        ends_at = monotonic() + _END_SECONDS
         async with autocommitting(self._living) as driver:
-            while await driver.fetchval(_HAS_SESSIONS, sessions):  # noqa: ASYNC110 (of another process)
+            while await driver.fetchval(_HAS_SESSIONS, sessions):
+                if monotonic() > ends_at:
+                    raise HarnessMisused(_STILL_THERE)
                 await asyncio.sleep(0.001)
 
     async def run(self, work: Callable[[], Awaitable[None]]) -> bool:

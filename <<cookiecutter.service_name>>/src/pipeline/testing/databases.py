@@ -2,9 +2,10 @@
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -124,6 +125,8 @@ class ResettableDatabase:
             # A connection that the test has not returned would be missing in the next test's pool.
             if not is_shared or pool.pool.checkedout():  # type: ignore[attr-defined]
                 await pool.dispose()
+            else:
+                await _clean_idle(pool)
 
     async def reset(self) -> None:
         """Restore all rows and sequences. Raises `HarnessMisused` if the role is not allowed to.
@@ -171,6 +174,16 @@ async def _reset(engine: AsyncEngine, statements: str) -> None:
         ) from None
 
 
+async def _clean_idle(pool: AsyncEngine) -> None:
+    """End what tests have set by the pool itself: as `new_session`, and cached sequences."""
+    async with AsyncExitStack() as stack:
+        for _ in range(pool.pool.checkedin()):  # type: ignore[attr-defined]
+            connection = await stack.enter_async_context(pool.connect())
+            driver = await driver_of(connection)
+            await driver.execute("DISCARD SEQUENCES")
+            await clean(connection, driver)
+
+
 @asynccontextmanager
 async def new_session(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
     """Lend a session; settings, temporary tables and locks of its connection end with the block."""
@@ -215,7 +228,7 @@ def resettable_database(
     name = f"harness_{uuid4().hex[:12]}"
     try:
         asyncio.run(_administer(server_url, f"CREATE DATABASE {name}"))
-    except OSError as error:
+    except (ConnectionError, TimeoutError, socket.gaierror) as error:
         raise HarnessMisused(
             f"no PostgreSQL answers at PIPELINE_DATABASE_URL ({error}): start it, or unset the"
             " variable, and the fixture starts one"

@@ -135,13 +135,7 @@ async def open_harness(
 async def _end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """End the tasks of a test. Raises `HarnessMisused` if it has left any but libraries' own."""
     current = asyncio.current_task()
-    left = {
-        one: code.co_qualname
-        for one in tasks
-        if one is not current
-        and (code := getattr(one.get_coro(), "cr_code", None))
-        and not code.co_filename.startswith(_LIBRARIES)
-    }
+    left = {one: name for one in tasks if one is not current and (name := _name_of_own(one))}
     if left:
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_SECONDS):
@@ -150,6 +144,16 @@ async def _end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
             f"the test has left tasks running ({', '.join(sorted(left.values()))}), in the event"
             " loop of all tests: await or cancel them before it ends"
         )
+
+
+def _name_of_own(task: asyncio.Task[Any]) -> str | None:
+    """Return the first coroutine in which the task waits that is no library's."""
+    awaited: Any = task.get_coro()
+    while code := getattr(awaited, "cr_code", None):
+        if not code.co_filename.startswith(_LIBRARIES):
+            return str(code.co_qualname)
+        awaited = awaited.cr_await
+    return None
 
 
 async def _open_for_input(service: Service) -> None:

@@ -1,6 +1,7 @@
 """What happens when PostgreSQL, or the way to it, fails in the middle of a batch."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,8 @@ from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.apply.positions import PositionMoved
 from pipeline.handlers import staging
 from pipeline.runtime import Part
-from pipeline.servers.database import autocommitting
+from pipeline.servers.database import autocommitting, connect_args
+from pipeline.settings import Settings
 
 from .bank import Bank
 from .conftest import position_reaches
@@ -155,12 +157,20 @@ async def test_a_lock_that_another_holds_too_long_is_tried_again_until_it_is_fre
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
-@pytest.mark.skipif(POOLED, reason="the session is the pooler's")
-async def test_the_server_keeps_an_idle_connection_alive(new_desk: NewDesk) -> None:
-    """asyncpg does not: https://github.com/MagicStack/asyncpg/issues/606."""
+async def test_the_system_keeps_an_idle_connection_alive(new_desk: NewDesk) -> None:
     desk = await new_desk(Handlers(), topic="deposits")
     async with autocommitting(desk.engine) as driver:
-        assert await driver.fetchval("SHOW tcp_keepalives_idle") == "60"
+        link = driver._transport.get_extra_info("socket")
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
+def test_a_connection_has_only_the_parameters_that_pages_on_poolers_name(
+    settings: Callable[..., Settings],
+) -> None:
+    """A pooler in session mode refuses others, and that looks like an outage."""
+    options = connect_args(settings(database_pooler=False), name="bank")
+    assert set(options["server_settings"]) == {"application_name", "jit"}
 
 
 async def test_a_lock_that_is_not_granted_to_a_begin_is_an_outage(

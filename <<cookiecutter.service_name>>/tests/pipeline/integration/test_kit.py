@@ -19,6 +19,7 @@ import pytest
 import sqlalchemy as sa
 from opentelemetry import metrics
 from sqlalchemy.orm import Mapped, mapped_column
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_fixed
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -39,7 +40,7 @@ from pipeline import (
 from pipeline.events.message import Message
 from pipeline.servers.database import driver_of
 from pipeline.service import Misconfigured
-from pipeline.testing import Harness, HarnessMisused, Outcome, Sent
+from pipeline.testing import Harness, HarnessMisused, Outcome, Sent, crashes
 from pipeline.testing.databases import Migrate, ResettableDatabase
 from pipeline.testing.explore import Scenario, scenarios
 from pipeline.testing.plugin import open_harness
@@ -498,6 +499,51 @@ async def test_a_task_that_a_test_has_left_ends_with_it_and_is_named(
             left = asyncio.create_task(deposit_forever())
             await asyncio.sleep(0.05)
     assert left.cancelled()
+
+
+async def test_a_task_of_a_test_is_named_inside_of_a_library(
+    harness: Harness, harness_service: Service, harness_database: ResettableDatabase
+) -> None:
+    async def fail() -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError
+
+    retrying = AsyncRetrying(wait=wait_fixed(0), retry=retry_if_exception_type(ValueError))
+    with pytest.raises(HarnessMisused, match=r"left tasks running \(.*fail\)"):
+        async with open_harness(harness_service, harness_database, Harness):
+            left: asyncio.Task[None] = asyncio.create_task(retrying(fail))
+            await asyncio.sleep(0.005)
+    assert left.cancelled()
+
+
+async def test_what_is_set_by_the_pool_ends_with_the_test(
+    harness_service: Service, harness_database: ResettableDatabase
+) -> None:
+    for _ in range(2):
+        async with (
+            open_harness(harness_service, harness_database, Harness) as harness,
+            harness.engine.begin() as connection,
+        ):
+            await connection.execute(sa.text("CREATE TEMPORARY TABLE account (id text)"))
+            await connection.execute(sa.text("SET search_path = pg_temp"))
+
+
+async def test_a_session_of_a_dead_process_that_waits_for_the_test_is_an_error(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crashes, "_END_SECONDS", 0.2)
+    terminate = asyncpg.Connection.terminate
+    query = b"SELECT pg_sleep(1)\0"
+
+    def terminate_late(connection: asyncpg.Connection) -> None:
+        if not connection.is_closed():
+            connection._transport.write(b"Q" + (len(query) + 4).to_bytes(4) + query)
+        terminate(connection)
+
+    monkeypatch.setattr(asyncpg.Connection, "terminate", terminate_late)
+    with pytest.raises(HarnessMisused, match="still run a statement"):
+        async for _ in harness.each_crash():
+            await harness.handle(deposit(5))
 
 
 async def test_a_connection_that_a_test_has_kept_is_not_missing(
