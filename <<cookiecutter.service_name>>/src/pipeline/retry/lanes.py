@@ -39,13 +39,17 @@ class Lane:
 # Written so that the planner, whatever its statistics are, looks up one row of each lane in the
 # index. With EXISTS it would join the lanes with everything that is due, or scan the table for a
 # lane in which nothing is due; without COALESCE it expects so few rows that it sorts all of them.
+# A lane of the owner that it does not serve was claimed by a statement whose answer was lost: the
+# start is counted already, and no process has died.
 _CLAIM = f"""
 UPDATE pipeline.backlog_lane
-   SET owner = $1, token = token + 1, starts = starts + 1,
+   SET owner = $1, token = token + 1,
+       starts = starts + CASE WHEN owner = $1 AND lane <> ALL ($4::integer[]) THEN 0 ELSE 1 END,
        lease_until = clock_timestamp() + make_interval(secs => $2)
  WHERE lane = (
        SELECT lane FROM pipeline.backlog_lane l
-        WHERE (lease_until IS NULL OR {lease_ended("$2")})
+        WHERE (lease_until IS NULL OR {lease_ended("$2")}
+               OR owner = $1 AND lane <> ALL ($4::integer[]))
           AND (SELECT true FROM pipeline.backlog b
                 WHERE b.lane = l.lane AND due_at <= statement_timestamp()
                   AND COALESCE(consumer = ANY ($3), false)
@@ -152,13 +156,18 @@ SELECT consumer, count(*) FILTER (WHERE died_at IS NULL),
 
 
 async def claim(
-    connection: asyncpg.Connection, owner: str, lease: float, consumers: Collection[str]
+    connection: asyncpg.Connection,
+    owner: str,
+    lease: float,
+    consumers: Collection[str],
+    served: Collection[int] = (),
 ) -> Lane | None:
     """Claim the lane with rows due for these consumers that was released first; None if none has.
 
-    The lane of a worker that died can be claimed when its lease, in seconds, has run out.
+    `served` are the lanes that workers of the owner serve. The lane of a worker that died can be
+    claimed when its lease, in seconds, has run out.
     """
-    row = await connection.fetchrow(_CLAIM, owner, lease, list(consumers))
+    row = await connection.fetchrow(_CLAIM, owner, lease, list(consumers), list(served))
     return Lane(*row) if row else None
 
 

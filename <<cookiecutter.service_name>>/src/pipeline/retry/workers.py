@@ -68,6 +68,8 @@ class BacklogWorkers:
         self.number = consume.settings.backlog_workers
         """Number of workers, each of which serves one lane at a time."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
+        self._served: dict[int, int] = {}
+        """Lanes that the workers have claimed and not released, with their latest tokens."""
         self._woken = asyncio.Event()
         self._claiming = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -132,6 +134,14 @@ class BacklogWorkers:
 
     async def _work_at(self, lane: Lane) -> None:
         """Handle due rows of the lane and release it, unless it must count as a death."""
+        try:
+            await self._serve_and_release(lane)
+        finally:
+            # Another worker of the process serves it if the lease has ended meanwhile.
+            if self._served.get(lane.number) == lane.token:
+                del self._served[lane.number]
+
+    async def _serve_and_release(self, lane: Lane) -> None:
         try:
             await self.serve(lane)
         except LaneLost as lost:
@@ -308,11 +318,14 @@ class BacklogWorkers:
 
     async def _claim(self) -> Lane | None:
         self._breaker.forget_idle()
-        lease = self._settings.backlog_lease
-        return await self._query(
+        mine = self._owner, self._settings.backlog_lease
+        lane = await self._query(
             "claiming a lane",
-            lambda driver: lanes.claim(driver, self._owner, lease, self.consumers),
+            lambda driver: lanes.claim(driver, *mine, self.consumers, self._served),
         )
+        if lane is not None:
+            self._served[lane.number] = lane.token
+        return lane
 
     async def _count(self) -> None:
         """Set the metrics of the backlog now and then. Counting a large one takes long."""

@@ -120,6 +120,47 @@ async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_en
     assert await histories(db) == {"ada": [1]}
 
 
+async def test_a_claim_whose_answer_was_lost_is_no_death(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk = await waiting(new_desk, 1)
+    claim_lane = lanes.claim
+    starts: list[int] = []
+
+    async def lose_first(*arguments: Any) -> Lane | None:
+        lane = await claim_lane(*arguments)
+        if not starts:
+            starts.append(0)
+            raise asyncpg.ConnectionDoesNotExistError("connection was closed")
+        starts.extend([lane.starts] if lane else [])
+        return lane
+
+    monkeypatch.setattr(lanes, "claim", lose_first)
+    assert await desk.lanes.work_off()
+    assert starts == [0, 1]
+    assert await histories(db) == {"ada": [1]}
+    count = "SELECT max(starts), count(lease_until) FROM pipeline.backlog_lane"
+    assert tuple(await db.fetchrow(count)) == (0, 0)
+
+
+async def test_a_lane_that_a_worker_of_the_process_serves_is_claimed_again_when_its_lease_has_ended(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await waiting(new_desk, 1)
+    lane = await desk.lanes._claim()
+    assert lane is not None
+    assert await desk.lanes._claim() is None
+    await db.execute("UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp()")
+    again = await desk.lanes._claim()
+    assert again is not None
+    assert again.starts == 2  # the first may be stuck in a handler
+    await desk.lanes._work_at(lane)  # and loses it
+    assert await desk.lanes._claim() is None
+    await desk.lanes._work_at(again)
+    assert not desk.lanes._served
+    assert await histories(db) == {"ada": [1]}
+
+
 async def test_a_lane_whose_worker_died_before_the_clock_was_set_back_is_claimed(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
