@@ -71,6 +71,8 @@ UNSAID = {"kill": 2, "rebalance": 2, "halfopen": 6, "rollout": 6}
 """Faults after which workers may have lost a lane and not say so, and how many may: those of a
 consumer that ends, two, or of all three. All other ones say so, see `lanes_lost`."""
 LANE_LOST = re.compile(r"backlog lane (\d+) was taken over")
+RACED = re.compile(r"failed \(attempt .*parcel_pkey")
+"""Two partitions have the first scans of a parcel, and both insert its row: the later one fails."""
 OF_CALLS = 64
 """The first of the lanes in which no scans wait, but calls."""
 WRONG = ("lost", "doubled", "reordered", "misjudged")
@@ -316,6 +318,11 @@ def lanes_lost(logs: Path) -> int:
     return sum(int(lane) < OF_CALLS for lane in lost)
 
 
+def races_lost(logs: Path) -> int:
+    """Count how often a scan failed because another partition had inserted its parcel meanwhile."""
+    return sum(len(RACED.findall(log.read_text("utf-8"))) for log in logs.glob("consume-*.log"))
+
+
 def _time(record: Record) -> datetime:
     return datetime.fromisoformat(record.headers["ce_time"].decode())
 
@@ -371,7 +378,7 @@ async def main() -> None:
                 books = replace(
                     books,
                     holds=chosen.after_death == "hold",
-                    interruptions=unsaid + lanes_lost(chosen.logs),
+                    interruptions=unsaid + lanes_lost(chosen.logs) + races_lost(chosen.logs),
                 )
                 done, counts = await checker.errands(evidence.output)
                 done = replace(done, late=sum(one.under_way for one in ended))

@@ -54,7 +54,8 @@ class Books:
     """What the deferred consumer wrote down, in its order, and the parcel of each."""
     calls: Sequence[Call]
     interruptions: int = 0
-    """How often a worker may have lost its lane, each of which may cost an attempt."""
+    """How often a worker may have lost its lane, or a scan a race to insert its parcel. Each may
+    cost an attempt."""
     holds: bool = True
     """Whether a death at the deferred consumer holds its key."""
 

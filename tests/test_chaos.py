@@ -25,7 +25,7 @@ import pytest
 from chaos import errands, feed, schedule, system
 from chaos import poison as poisons
 from chaos.breaker import Breaker
-from chaos.checker import Backlog, kept, lanes_lost
+from chaos.checker import Backlog, kept, lanes_lost, races_lost
 from chaos.checker import unordered as parcels_without_order
 from chaos.edit import Edit, Outdated
 from chaos.errands import AFTER, CHARGE, TELL, Done, Errand, Reminder, Request
@@ -209,6 +209,15 @@ def test_lanes_that_were_lost_are_counted_by_the_words_of_those_who_lost_them(
         lines = [f'{{"message": "backlog lane {lane} was taken over"}}' for lane in lanes]
         (tmp_path / f"{name}.log").write_text("\n".join(["started", *lines, ""]))
     assert lanes_lost(tmp_path) == 4, "in lanes of calls no attempt of a scan is spent"
+
+
+def test_races_to_insert_a_parcel_are_counted_by_the_lines_of_failures(
+    tmp_path: Path,
+) -> None:
+    failed = "scan.recorded.v1 '218' failed (attempt 1 of 3), again in 0 s: "
+    raced = failed + 'IntegrityError: duplicate key violates \\"parcel_pkey\\"'
+    (tmp_path / "consume-1.log").write_text("\n".join([raced, failed + "ValueError", raced, ""]))
+    assert races_lost(tmp_path) == 2
 
 
 def given(one: Scan, partition: int, offset: int = 0, poison: Poison | None = None) -> Given:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
-from time import monotonic
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -21,7 +20,6 @@ from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
-from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
@@ -30,15 +28,12 @@ from pipeline.servers.tasks import sleep_or_event
 from . import lanes
 from .lane_source import LaneSource, is_deadly, pessimistic, read_rows, take, unchanged, undecoded
 from .lanes import Lane, LaneLost
+from .measuring import measure
 
 log = logging.getLogger(__name__)
 
 _TURNS = 20
 """Transactions after which a lane is released, so that other lanes are served as well."""
-_SAMPLE_SECONDS = 30.0
-"""Shortest time between two counts of the backlog."""
-_COUNT_SECONDS = 60.0
-"""Time-out of a count."""
 _ANSWER_SECONDS = 20.0
 """Time-out of a statement: longer than any takes, so it means that the connection is dead."""
 _UNDO_ATTEMPT_SECONDS = 2.0
@@ -89,7 +84,7 @@ class BacklogWorkers:
             for _ in range(self.number):
                 group.create_task(self._work())
             if self.counts:
-                group.create_task(self._count())
+                group.create_task(measure(self._engine, self._stopping))
 
     async def work_off(self) -> bool:
         """Handle what is due in one lane, as `run` does; returns whether there was any."""
@@ -326,25 +321,6 @@ class BacklogWorkers:
         if lane is not None:
             self._served[lane.number] = lane.token
         return lane
-
-    async def _count(self) -> None:
-        """Set the metrics of the backlog now and then. Counting a large one takes long."""
-        counts: dict[str, tuple[int, int, float]] = {}
-        while not self._stopping.is_set():
-            begun = monotonic()
-            try:
-                async with asyncio.timeout(_COUNT_SECONDS), autocommitting(self._engine) as driver:
-                    rows = await lanes.count(driver)
-                # A consumer without rows is not among the results, and its gauges must become 0.
-                counts = dict.fromkeys(counts, (0, 0, 0.0)) | rows
-                for consumer, numbers in counts.items():
-                    metrics.observe_backlog(consumer, *numbers)
-            except TimeoutError:
-                log.warning("backlog: counting takes too long, its metrics keep their last values")
-            except Exception as error:
-                log.debug("backlog: not counted: %s", describe_error(error))
-            rest = max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))
-            await sleep_or_event(self._stopping, rest)
 
     async def _query(self, what: str, statement: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async def query() -> T:

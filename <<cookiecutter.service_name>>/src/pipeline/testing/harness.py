@@ -59,9 +59,8 @@ class Harness:
         self._settings = database.settings()
         self._claims = open_claims(service, self._settings, folder)
         self._did = Step(self._end_leases)
-        self._crash_engine: MortalEngine | None = None
-        self._mortal: MortalEngine | None = None
-        """The same, while a process of it does the work."""
+        self._crashing: MortalEngine | None = None
+        self._mortal: MortalEngine | None = None  # the same, while its process does the work
         self._start(service.handlers)
 
     async def handle(
@@ -87,8 +86,7 @@ class Harness:
     async def handle_batch(self, messages: Sequence[Event | Sent]) -> Outcome:
         """Handle events as one batch of each partition, in one transaction each if none fails.
 
-        In the service several partitions may share a transaction. Raises `HarnessMisused` as
-        `handle` does.
+        Raises `HarnessMisused` as `handle` does.
         """
         return await self._handle([self._record(one) for one in messages])
 
@@ -255,18 +253,16 @@ class Harness:
 
     async def close(self) -> None:
         """Close the connections of processes that were to die."""
-        if self._crash_engine:
-            await self._crash_engine.engine.dispose()
+        if self._crashing:
+            await self._crashing.engine.dispose()
 
     async def _end_leases(self) -> bool:
         return self._mortal is not None and await self._query(stored.end_leases)
 
     def _prepare_crash(self, crash: Crash | None = None) -> MortalEngine:
         name = self.service.name
-        engine = self._crash_engine or MortalEngine(self._settings, self.engine, name=name)
-        self._crash_engine = engine
-        engine.begin(crash)
-        return engine
+        self._crashing = self._crashing or MortalEngine(self._settings, self.engine, name=name)
+        return self._crashing.begin(crash)
 
     @asynccontextmanager
     async def _fresh(self, handlers: Handlers, mortal: MortalEngine | None) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.item import Item
 from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.observe import logs
-from pipeline.retry import workers
+from pipeline.retry import measuring
 from pipeline.servers import record_batches
 from pipeline.settings import Settings
 
@@ -180,7 +180,7 @@ def unpacked_or_dead(raw: memoryview, limit: int) -> memoryview:
 if "BANK_MEMORY" in os.environ:
     record_batches._unpacked = unpacked_or_dead
 if "BANK_COUNTS" in os.environ:
-    workers._SAMPLE_SECONDS = float(os.environ["BANK_COUNTS"])
+    measuring._SAMPLE_SECONDS = float(os.environ["BANK_COUNTS"])
 if "BANK_REPEATS" in os.environ:
     logs._PERIOD = float(os.environ["BANK_REPEATS"])
 

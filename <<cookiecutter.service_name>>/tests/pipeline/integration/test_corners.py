@@ -13,7 +13,7 @@ from pipeline import Park, Policy, Retry, Transaction
 from pipeline.apply import backlog, breaker
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.item import order_key
-from pipeline.retry import lanes, workers
+from pipeline.retry import lanes, measuring
 from pipeline.schema import LANES
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
@@ -266,8 +266,8 @@ async def test_counting_what_waits_holds_no_worker_up(
         return {}
 
     monkeypatch.setattr(lanes, "count", take_long)
-    monkeypatch.setattr(workers, "_COUNT_SECONDS", 0.2)
-    monkeypatch.setattr(workers, "_SAMPLE_SECONDS", 0.1)
+    monkeypatch.setattr(measuring, "_COUNT_SECONDS", 0.2)
+    monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 0.1)
     working = asyncio.create_task(desk.lanes.run())
     try:
         await eventually(lambda: counted > 0)
