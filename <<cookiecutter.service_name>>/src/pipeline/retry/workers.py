@@ -129,12 +129,10 @@ class BacklogWorkers:
 
     async def _work_at(self, lane: Lane) -> None:
         """Handle due rows of the lane and release it, unless it must count as a death."""
-        try:
-            await self._serve_and_release(lane)
-        finally:
-            # Another worker of the process serves it if the lease has ended meanwhile.
-            if self._served.get(lane.number) == lane.token:
-                del self._served[lane.number]
+        await self._serve_and_release(lane)
+        # Another worker of the process serves it if the lease has ended meanwhile.
+        if self._served.get(lane.number) == lane.token:
+            del self._served[lane.number]
 
     async def _serve_and_release(self, lane: Lane) -> None:
         try:
