@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import asyncpg
 import pytest
 
 from http_api import KeyReused, Unavailable
@@ -92,17 +91,7 @@ async def test_another_process_begins_when_the_sessions_of_the_dead_one_have_end
     harness: RequestHarness,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    terminate = asyncpg.Connection.terminate
-    query = b"SELECT pg_sleep(0.1)\0"
-
-    def terminate_late(connection: asyncpg.Connection) -> None:
-        """Let the server be busy, so that it ends the session after a while."""
-        if not connection.is_closed():
-            message = b"Q" + (len(query) + 4).to_bytes(4) + query
-            connection._transport.write(message)
-        terminate(connection)
-
-    monkeypatch.setattr(asyncpg.Connection, "terminate", terminate_late)
+    databases.end_sessions_late(monkeypatch, 0.1)
     async for crash in harness.each_crash():
         outcome = await harness.receive(deposit(5), consumer=CASHIER)
         assert outcome.answer == {"account": "ada", "balance": 5}, crash

@@ -7,6 +7,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import asyncpg
+import pytest
 from alembic.config import Config
 from sqlalchemy import MetaData, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -91,3 +92,16 @@ def built(server_url: str, config: Config, metadata: MetaData) -> Iterator[str]:
     build(url_of(server_url, name), config, metadata)
     yield name
     asyncio.run(administer(server_url, f"DROP DATABASE {name} WITH (FORCE)"))
+
+
+def end_sessions_late(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let the server be busy for so long when a connection is terminated."""
+    terminate = asyncpg.Connection.terminate
+    query = f"SELECT pg_sleep({seconds})\0".encode()
+
+    def terminate_late(connection: asyncpg.Connection) -> None:
+        if not connection.is_closed():
+            connection._transport.write(b"Q" + (len(query) + 4).to_bytes(4) + query)
+        terminate(connection)
+
+    monkeypatch.setattr(asyncpg.Connection, "terminate", terminate_late)

@@ -36,20 +36,21 @@ class Lane:
     """Topics whose rows could not be decoded since, because a schema registry is unavailable."""
 
 
+# The lane of an owner that does not serve it was claimed by a statement whose answer was lost: the
+# start is counted already, and no process has died.
+_UNANSWERED = "owner = $1 AND lane <> ALL ($4::integer[])"
+
 # Written so that the planner, whatever its statistics are, looks up one row of each lane in the
 # index. With EXISTS it would join the lanes with everything that is due, or scan the table for a
 # lane in which nothing is due; without COALESCE it expects so few rows that it sorts all of them.
-# A lane of the owner that it does not serve was claimed by a statement whose answer was lost: the
-# start is counted already, and no process has died.
 _CLAIM = f"""
 UPDATE pipeline.backlog_lane
    SET owner = $1, token = token + 1,
-       starts = starts + CASE WHEN owner = $1 AND lane <> ALL ($4::integer[]) THEN 0 ELSE 1 END,
+       starts = starts + CASE WHEN {_UNANSWERED} THEN 0 ELSE 1 END,
        lease_until = clock_timestamp() + make_interval(secs => $2)
  WHERE lane = (
        SELECT lane FROM pipeline.backlog_lane l
-        WHERE (lease_until IS NULL OR {lease_ended("$2")}
-               OR owner = $1 AND lane <> ALL ($4::integer[]))
+        WHERE (lease_until IS NULL OR {lease_ended("$2")} OR {_UNANSWERED})
           AND (SELECT true FROM pipeline.backlog b
                 WHERE b.lane = l.lane AND due_at <= statement_timestamp()
                   AND COALESCE(consumer = ANY ($3), false)

@@ -5,8 +5,9 @@ import decimal
 import re
 import traceback
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import ContextVar, copy_context
+from types import FrameType
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 import asyncpg
@@ -227,11 +228,16 @@ class InContext(Generic[T]):
 
 def stack_of(task: asyncio.Task[Any] | None) -> str:
     """Return where a task waits, through everything that it awaits."""
-    frames, awaited = [], cast(Any, task and task.get_coro())
+    places = ((frame, frame.f_lineno) for frame in frames_of(task))
+    return "".join(traceback.StackSummary.extract(places).format())
+
+
+def frames_of(task: asyncio.Task[Any] | None) -> Iterator[FrameType]:
+    """Yield the frame of the task's coroutine, and of each that is awaited in turn."""
+    awaited = cast(Any, task and task.get_coro())
     while frame := getattr(awaited, "cr_frame", None):
-        frames.append((frame, frame.f_lineno))
+        yield frame
         awaited = awaited.cr_await
         inner = getattr(awaited, "gi_frame", None)
         if inner is not None and inner.f_code is InContext.__await__.__code__:
             awaited = inner.f_locals["coroutine"]
-    return "".join(traceback.StackSummary.extract(iter(frames)).format())

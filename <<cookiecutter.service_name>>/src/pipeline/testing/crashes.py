@@ -4,7 +4,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from time import monotonic
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import asyncpg
 import sqlalchemy as sa
@@ -71,7 +71,7 @@ class MortalEngine:
         def executed(connection: Any, cursor: object, statement: str, *rest: object) -> None:
             await_only(self._executed(connection.connection.driver_connection, statement))
 
-    def begin(self, crash: Crash | None) -> Self:
+    def begin(self, crash: Crash | None) -> None:
         """Begin with another process, which has this crash, or none and counts its statements."""
         self.statements: list[str] = []
         """Those that the process has executed, in their order."""
@@ -80,7 +80,6 @@ class MortalEngine:
         self._crash = crash
         self._died, self._may_end = asyncio.Event(), asyncio.Event()
         self._lost_sessions: list[int] = []
-        return self
 
     def _counted(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(GuardedConnection, name)

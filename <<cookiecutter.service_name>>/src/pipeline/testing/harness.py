@@ -58,7 +58,7 @@ class Harness:
         self._database = database
         self._settings = database.settings()
         self._claims = open_claims(service, self._settings, folder)
-        self._did = Step(self._end_leases)
+        self._did = Step()
         self._crashing: MortalEngine | None = None
         self._mortal: MortalEngine | None = None  # the same, while its process does the work
         self._start(service.handlers)
@@ -256,13 +256,11 @@ class Harness:
         if self._crashing:
             await self._crashing.engine.dispose()
 
-    async def _end_leases(self) -> bool:
-        return self._mortal is not None and await self._query(stored.end_leases)
-
     def _prepare_crash(self, crash: Crash | None = None) -> MortalEngine:
         name = self.service.name
         self._crashing = self._crashing or MortalEngine(self._settings, self.engine, name=name)
-        return self._crashing.begin(crash)
+        self._crashing.begin(crash)
+        return self._crashing
 
     @asynccontextmanager
     async def _fresh(self, handlers: Handlers, mortal: MortalEngine | None) -> AsyncIterator[None]:

@@ -20,6 +20,7 @@ from alembic.config import Config
 
 from pipeline.errors import StoreUnavailable
 from pipeline.events.event import Unpublishable, declared_events
+from pipeline.servers.guard import frames_of
 from pipeline.servers.tasks import end
 from pipeline.service import Service
 
@@ -148,12 +149,9 @@ async def _end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 def _name_of_own(task: asyncio.Task[Any]) -> str | None:
     """Return the first coroutine in which the task waits that is no library's."""
-    awaited: Any = task.get_coro()
-    while code := getattr(awaited, "cr_code", None):
-        if not code.co_filename.startswith(_LIBRARIES):
-            return str(code.co_qualname)
-        awaited = awaited.cr_await
-    return None
+    codes = (frame.f_code for frame in frames_of(task))
+    own = (code.co_qualname for code in codes if not code.co_filename.startswith(_LIBRARIES))
+    return next(own, None)
 
 
 async def _open_for_input(service: Service) -> None:

@@ -1,7 +1,7 @@
 """A process of the service, as far as it handles messages: what it holds in memory."""
 
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,6 @@ _HANGS = 3_600.0
 class Step:
     """What processes have done in a step of a test."""
 
-    end_leases: Callable[[], Awaitable[bool]]
-    """Lets the leases of lanes end; returns whether there were any."""
     outcomes: list[BatchOutcome] = field(default_factory=list)
     """Those of its transactions."""
     skipped: int = 0
@@ -152,8 +150,7 @@ class Process:
             await self._work_off(kind(consume, self._health))
 
     async def _work_off(self, workers: BacklogWorkers) -> None:
-        # No other process works: a lane that is leased now was claimed, and the answer was lost.
-        while await workers.work_off() or await self._step.end_leases():
+        while await workers.work_off():
             self._step.next_round()
 
     async def _position(self, slot: Slot) -> int:

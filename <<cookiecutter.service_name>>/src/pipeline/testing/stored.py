@@ -213,9 +213,9 @@ async def pass_time(driver: asyncpg.Connection, time: timedelta, settings: Setti
     return left
 
 
-async def end_leases(driver: asyncpg.Connection) -> bool:
-    """Let leases of lanes end, as they do when their process is dead; return if there were any."""
-    return bool(await driver.execute(_END_LEASES) != "UPDATE 0")
+async def end_leases(driver: asyncpg.Connection) -> None:
+    """Let leases of lanes end, as they do when their process is dead."""
+    await driver.execute(_END_LEASES)
 
 
 async def publish_due(driver: asyncpg.Connection) -> None:

@@ -532,15 +532,7 @@ async def test_a_session_of_a_dead_process_that_waits_for_the_test_is_an_error(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crashes, "_END_SECONDS", 0.2)
-    terminate = asyncpg.Connection.terminate
-    query = b"SELECT pg_sleep(1)\0"
-
-    def terminate_late(connection: asyncpg.Connection) -> None:
-        if not connection.is_closed():
-            connection._transport.write(b"Q" + (len(query) + 4).to_bytes(4) + query)
-        terminate(connection)
-
-    monkeypatch.setattr(asyncpg.Connection, "terminate", terminate_late)
+    databases.end_sessions_late(monkeypatch, 1)
     with pytest.raises(HarnessMisused, match="still run a statement"):
         async for _ in harness.each_crash():
             await harness.handle(deposit(5))
