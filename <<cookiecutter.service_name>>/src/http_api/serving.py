@@ -26,7 +26,7 @@ from .settings import HttpSettings
 log = logging.getLogger(__name__)
 
 _PART = "api"
-_SHARE = 0.5
+_GRACE_SHARE = 0.5
 """Share of the shutdown grace for requests that are being answered."""
 _CONNECTIONS = 1_000
 """Limit of connections and requests; further ones get 503 at once."""
@@ -57,7 +57,7 @@ async def serve(app: FastAPI, service: Service, settings: Settings) -> None:
             http="h11",
             ws="none",
             server_header=False,
-            timeout_graceful_shutdown=round(_SHARE * settings.shutdown_grace) or 1,
+            timeout_graceful_shutdown=round(_GRACE_SHARE * settings.shutdown_grace) or 1,
             limit_concurrency=_CONNECTIONS,
         )
         server = _Server(config)

@@ -14,7 +14,7 @@ from pipeline.settings import Settings
 from .inbox import GENERATION_LOCK
 from .outcome import BatchOutcome
 
-_SHARE = 0.25
+_HANDLERS_SHARE = 0.25
 """Share of the transaction's time limit that its handlers may take."""
 _FIRST = 100
 """Messages of the first transaction, before the handlers' duration is known."""
@@ -136,7 +136,7 @@ class Pace:
 
     def __init__(self, settings: Settings) -> None:
         self._at_most = settings.batch_size
-        self._seconds = _SHARE * settings.transaction_timeout
+        self._seconds = _HANDLERS_SHARE * settings.transaction_timeout
         self.limit = min(_FIRST, settings.batch_size)
         """Messages of the next transaction."""
 

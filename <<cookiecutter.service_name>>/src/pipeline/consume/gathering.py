@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 0.025
 _EXPECTED_SECONDS = 0.1
 """Expected duration of the handlers up to which batches share a transaction. Slow ones have their
 own."""
-_SHARE = 1 / 16
+_SHARED_TIME = 1 / 16
 """Share of the time limit of a transaction that one with several partitions has: the records of one
 partition wait no longer for the handlers of another."""
 _APART_SECONDS = 5.0
@@ -37,7 +37,7 @@ class _Ready:
     batch: PartitionBatch
     memory: Memory
     since: float
-    is_applied: asyncio.Future[bool]
+    applied: asyncio.Future[bool]
     task: asyncio.Task[None] | None = None
     """The task of its transaction, once that has begun."""
 
@@ -52,7 +52,7 @@ class Gatherer:
     def __init__(self, consume: ConsumeTransactions) -> None:
         self._consume = consume
         self._settings = consume.settings
-        self._time_limit = _SHARE * consume.settings.transaction_timeout
+        self._time_limit = _SHARED_TIME * consume.settings.transaction_timeout
         self._attempts = Attempts("sharing", "", unless=lambda: True, report=lambda _: None)
         self._ready: list[_Ready] = []
         self._running: set[asyncio.Task[None]] = set()
@@ -80,7 +80,7 @@ class Gatherer:
         self._ready.append(ready)
         self._begin_soon()
         try:
-            return await ready.is_applied
+            return await ready.applied
         finally:
             if ready in self._ready:
                 self._ready.remove(ready)
@@ -158,5 +158,5 @@ class Gatherer:
 
 def _resolve(taken: Sequence[_Ready], *, is_applied: bool) -> None:
     for one in taken:
-        if not one.is_applied.done():
-            one.is_applied.set_result(is_applied)
+        if not one.applied.done():
+            one.applied.set_result(is_applied)

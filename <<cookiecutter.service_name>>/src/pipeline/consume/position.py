@@ -65,9 +65,9 @@ class PartitionPosition:
         self._starts = 0
 
     @property
-    def deaths(self) -> int:
-        """Return how many processes have died at the position; 0 while that is too few to suspect
-        its records."""
+    def suspected_deaths(self) -> int:
+        """Number of processes that have died at the position, once they are enough to suspect its
+        records; 0 before."""
         return self._starts - 1 if self._starts > self._settings.unclean_starts else 0
 
     @property

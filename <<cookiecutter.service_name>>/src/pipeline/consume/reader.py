@@ -234,7 +234,7 @@ class Reader:
     @property
     def _suspected_deaths(self) -> int:
         """Return how many processes may have died over the first records."""
-        return 0 if self._has_begun else self._deaths or self._stored_position.deaths
+        return 0 if self._has_begun else self._deaths or self._stored_position.suspected_deaths
 
     def _recognized(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
         """Return the records from `start` on; raises `Blocked` if the anchor is another record."""

@@ -129,7 +129,7 @@ UPDATE pipeline.backlog_lane
 """
 
 
-_SHARE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
+_LOCK_ONLY = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
 
 
 _REDRIVE = """
@@ -245,7 +245,7 @@ async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
     `LaneLost`. That worker has not died, so its start is not left over in the lane's count. A
     worker of calls keeps the lane: it has to store how its calls end, and has read no dead row.
     """
-    await connection.execute(_SHARE if has_calls(lane) else _FENCE, lane)
+    await connection.execute(_LOCK_ONLY if has_calls(lane) else _FENCE, lane)
 
 
 async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:

@@ -78,9 +78,9 @@ def _watch_statements(engine: sa.Engine) -> None:
     sa.event.listen(
         engine, "connect", lambda each, _: each.driver_connection.add_query_logger(_log_query)
     )
-    sa.event.listen(engine, "before_cursor_execute", _begin)
-    sa.event.listen(engine, "after_cursor_execute", _end)
-    sa.event.listen(engine, "handle_error", _fail)
+    sa.event.listen(engine, "before_cursor_execute", _begin_statement)
+    sa.event.listen(engine, "after_cursor_execute", _end_statement)
+    sa.event.listen(engine, "handle_error", _fail_statement)
     sa.event.listen(engine, "commit", lambda each: _refuse("COMMIT", each))
     # A handler must not return the connection to the pool.
     sa.event.listen(engine, "reset", lambda _, each, __: _refuse("connection.close()", each))
@@ -94,7 +94,7 @@ def _log_query(query: LoggedQuery) -> None:
         guard.has_failed |= query.exception is not None
 
 
-def _begin(
+def _begin_statement(
     connection: sa.Connection, _: object, text: str, values: Any, context: Any, is_many: bool
 ) -> None:
     guard, current = connection.info.get(GUARD), CURRENT_GUARD.get()
@@ -108,14 +108,14 @@ def _begin(
     )
 
 
-def _end(connection: sa.Connection, _cursor: object, _text: str, *rest: Any) -> None:
+def _end_statement(connection: sa.Connection, _cursor: object, _text: str, *rest: Any) -> None:
     _values, context, _is_many = rest
     if guard := connection.info.get(GUARD):
         guard.under_way.discard(context)
     context.pipeline_statement.end()
 
 
-def _fail(failed: sa.ExceptionContext) -> None:
+def _fail_statement(failed: sa.ExceptionContext) -> None:
     statement = getattr(failed.execution_context, "pipeline_statement", None)
     if statement is not None:
         statement.end(failed.original_exception)

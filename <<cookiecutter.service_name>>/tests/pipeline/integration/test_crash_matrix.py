@@ -62,7 +62,7 @@ BY_COMMANDS = (
 
 BY_COMMANDS_TOO = (
     *(positions._SEEK, positions._REWIND),
-    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),
+    *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
     archive._SKIP_ARCHIVE,
     archive._ARCHIVES_NO_LONGER,
     scheduled._LIST,

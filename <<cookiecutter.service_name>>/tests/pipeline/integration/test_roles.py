@@ -71,7 +71,7 @@ BY_OTHERS = {
 """Statements of these modules that another role executes."""
 
 BY_A_PERSON = (
-    *(lanes._FENCE, lanes._SHARE, lanes._REDRIVE, lanes._DISCARD),
+    *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
     *(staging.CANCEL, scheduled._LIST, backlog._ADD),
     *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )
