@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 0.025
 _EXPECTED_SECONDS = 0.1
 """Expected duration of the handlers up to which batches share a transaction. Slow ones have their
 own."""
-_SHARED_TIME = 1 / 16
+_TIME_SHARE = 1 / 16
 """Share of the time limit of a transaction that one with several partitions has: the records of one
 partition wait no longer for the handlers of another."""
 _APART_SECONDS = 5.0
@@ -52,7 +52,7 @@ class Gatherer:
     def __init__(self, consume: ConsumeTransactions) -> None:
         self._consume = consume
         self._settings = consume.settings
-        self._time_limit = _SHARED_TIME * consume.settings.transaction_timeout
+        self._time_limit = _TIME_SHARE * consume.settings.transaction_timeout
         self._attempts = Attempts("sharing", "", unless=lambda: True, report=lambda _: None)
         self._ready: list[_Ready] = []
         self._running: set[asyncio.Task[None]] = set()

@@ -115,7 +115,7 @@ def main() -> None:
     for name in _NEEDED:
         importlib.import_module(name)
     # Batches share transactions however slow the machine is, and soon after a failure.
-    gathering._EXPECTED_SECONDS, gathering._SHARED_TIME = math.inf, 1.0
+    gathering._EXPECTED_SECONDS, gathering._TIME_SHARE = math.inf, 1.0
     gathering._APART_SECONDS = 0.5
     gc.freeze()
     signal.signal(signal.SIGCHLD, _tell_ends)
