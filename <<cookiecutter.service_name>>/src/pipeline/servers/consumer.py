@@ -53,13 +53,15 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
     def adapt_pause(self) -> None:
         """Set the pause between two fetches by the process's CPU time since it was set last.
 
-        It goes half of the way each time, because a longer pause lowers the load.
+        It goes a quarter of the way each time: a longer pause lowers the load, so that a larger
+        step would overshoot.
         """
         now, cpu_seconds = self._loop.time(), time.process_time()
         if (seconds := now - self._measured_at) > _LOAD_SECONDS:
             load = (cpu_seconds - self._cpu_seconds) / seconds
             share = (load - _LIGHT_LOAD) / (_HIGH_LOAD - _LIGHT_LOAD)
-            self._pause = (self._pause + _GATHER_SECONDS * min(1.0, max(0.0, share))) / 2
+            wanted = _GATHER_SECONDS * min(1.0, max(0.0, share))
+            self._pause += (wanted - self._pause) / 4
             self._measured_at, self._cpu_seconds = now, cpu_seconds
 
     async def fetched_records(
