@@ -9,7 +9,6 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.orm import Mapped, mapped_column
-from sqlalchemy.orm.attributes import instance_dict
 
 from pipeline.events.event import Event
 
@@ -73,9 +72,8 @@ class Loads(Generic[A]):
 
 
 def key_of(row: Aggregate) -> Key:
-    """Return the primary key of a row, which is None in a column that is not set."""
-    values = instance_dict(row)  # getattr takes four times as long
-    return tuple([values.get(name) for name in primary_key(type(row))])
+    """Return the primary key of a row."""
+    return tuple([getattr(row, name) for name in primary_key(type(row))])
 
 
 def canonical(entity: type[Any], key: Key) -> Key:

@@ -1,8 +1,7 @@
 """A consumer of aiokafka that lets brokers gather records, and answers what the engine asks it.
 
 aiokafka sends a fetch as soon as the one before is answered. At some hundred records a second each
-has a record or two, at the cost of one with fifty, and of a transaction. So a process that uses
-much of its core pauses between fetches.
+has a record or two, at the cost of one with fifty, and of a transaction.
 """
 
 import asyncio
@@ -28,41 +27,35 @@ _BUSY_SECONDS = 2.0
 
 _GATHER_SECONDS = 0.025
 """Longest pause between two fetches, in which the brokers gather records."""
-_LIGHT_LOAD, _HIGH_LOAD = 0.35, 0.6
-"""Shares of a core that the process uses: up to the first a fetch is sent at once, from the second
-on after the longest pause."""
-_LOAD_SECONDS = 0.5
-"""Shortest time over which the load is measured."""
+_UNGATHERED = 100
+"""Records a second up to which a fetch is sent at once."""
+_COUNTING_SECONDS = 0.5
+"""How long records are counted to compute their rate."""
 
 fetcher.MemoryRecords = FetchedBatches
 
 
 class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
-    """A fetcher that lets the brokers gather records while the process is busy."""
+    """A fetcher that lets the brokers gather records while many arrive, one by one."""
 
     _pause = 0.0
     _rests_until = 0.0
-    _cpu_seconds = 0.0
-    _measured_at = 0.0
+    _counted = 0
+    _counted_since = 0.0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._awaited: dict[asyncio.Future[None], Sequence[TopicPartition]] = {}
         """The partitions whose records each waiting reader wants."""
 
-    def adapt_pause(self) -> None:
-        """Set the pause between two fetches by the process's CPU time since it was set last.
-
-        It goes a quarter of the way each time: a longer pause lowers the load, so that a larger
-        step would overshoot.
-        """
-        now, cpu_seconds = self._loop.time(), time.process_time()
-        if (seconds := now - self._measured_at) > _LOAD_SECONDS:
-            load = (cpu_seconds - self._cpu_seconds) / seconds
-            share = (load - _LIGHT_LOAD) / (_HIGH_LOAD - _LIGHT_LOAD)
-            wanted = _GATHER_SECONDS * min(1.0, max(0.0, share))
-            self._pause += (wanted - self._pause) / 4
-            self._measured_at, self._cpu_seconds = now, cpu_seconds
+    def count(self, records: int) -> None:
+        """Count records that have arrived; the pause between two fetches grows with their rate."""
+        self._counted += records
+        now = self._loop.time()
+        if (seconds := now - self._counted_since) > _COUNTING_SECONDS:
+            rate = self._counted / seconds
+            self._pause = _GATHER_SECONDS * max(0.0, 1 - _UNGATHERED / rate)
+            self._counted, self._counted_since = 0, now
 
     async def fetched_records(
         self,
@@ -172,7 +165,7 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
         )
         if found:
             self._busy_until = time.monotonic() + _BUSY_SECONDS
-            self._fetcher.adapt_pause()
+            self._fetcher.count(sum(map(len, found.values())))
         is_busy = time.monotonic() < self._busy_until
         self._fetcher._fetch_max_wait_ms = MAX_WAIT_MS if is_busy else IDLE_MAX_WAIT_MS
         return found

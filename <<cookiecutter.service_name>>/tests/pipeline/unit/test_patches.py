@@ -5,7 +5,6 @@ What needs a broker is in `test_clients`.
 
 import asyncio
 import ssl
-import time
 from typing import Any, get_args
 
 import pytest
@@ -146,9 +145,9 @@ async def test_records_wake_the_readers_of_other_partitions_without_the_patch(
     assert waiter.done()
 
 
-@pytest.mark.parametrize(("load", "rests"), [(0.2, False), (0.9, True)])
-async def test_a_fetch_is_sent_at_once_at_any_load_without_the_patch(
-    load: float, rests: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rate", "rests"), [(50, False), (1_000, True)])
+async def test_a_fetch_is_sent_at_once_at_any_rate_without_the_patch(
+    rate: int, rests: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[float] = []
     loop = asyncio.get_running_loop()
@@ -159,13 +158,11 @@ async def test_a_fetch_is_sent_at_once_at_any_load_without_the_patch(
 
     monkeypatch.setattr(fetcher.Fetcher, "_proc_fetch_request", find_records)
     paced = consumer.Fetcher.__new__(consumer.Fetcher)
-    paced._loop, paced._measured_at = loop, loop.time() - 1
-    monkeypatch.setattr(time, "process_time", lambda: load)
-    paced.adapt_pause()
+    paced._loop, paced._counted_since = loop, loop.time() - 1
+    paced.count(rate)
     for _ in range(2):
         assert await paced._proc_fetch_request()
-    assert (paced._pause > 0) == rests
-    assert sent[1] - sent[0] >= 0.9 * paced._pause
+    assert (sent[1] - sent[0] >= 0.5 * consumer._GATHER_SECONDS) == rests
 
 
 async def test_a_fetch_that_is_cancelled_while_it_rests_returns_as_aiokafka_expects() -> None:
