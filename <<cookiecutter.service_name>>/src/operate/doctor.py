@@ -284,7 +284,8 @@ async def _pooler(connection: asyncpg.Connection, settings: Settings) -> Finding
     is_there = given != await connection.fetchval("SELECT pg_backend_pid()")
     if is_there and not settings.database_pooler:
         found = "the database is reached through a pooler, and the settings name none"
-        yield Finding("wrong", found, "set PIPELINE_DATABASE_POOLER=true")
+        advice = "set PIPELINE_DATABASE_POOLER=true, unless it pools by session"
+        yield Finding("warning", found, advice)
     elif settings.database_pooler and not is_there:
         found = "the settings name a pooler, and there is none: no statement stays prepared"
         yield Finding("warning", found, "unset PIPELINE_DATABASE_POOLER")

@@ -244,11 +244,12 @@ async def test_the_claim_of_a_lane_when_much_is_due_in_others(
     """Trap 20: half of the lanes have nothing, and those that have much have workers."""
     await flooded.execute(f"SET plan_cache_mode = {mode}")
     asked = Explaining(flooded)
-    assert await lanes.claim(asked, "owner", 10.0, {"", "deposit"}) is not None
+    lane = await lanes.claim(asked, "owner", 10.0, {"", "deposit"})
+    assert lane is not None
     await flooded.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '60 s' WHERE lane >= 32"
     )
-    assert await lanes.claim(asked, "owner", 10.0, {"", "deposit"}) is None
+    assert await lanes.claim(asked, "owner", 10.0, {"", "deposit"}, {lane.number}) is None
     for plan in asked.plans:
         assert plan.scanned == set()
         assert plan.blocks < 64 * 10

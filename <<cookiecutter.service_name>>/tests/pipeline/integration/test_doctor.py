@@ -209,7 +209,7 @@ async def test_a_pooler_that_the_settings_do_not_know_is_found(
         name = direct_url.rpartition("/")[2]
         way = f"{pooler.url.rpartition('/')[0]}/{name}"
         async with _connected(settings(database_url=way, database_pooler=True)) as connection:
-            for knows, level in ((False, "wrong"), (True, "ok")):
+            for knows, level in ((False, "warning"), (True, "ok")):
                 chosen = settings(database_url=way, database_pooler=knows)
                 found = [one async for one in doctor.examine(connection, bank.service, chosen)]
                 (one,) = [one for one in found if one.check == "pooler"]

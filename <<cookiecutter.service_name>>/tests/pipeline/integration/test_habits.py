@@ -67,13 +67,14 @@ class ByHand:
 
     @asynccontextmanager
     async def savepoint(self) -> Any:
-        before = len(self.events)
+        before, loaded = len(self.events), dict(self._loaded)
         try:
             async with self.session.begin_nested():
                 yield
         except BaseException:
             del self.events[before:]
-            self._loaded.clear()
+            # What was loaded and locked before stays so.
+            self._loaded = loaded
             raise
 
 
@@ -426,8 +427,15 @@ def drawing(examples: int) -> settings:
 KEPT = Message("b", [Step(rate, 8), Step(keep_aside, 4)])
 
 
+# The row of the second message is loaded once: `change` does not see what `by_text` has changed.
+ROLLED_BACK = Step(None, inner=[Step(tag, 1)], ends="rolled back")
+SAVED = Step(None, inner=[Step(by_text, 1), Step(change, 1)])
+LOADED_ONCE = Message("a", [Step(change, 1), ROLLED_BACK, SAVED])
+
+
 @drawing(40)
 @example(batch=[KEPT, Message("a", [Step(rename, 6)])])
+@example(batch=[Message("a", [Step(change, 1)]), LOADED_ONCE])
 @given(batch=batches)
 async def test_a_batch_comes_out_as_plain_sqlalchemy_does(
     world: World, batch: list[Message]
