@@ -25,19 +25,6 @@ _ANSWER_SECONDS = 10.0
 
 # Reads the catalogue, which needs no privileges. A table without a schema is searched in all
 # schemas: the service's role may have another search path than this connection.
-_LACKING = """
-SELECT schema, name, array_agg(field ORDER BY place) AS fields
-  FROM unnest($1::text[], $2::text[], $3::text[]) WITH ORDINALITY
-       AS declared (schema, name, field, place)
- WHERE NOT EXISTS (
-       SELECT FROM pg_namespace AS space
-         JOIN pg_class AS relation ON relation.relnamespace = space.oid
-         JOIN pg_attribute AS attribute ON attribute.attrelid = relation.oid
-        WHERE nspname = COALESCE(schema, nspname) AND relname = name AND attname = field
-          AND NOT attisdropped)
- GROUP BY schema, name ORDER BY min(place)
-"""
-
 LONG = timedelta(minutes=5)
 """How long a transaction may be open."""
 BLOATED = 10_000
@@ -260,22 +247,11 @@ async def _schema(connection: asyncpg.Connection) -> Findings:
 
 async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
     """Find tables and columns of the service's code that the database lacks."""
-    declared = [
-        (table.schema, table.name, column.name)
-        for table in service.metadata.sorted_tables
-        for column in table.columns
-    ]
-    columns = [list(names) for names in zip(*declared, strict=True)] or [[], [], []]
     migrations = revisions.load_migrations()
     is_behind = migrations and await revisions.missing(connection, migrations)
-    write = "write the migration (`alembic revision --autogenerate --head service@head -m …`), and "
-    for row in await connection.fetch(_LACKING, *columns):
-        name = ".".join(filter(None, (row["schema"], row["name"])))
-        yield Finding(
-            "wrong",
-            f"the table {name} lacks {', '.join(row['fields'])}, which the code has",
-            f"{'' if is_behind else write}run `service migrate`",
-        )
+    advice = "run `service migrate`" if is_behind else revisions.WRITE_MIGRATION
+    for found in await revisions.lacking(connection, service.metadata):
+        yield Finding("wrong", found, advice)
 
 
 async def _pooler(connection: asyncpg.Connection, settings: Settings) -> Findings:

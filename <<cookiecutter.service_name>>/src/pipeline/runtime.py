@@ -138,7 +138,7 @@ async def serve(
         stopping=stopping,
     )
     try:
-        await retention.start(service.name, migrations)
+        await retention.start(service.name, service.metadata, migrations)
         if stopping.is_set():
             return
         if is_consuming and topics:

@@ -7,6 +7,7 @@ from time import monotonic
 
 import asyncpg
 from alembic.script import ScriptDirectory
+from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply import inbox
@@ -53,14 +54,19 @@ class RetentionWorker:
         self._health = health
         self._stopping = stopping
 
-    async def start(self, service: str, migrations: ScriptDirectory | None) -> None:
+    async def start(
+        self, service: str, declared: MetaData, migrations: ScriptDirectory | None
+    ) -> None:
         """Return when the schema is checked and partitions are there, or when the process stops.
 
-        No other part may begin before: columns or partitions may be missing. Raises `NotMigrated`.
+        `declared` are the service's tables: warns of those without a migration. No other part may
+        begin before: columns or partitions may be missing. Raises `NotMigrated`.
         """
 
         async def begin(connection: asyncpg.Connection) -> None:
             await revisions.check(connection, service, migrations)
+            for one in await revisions.lacking(connection, declared):
+                log.warning("%s: %s", one, revisions.WRITE_MIGRATION)
             await self._prepare(connection, warns=True)
 
         self._health.not_ready(_PART, "schema and partitions are not checked yet")

@@ -51,6 +51,26 @@ SELECT format('%s has the default partition %s, beside which none can be attache
 """
 
 
+_LACKING = """
+SELECT schema, name, array_agg(field ORDER BY place) AS fields
+  FROM unnest($1::text[], $2::text[], $3::text[]) WITH ORDINALITY
+       AS declared (schema, name, field, place)
+ WHERE NOT EXISTS (
+       SELECT FROM pg_namespace AS space
+         JOIN pg_class AS relation ON relation.relnamespace = space.oid
+         JOIN pg_attribute AS attribute ON attribute.attrelid = relation.oid
+        WHERE nspname = COALESCE(schema, nspname) AND relname = name AND attname = field
+          AND NOT attisdropped)
+ GROUP BY schema, name ORDER BY min(place)
+"""
+
+WRITE_MIGRATION = (
+    "write the migration (`alembic revision --autogenerate --head service@head -m …`), and run"
+    " `service migrate`"
+)
+"""What to do about `lacking` if all migrations were applied."""
+
+
 class NotMigrated(Exception):
     """The database is older than the code."""
 
@@ -177,6 +197,21 @@ async def wrong_columns(connection: asyncpg.Connection, migrations: ScriptDirect
         return []
     needed = resources.files("pipeline.migrations").joinpath("columns.json").read_text("utf-8")
     return [row[0] for row in await connection.fetch(_WRONG_COLUMNS, needed)]
+
+
+async def lacking(connection: asyncpg.Connection, declared: sa.MetaData) -> list[str]:
+    """Return a sentence for each table with columns that are declared and not in the database."""
+    columns = [
+        (table.schema, table.name, column.name)
+        for table in declared.sorted_tables
+        for column in table.columns
+    ]
+    names = [list(each) for each in zip(*columns, strict=True)] or [[], [], []]
+    return [
+        f"the table {'.'.join(filter(None, (row['schema'], row['name'])))} lacks"
+        f" {', '.join(row['fields'])}, which the code has"
+        for row in await connection.fetch(_LACKING, *names)
+    ]
 
 
 async def applied_revisions(connection: asyncpg.Connection) -> list[str]:

@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from pipeline.apply import inbox
 from pipeline.handlers.sessions import clean
 from pipeline.retention.maintenance import make_ahead
+from pipeline.servers import revisions
 from pipeline.servers.database import autocommitting, create_engine, driver_of
 from pipeline.servers.retrying import Attempts
 from pipeline.service import Service
@@ -253,6 +254,8 @@ async def _administer(server_url: str, statement: str) -> None:
 async def _prepare(engine: AsyncEngine, settings: Settings, service: Service) -> str:
     """Do what a service does when it starts; return the statements that restore this state."""
     async with autocommitting(engine) as driver:
+        if lacking := await revisions.lacking(driver, service.metadata):
+            raise HarnessMisused(f"{'; '.join(lacking)}: {revisions.WRITE_MIGRATION}")
         await make_ahead(driver, settings)
         await inbox.register(driver, service.handlers.consumers)
         await driver.execute("CREATE SCHEMA harness_saved")

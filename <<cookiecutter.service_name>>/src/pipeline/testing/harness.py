@@ -125,20 +125,19 @@ class Harness:
 
         The engine's stored times are moved back instead of waiting; clocks and the service's tables
         stay as they are. Inbox markers age, too, and are forgotten after `PIPELINE_INBOX_AGE`.
-        Calls become due, and wait for `run_calls`. Raises `HarnessMisused` if it has no end or is
-        negative.
+        Calls become due, and wait for `run_calls`. After a hundred pauses, retries are late by a
+        tenth of the time passed. Raises `HarnessMisused` if it has no end or is negative.
         """
-        left = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        time = left = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
         if left < timedelta():
             raise HarnessMisused(f"time does not pass backwards, as by {left}")
 
         async def work() -> None:
             nonlocal left
             while left:
-                before = left
-                left = await self._query(stored.pass_time, before, self._settings)
-                if left == before:  # something was due before
-                    self._did.next_round()
+                before, late = left, self._did.lateness(time - left)
+                left = await self._query(stored.pass_time, before, late, self._settings)
+                self._did.pause(before - left)
                 await self._query(stored.publish_due)
                 await self._process.work_off()
 
@@ -316,8 +315,7 @@ class Harness:
     async def _step(self, work: Callable[[], Awaitable[None]]) -> Outcome:
         """Do the work, and return what has become of messages and what is stored since."""
         did, before = self._did, await self._query(stored.mark)
-        did.begin()
-        with observing(self.service, self._settings) as observed:
+        with did.begun(), observing(self.service, self._settings) as observed:
             await self._survive(work)
         found = await self._stored(before)
         return outcome_of(did.outcomes, **found._asdict(), skipped=did.skipped, observed=observed)

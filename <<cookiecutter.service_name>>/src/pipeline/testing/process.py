@@ -1,9 +1,11 @@
 """A process of the service, as far as it handles messages: what it holds in memory."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -34,7 +36,11 @@ from .records import KafkaRecord
 from .stand_ins import StandIn, replaced
 
 _ROUNDS = 100
-"""Rounds of retries in a step after which it ends with an error."""
+"""Rounds of retries without a pause after which a step ends with an error."""
+_EXACT = 100
+"""Pauses of a step after which a message that is due again and again is retried late."""
+_LATE = 0.1
+"""Share of the time passed by which retries are late then."""
 _HANGS = 3_600.0
 
 
@@ -47,12 +53,26 @@ class Step:
     skipped: int = 0
     """Records of a type that no handler takes."""
     rounds: int = 0
-    """Lanes of the backlog that were served, and times that something was due at once."""
+    """Since time has passed: lanes that were served, and times that something was still due."""
+    pauses: int = 0
+    """How often time has passed."""
+    is_running: bool = False
 
-    def begin(self) -> None:
-        """Forget the step before."""
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Forget the step before. Raises `HarnessMisused` if it has not ended."""
+        if self.is_running:
+            raise HarnessMisused(
+                "two methods of the harness run at once: await one after the other. To let messages"
+                " share a transaction, use handle_batch"
+            )
         self.outcomes.clear()
-        self.skipped = self.rounds = 0
+        self.skipped = self.rounds = self.pauses = 0
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
 
     def next_round(self) -> None:
         """Count a round. Raises `HarnessMisused` if there have been too many."""
@@ -60,9 +80,20 @@ class Step:
         if self.rounds > _ROUNDS:
             raise HarnessMisused(
                 f"after {_ROUNDS} rounds of retries there are more: raise Park or Retry with a"
-                " longer after=, or advance by less time; and leave no row of pipeline.backlog"
-                " locked, or of a consumer without a handler"
+                " longer after=; and leave no row of pipeline.backlog locked, or of a consumer"
+                " without a handler"
             )
+
+    def lateness(self, passed: timedelta) -> timedelta:
+        """Return the time that passes at least until a message is retried."""
+        return _LATE * passed if self.pauses >= _EXACT else timedelta()
+
+    def pause(self, time: timedelta) -> None:
+        """Note that so much time has passed; if none has, something is still due."""
+        if time:
+            self.pauses, self.rounds = self.pauses + 1, 0
+        else:
+            self.next_round()
 
 
 class _Recording(ConsumeTransactions):

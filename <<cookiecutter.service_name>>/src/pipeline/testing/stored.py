@@ -193,14 +193,18 @@ async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -
     return event
 
 
-async def pass_time(driver: asyncpg.Connection, time: timedelta, settings: Settings) -> timedelta:
+async def pass_time(
+    driver: asyncpg.Connection, time: timedelta, at_least: timedelta, settings: Settings
+) -> timedelta:
     """Let stored times pass up to the next one that is due; return how much of `time` is left.
 
+    `at_least` so much of it passes, unless something is due already.
     Calls to the outside do not count as due. The inbox's generation is closed when it is due, and
     old ones are forgotten, as retention does.
     """
     until, rotation = await driver.fetchrow(_NEXT, _FIRST_OF_CALLS, settings.inbox_generation_age)
     step = min(time, *(max(one, timedelta()) for one in (until, rotation) if one is not None))
+    step = step and min(time, max(step, at_least))
     async with driver.transaction():
         for statement in _SHIFT:
             await driver.execute(statement, step)

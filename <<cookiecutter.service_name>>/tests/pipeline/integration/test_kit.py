@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from pipeline.events.message import Message
 from pipeline.servers.database import driver_of
 from pipeline.service import Misconfigured
 from pipeline.testing import Harness, HarnessMisused, Outcome, Sent, crashes
-from pipeline.testing.databases import Migrate, ResettableDatabase
+from pipeline.testing.databases import Migrate, ResettableDatabase, resettable_database
 from pipeline.testing.explore import Scenario, scenarios
 from pipeline.testing.plugin import open_harness
 
@@ -345,11 +345,40 @@ async def test_a_deferred_message_is_handled_in_the_same_step(harness: Harness) 
     assert rules.audited == ["ada"]
 
 
-async def test_what_is_parked_without_a_delay_ends_with_advice(harness: Harness) -> None:
-    rules.raises[2] = [Park("not yet", after=0.01) for _ in range(10_000)]
+async def test_what_is_parked_for_seconds_is_retried_for_hours(harness: Harness) -> None:
+    rules.raises[2] = [Park("not yet", after=5) for _ in range(10_000)]
     await harness.handle(deposit(2))
-    with pytest.raises(HarnessMisused, match="raise Park or Retry with"):
-        await harness.advance(hours=2)
+    await harness.advance(minutes=5)
+    assert 50 < len(rules.messages) < 72
+    outcome = await harness.advance(hours=2)
+    assert [one.decision for one in outcome.failures] == ["parked"]
+    assert 140 < len(rules.messages) < 262
+    rules.raises.clear()
+    assert (await harness.advance(minutes=1)).applied == ["book"]
+
+
+async def test_two_steps_at_once_are_refused(harness: Harness) -> None:
+    both = (harness.handle(deposit(2)), harness.handle(deposit(3)))
+    first, second = await asyncio.gather(*both, return_exceptions=True)
+    assert isinstance(first, Outcome)
+    assert first.results == [2]
+    assert isinstance(second, HarnessMisused)
+    assert "await one after the other" in str(second)
+    assert (await harness.handle(deposit(3))).results == [5]
+
+
+def test_a_table_without_a_migration_is_named(
+    harness_server: str, harness_service: Service, harness_migrate: Migrate
+) -> None:
+    declared = sa.MetaData()
+    sa.Table("account", declared, sa.Column("id", sa.Text), sa.Column("limit", sa.Integer))
+    service = replace(harness_service, metadata=declared)
+    lacking = "the table account lacks limit, which the code has: write the migration"
+    with (
+        pytest.raises(HarnessMisused, match=lacking),
+        resettable_database(harness_server, service, harness_migrate),
+    ):
+        pass
 
 
 async def test_time_does_not_pass_over_a_row_that_no_handler_takes(harness: Harness) -> None:

@@ -167,6 +167,14 @@ async def test_a_process_starts_as_soon_as_its_database_is_migrated(
     await eventually((await start("relay", cwd=folder)).is_ready)
 
 
+async def test_a_process_warns_of_a_table_without_a_migration(
+    start: Start, db: asyncpg.Connection
+) -> None:
+    await db.execute("ALTER TABLE account DROP COLUMN version")
+    process = await start("relay")
+    await process.says("the table account lacks version, which the code has: write the migration")
+
+
 GONE = ("archives", "finished_at", "held", "singleton", "started_at")
 OTHER = {
     "dropped": "ALTER TABLE pipeline.outbox DROP COLUMN dataref CASCADE",
