@@ -143,5 +143,7 @@ async def test_a_dead_call_is_redriven(harness: Harness) -> None:
     assert (await harness.redrive()).applied == []
     with pytest.raises(HarnessMisused, match=r"run_calls\(\{'notify': function\}\)"):
         await harness.run_calls()
+    with pytest.raises(HarnessMisused, match="Noticed is a call to the outside: handle an event"):
+        await harness.handle(Noticed(account="ada", amount=5))
     with pytest.raises(HarnessMisused, match="'book' is no effect; effects: notify"):
         await harness.run_calls({"book": rejects})

@@ -130,6 +130,11 @@ def _takers(handlers: Handlers, event: Event, topic: str | None) -> list[Handler
     if topic is not None:
         check_topic(handlers, topic)
         takers = [one for one in takers if one.topic == topic]
+    if not takers and type(event) in handlers.call_types.values():
+        raise HarnessMisused(
+            f"{name} is a call to the outside: handle an event whose handler makes it by tx.call,"
+            " and use run_calls"
+        )
     if not takers:
         place = f"of the topic {topic!r} " if topic else ""
         where = f" It is taken from: {', '.join(topics)}." if topics else ""
