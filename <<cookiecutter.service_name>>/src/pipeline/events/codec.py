@@ -82,6 +82,14 @@ class Codec(Protocol):
         """Return the record's payload and headers. Raises `Unpublishable`."""
         ...
 
+    def contract(self) -> Mapping[str, object]:
+        """Return, as JSON, the arguments that decide what is read and how events are written.
+
+        `service schema check` compares them with those of an earlier export. Names that the codecs
+        of the template use mean the same here; a change of any other argument is a warning.
+        """
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class CloudEvents(Codec):
@@ -101,6 +109,10 @@ class CloudEvents(Codec):
     def encode(self, event: Outgoing) -> Encoded:
         """Return the event's payload: the relay writes the headers."""
         return Encoded(event.payload, "application/json")
+
+    def contract(self) -> Mapping[str, object]:
+        """Return whether structured events are read without their content type."""
+        return {"structured": self.structured}
 
 
 CLOUD_EVENTS = CloudEvents()

@@ -141,6 +141,11 @@ class Plain(Codec):
                 id = orjson.dumps([name, *_names(identity, payload, headers)]).decode()
         return Named(id, name, type, content_type, data)
 
+    def contract(self) -> Mapping[str, object]:
+        """Return where type and data are, and the event types by their names in the records."""
+        types = None if callable(self.types) else dict(self.types)
+        return {"type": described_place(self.type), "types": types, "data": self.data}
+
     @property
     def _looks_into_payload(self) -> bool:
         return self.data is not None or PayloadFields in (type(self.type), type(self.identity))
@@ -196,6 +201,19 @@ class Plain(Codec):
                 f"an event of the type {name!r} can't be written as its topic's codec reads it"
                 f" ({describe_error(error)}): change the event or the codec"
             ) from error
+
+
+def described_place(place: str | Identity) -> Mapping[str, object]:
+    """Return as JSON where something of an event is found."""
+    match place:
+        case Header():
+            return {"kind": "header", "names": [place.key]}
+        case PayloadFields():
+            return {"kind": "payload fields", "names": [*place.names]}
+        case Position():
+            return {"kind": "position", "names": []}
+        case _:
+            return {"kind": "constant", "names": [place]}
 
 
 @contextmanager
