@@ -549,6 +549,8 @@ def test_another_argument_of_a_custom_codec_is_a_warning(
     assert f"lines, all types: {text}" in err
     service.handlers.codecs["lines"] = Custom(arguments={"type": "b"})
     assert 'named by "b", and was by "a"' in run(service, "check", file)[1]
+    service.handlers.codecs["lines"] = Custom(arguments={"type": {"b": 1}})
+    assert 'named by {"b": 1}, and was by "a"' in run(service, "check", file)[1]
 
 
 def test_a_codec_without_a_contract_is_exported_by_its_name(service: Service) -> None:
