@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +12,7 @@ from typing import Any
 from operate.errors import Refused
 
 from .compare import compare
-from .export import FORMAT, UPCAST
+from .export import FORMAT, STEP, UPCAST
 from .findings import Finding
 
 
@@ -76,6 +76,19 @@ _OF_RECORDS = {
     "data": "the data of an event is {now}, and was {before}: it gets another hash",
 }
 """What ids and hashes depend on, by the field of an exported codec."""
+_OF_ONE_SIDE = {"structured": "taken", "framing": "published", "strategy": "published"}
+"""Arguments of codecs that affect only events that are consumed, or published."""
+_STRUCTURED = "in structured mode without their content type"
+_REJECTED: Sequence[tuple[tuple[str, object, object], Mode, str]] = [
+    (("structured", True, False), Mode.BACKWARD, _STRUCTURED),
+    (("structured", False, True), Mode.FORWARD, _STRUCTURED),
+    (
+        ("framing", "prefix", "header"),
+        Mode.FORWARD,
+        "whose schema a header names, unless its deserializer reads that header",
+    ),
+]
+"""Arguments that were and are now of these values: the direction that breaks, and which events."""
 _LACKED = "events that were published before lack `{path}`, which is now required"
 
 
@@ -131,7 +144,11 @@ def verdicts(old: Mapping[str, Any], new: Mapping[str, Any], mode: Mode) -> Iter
     """Yield the events that would be rejected, and those that cannot be decided."""
     codecs = new.get("codecs", {})
     for topic, codec in sorted(old.get("codecs", {}).items()):
-        yield from _codecs(topic, codec, codecs.get(topic, codec))
+        now = codecs.get(topic, codec)
+        yield from _records(topic, codec, now)
+        sides = {side for side in ("taken", "published") if topic in new.get(side, {})}
+        for is_break, text in _arguments(codec, now, sides, mode):
+            yield Verdict(topic, "all types", is_break, text)
     for side in ("taken", "published", "calls"):
         before = {
             (topic, type): schemas
@@ -145,21 +162,22 @@ def verdicts(old: Mapping[str, Any], new: Mapping[str, Any], mode: Mode) -> Iter
                     yield Verdict(topic, type, is_break, text)
 
 
-def _codecs(topic: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Verdict]:
+def _records(topic: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Verdict]:
     """Yield what gives the same record another id, hash or type."""
     if new["codec"] != old["codec"]:
         text = f"the codec is {new['codec']}, and was {old['codec']}: use another topic"
         yield Verdict(topic, "all types", True, text)
         return
+    both = old.keys() & new.keys()
     for field, sentence in _OF_RECORDS.items():
         now, before = new.get(field), old.get(field)
-        if now != before:
+        if now != before and (field in both or field == "identity"):
             text = sentence.format(now=_place(field, now), before=_place(field, before))
             yield Verdict(topic, "all types", True, f"{text}: use another topic")
-    if new.get("type") != old.get("type"):
-        return  # records have other names
-    now, before = new.get("types", {}), old.get("types", {})
-    if now is None or before is None:
+    if new.get("type") != old.get("type") or "types" not in both:
+        return  # records have other names, or 1.0.0 did not export the types
+    now, before = new["types"], old["types"]
+    if not isinstance(now, Mapping) or not isinstance(before, Mapping):
         if now != before:
             text = "cannot be decided: a function gives records their types, or did so before"
             yield Verdict(topic, "all types", False, text)
@@ -171,11 +189,34 @@ def _codecs(topic: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Itera
             yield Verdict(topic, name, False, text.format(*types))
 
 
+def _arguments(
+    old: Mapping[str, Any], new: Mapping[str, Any], sides: Collection[str], mode: Mode
+) -> Iterator[tuple[bool, str]]:
+    """Yield what other arguments of a codec do; those that only one export has are skipped."""
+    if new["codec"] != old["codec"]:
+        return
+    for name in sorted((old.keys() & new.keys()) - {"types", *_OF_RECORDS}):
+        before, now, side = old[name], new[name], _OF_ONE_SIDE.get(name)
+        if before == now or (side and side not in sides):
+            continue
+        change = name, before, now
+        known = [(direction, what) for one, direction, what in _REJECTED if one == change]
+        for direction, what in known:
+            if side and direction in mode.directions:
+                yield True, _REJECTIONS[side, direction].format(what=what)
+        if not known:
+            texts = (json.dumps(one, ensure_ascii=False) for one in (now, before))
+            text = "cannot be decided: the codec's {} is {}, and was {}"
+            yield False, text.format(name, *texts)
+
+
 def _place(field: str, place: Any) -> str:
     if field == "data":
         return "the whole payload" if place is None else f"at {place}"
     if place is None:
         return "CloudEvents only"
+    if not isinstance(place, Mapping) or not {"kind", "names"} <= place.keys():  # a custom codec's
+        return json.dumps(place, ensure_ascii=False)
     return " ".join(["the", place["kind"], ", ".join(place["names"])]).strip()
 
 
@@ -191,14 +232,26 @@ def _changes(
             yield True, "the service no longer publishes events of this type to this topic"
         return
     if UPCAST in old or UPCAST in new:
-        if (UPCAST in old) != (UPCAST in new) and direction is Mode.BACKWARD:
-            yield False, "cannot be decided: an upcaster converts the events, or did so before"
+        if direction is Mode.BACKWARD:
+            yield from _upcasts(old, new)
         return
     writer, reader = (old, new) if direction is Mode.BACKWARD else (new, old)
     written = writer.get("serialization") or writer["validation"]
     read = reader.get("validation") or reader["serialization"]
     for one in compare(written, read, is_open=side == "taken"):
         yield one.kind != "undecided", _sentence(side, direction, one)
+
+
+def _upcasts(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    if (UPCAST in old) != (UPCAST in new):
+        yield False, "cannot be decided: an upcaster converts the events, or did so before"
+        return
+    for member in (UPCAST, STEP):
+        before, now = old.get(member), new.get(member)
+        if before and now and before != now:
+            text = "cannot be decided: an upcaster converts the events to {}, and did so to {}"
+            yield False, text.format(now, before)
+            return
 
 
 def _sentence(side: str, direction: Mode, finding: Finding) -> str:

@@ -3,9 +3,10 @@
 import json
 from typing import Any
 
-from pipeline import Header, PayloadFields, Plain, Position, Service
+from pipeline import Header, PayloadFields, Position, Service
 from pipeline.events.codec import Codec
 from pipeline.events.event import Event, declared_events
+from pipeline.events.plain import described_place
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.staging import CALLS
 
@@ -15,6 +16,8 @@ FORMAT = 1
 """Version of the export's format."""
 UPCAST = "upcast"
 """Member of an older type that is still consumed: the type that its data is converted to."""
+STEP = "to"
+"""Member beside it: the type that the older type's own upcaster returns. 1.0.0 did not write it."""
 
 
 def taken(service: Service) -> dict[str, dict[str, list[Handler]]]:
@@ -52,10 +55,10 @@ def exported(service: Service) -> dict[str, Any]:
         for name, handlers in by_type.items():
             event = handlers[0].event
             types[topic][name] = {"validation": schema_of(event, "validation")}
-            types[topic] |= {old: {UPCAST: name} for old in event.__event_upcasters__}
+            types[topic] |= {old: _upcast(event, old) for old in event.__event_upcasters__}
     topics = types.keys() | published(service).keys()
     calls = {
-        name: _both(event) if name == event.__event_type__ else {UPCAST: event.__event_type__}
+        name: _both(event) if name == event.__event_type__ else _upcast(event, name)
         for name, event in service.handlers.call_types.items()
     }
     return {
@@ -71,28 +74,20 @@ def exported(service: Service) -> dict[str, Any]:
     }
 
 
+def _upcast(event: type[Event], old: str) -> dict[str, str]:
+    upcasters = event.__event_upcasters__
+    after = (name for name, steps in upcasters.items() if steps == upcasters[old][1:])
+    return {UPCAST: event.__event_type__, STEP: next(after, event.__event_type__)}
+
+
 def _described(codec: Codec) -> dict[str, Any]:
-    """Return what ids, types and hashes of the codec's events depend on."""
-    found: dict[str, Any] = {"codec": type(codec).__name__}
+    """Return what the codec's records and the ids, types and hashes of their events depend on."""
+    # A codec that is no subclass of `Codec` may have no contract.
+    found = json.loads(json.dumps(getattr(codec, "contract", dict)()))
     identity = getattr(codec, "identity", None)
     if isinstance(identity, Header | PayloadFields | Position):
-        found["identity"] = _place(identity)
-    if isinstance(codec, Plain):
-        types = None if callable(codec.types) else dict(codec.types)
-        found |= {"type": _place(codec.type), "types": types, "data": codec.data}
-    return found
-
-
-def _place(place: str | Header | PayloadFields | Position) -> dict[str, Any]:
-    match place:
-        case Header():
-            return {"kind": "header", "names": [place.key]}
-        case PayloadFields():
-            return {"kind": "payload fields", "names": [*place.names]}
-        case Position():
-            return {"kind": "position", "names": []}
-        case _:
-            return {"kind": "constant", "names": [place]}
+        found["identity"] = described_place(identity)
+    return {**found, "codec": type(codec).__name__}
 
 
 def _both(event: type[Event]) -> dict[str, Any]:

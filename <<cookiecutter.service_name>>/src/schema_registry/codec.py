@@ -119,14 +119,30 @@ class Confluent(Codec):
         self._readers: dict[str, Avro] = {}
         for event, schema in schemas.items():
             self._add_own(event, schema)
-        names = {name: event.__event_type__ for name, event in self._types.items()}
         self.identity = identity
         by_name = Header(_NAME)
+        names = self._event_types
         self._plain = None if identity is None else Plain(by_name, identity, types=names)
         self._hashed = Plain(by_name, Position())
         self._registry: Registry | None = None
         self._schemas = Schemas(self._connect, self._readers)
         self._writers: dict[tuple[str, str], _Writer] = {}
+
+    @property
+    def _event_types(self) -> Mapping[str, str]:
+        return {name: event.__event_type__ for name, event in self._types.items()}
+
+    def contract(self) -> Mapping[str, object]:
+        """Return how types are named, how events are written, and which have own schemas.
+
+        `service registry check` compares the schemas themselves.
+        """
+        return {
+            "types": self._event_types,
+            "framing": self._framing.value,
+            "strategy": self._strategy.value,
+            "schemas": sorted(event.__event_type__ for event in self.schemas),
+        }
 
     def _add_own(self, event: type[Event], schema: Schema) -> None:
         try:

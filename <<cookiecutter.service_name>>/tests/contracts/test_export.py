@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
@@ -141,7 +141,7 @@ def test_the_export_has_every_event_by_topic_and_type(service: Service) -> None:
         "test-contracts-payments": {"paid/v1", "paid_v1"},
         "test-contracts-shown": {"shown"},
     }
-    assert found["taken"]["orders"]["ordered.v1"] == {"upcast": "ordered.v2"}
+    assert found["taken"]["orders"]["ordered.v1"] == {"upcast": "ordered.v2", "to": "ordered.v2"}
     assert found["taken"]["orders"]["ordered.v2"]["validation"]["required"] == ["lines", "total"]
     paid = found["published"]["test-contracts-payments"]["paid/v1"]
     assert paid["serialization"]["required"] == ["order", "way", "token", "checked"]
@@ -364,6 +364,36 @@ def test_what_cannot_be_decided_is_a_warning(service: Service, old: Callable[...
     assert "orders, ordered.v1: cannot be decided: an upcaster converts the events" in err
 
 
+@pytest.mark.parametrize("member", ["upcast", "to"])
+def test_another_target_of_an_upcaster_is_a_warning(
+    service: Service, old: Callable[..., Path], member: str
+) -> None:
+    file = old(to("ordered.v1a", "taken", "orders", "ordered.v1", member))
+    code, out, err = run(service, "check", file)
+    assert (code, out) == (0, "")
+    text = "an upcaster converts the events to ordered.v2, and did so to ordered.v1a"
+    assert err.count(f"orders, ordered.v1: cannot be decided: {text}") == 1
+
+
+def test_the_export_has_the_steps_of_upcasters(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stepped(Event, type="stepped.v3"):
+        """Has two older types."""
+
+    Stepped.upcast("stepped.v2")(lambda data: data)
+    Stepped.upcast("stepped.v1", to="stepped.v2")(lambda data: data)
+    Stepped.upcast("stepped.v0")(lambda data: data)
+    handlers = Handlers()
+    handlers.on(Stepped, topic="steps", consumer="note")(note)
+    monkeypatch.setattr(export, "declared_events", list)
+    taken = export.exported(Service("shop", handlers, MetaData()))["taken"]["steps"]
+    targets = {name: one["to"] for name, one in taken.items() if "to" in one}
+    assert targets == {
+        "stepped.v2": "stepped.v3",
+        "stepped.v1": "stepped.v2",
+        "stepped.v0": "stepped.v3",
+    }
+
+
 def test_members_that_are_newly_forbidden_are_a_break(
     service: Service, old: Callable[..., Path]
 ) -> None:
@@ -444,6 +474,88 @@ def test_another_type_for_a_name_is_a_warning(service: Service, old: Callable[..
     assert code == 0
     assert "lines, all types: cannot be decided: a function" in err
     assert run(service, "check", old()) == (0, "The events are compatible (FULL).\n", "")
+
+
+@pytest.mark.parametrize("codec", [CloudEvents(), CloudEvents(structured=True), NAMED])
+def test_an_export_of_1_0_0_has_no_arguments_to_compare(
+    service: Service, old: Callable[..., Path], codec: Codec
+) -> None:
+    """It has the codec's name, those arguments of `Plain`, and the last type of an upcaster."""
+
+    def edit(found: Any) -> None:
+        if isinstance(codec, CloudEvents):
+            found["codecs"]["lines"] = {"codec": "CloudEvents"}
+        del found["taken"]["orders"]["ordered.v1"]["to"]
+
+    service.handlers.codecs["lines"] = codec
+    assert run(service, "check", old(edit)) == (0, "The events are compatible (FULL).\n", "")
+
+
+STRUCTURED = "events in structured mode without their content type"
+
+
+@pytest.mark.parametrize(
+    ("mode", "structured", "sentence"),
+    [
+        ("BACKWARD", False, f"the service rejects {STRUCTURED}, which it accepted before"),
+        (
+            "FORWARD",
+            True,
+            f"an instance of the service that has not been updated rejects {STRUCTURED}",
+        ),
+    ],
+)
+def test_another_reading_of_structured_events_is_a_break_of_one_side(
+    service: Service, old: Callable[..., Path], mode: str, structured: bool, sentence: str
+) -> None:
+    codecs = service.handlers.codecs
+    codecs["lines"] = codecs["test-contracts-shown"] = CloudEvents(structured=not structured)
+    file = old()
+    codecs["lines"] = codecs["test-contracts-shown"] = CloudEvents(structured=structured)
+    for given in (mode, "FULL"):
+        code, out, err = run(service, "check", file, "--mode", given)
+        assert (code, out, err) == (1, f"lines, all types: {sentence}\n", "")
+    other = {"FORWARD": "BACKWARD", "BACKWARD": "FORWARD"}[mode]
+    assert run(service, "check", file, "--mode", other)[0] == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Custom(CloudEvents):
+    """Has arguments of its own."""
+
+    arguments: Mapping[str, object] = field(default_factory=dict)
+
+    def contract(self) -> Mapping[str, object]:
+        return self.arguments
+
+
+class Silent:
+    """Reads and writes records, without being a subclass of `Codec`."""
+
+    codec = CloudEvents()
+    open, prepare, decode, encode = codec.open, codec.prepare, codec.decode, codec.encode
+
+
+def test_another_argument_of_a_custom_codec_is_a_warning(
+    service: Service, old: Callable[..., Path]
+) -> None:
+    service.handlers.codecs["lines"] = Custom(arguments={"parts": ("a", 1), "type": "a"})
+    file = old()
+    assert run(service, "check", file)[1:] == ("The events are compatible (FULL).\n", "")
+    service.handlers.codecs["lines"] = Custom(arguments={"parts": ("a", 2), "later": True})
+    code, out, err = run(service, "check", file)
+    assert (code, out) == (0, "")
+    text = """cannot be decided: the codec's parts is ["a", 2], and was ["a", 1]"""
+    assert f"lines, all types: {text}" in err
+    service.handlers.codecs["lines"] = Custom(arguments={"type": "b"})
+    assert 'named by "b", and was by "a"' in run(service, "check", file)[1]
+    service.handlers.codecs["lines"] = Custom(arguments={"type": {"b": 1}})
+    assert 'named by {"b": 1}, and was by "a"' in run(service, "check", file)[1]
+
+
+def test_a_codec_without_a_contract_is_exported_by_its_name(service: Service) -> None:
+    service.handlers.codecs["lines"] = Silent()  # type: ignore[assignment]
+    assert export.exported(service)["codecs"]["lines"] == {"codec": "Silent"}
 
 
 def test_a_field_that_later_exports_add_is_not_compared(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from typing import NamedTuple, Protocol
 
 from .cloudevents import REQUIRED, STRUCTURED, Named, decode
@@ -82,6 +83,14 @@ class Codec(Protocol):
         """Return the record's payload and headers. Raises `Unpublishable`."""
         ...
 
+    def contract(self) -> Mapping[str, object]:
+        """Return, as JSON, the arguments that decide what is read and how events are written.
+
+        `service schema check` compares them with those of an earlier export. Names that the codecs
+        of the template use mean the same here; a change of any other argument is a warning.
+        """
+        return {}
+
 
 @dataclass(frozen=True, slots=True)
 class CloudEvents(Codec):
@@ -102,8 +111,31 @@ class CloudEvents(Codec):
         """Return the event's payload: the relay writes the headers."""
         return Encoded(event.payload, "application/json")
 
+    def contract(self) -> Mapping[str, object]:
+        """Return whether structured events are read without their content type."""
+        return {"structured": self.structured}
+
 
 CLOUD_EVENTS = CloudEvents()
+
+
+def check_codec(codec: Codec) -> None:
+    """Raise `TypeError` for a class, a lack of methods, and `async def decode` or `encode`."""
+    if isinstance(codec, type):
+        raise TypeError(f"codec= takes an object: write codec={codec.__name__}(…)")
+    kind = type(codec).__name__
+    names = ("open", "prepare", "decode", "encode")
+    if missing := [name for name in names if not callable(getattr(codec, name, None))]:
+        raise TypeError(
+            f"{kind} has no methods {', '.join(missing)}: write `class {kind}(Codec)`, with at"
+            " least `decode` and `encode`"
+        )
+    for name in ("decode", "encode"):
+        if iscoroutinefunction(getattr(codec, name)):
+            raise TypeError(
+                f"{kind}.{name} is called in the event loop and waits for nothing: write"
+                " `def`, and fetch what it needs in `prepare` or `open`"
+            )
 
 
 def _not_cloudevents(record: Record, headers: Mapping[str, str]) -> Named:
@@ -118,9 +150,10 @@ def _not_cloudevents(record: Record, headers: Mapping[str, str]) -> Named:
     except ValueError:
         payload = None
     if isinstance(payload, dict) and payload.keys() >= {name[3:] for name in REQUIRED}:
+        given = headers.get("content-type")
+        content_type = f"its content-type is {given[:80]!r}" if given else "it has no content-type"
         text = (
-            f"the value looks like a structured CloudEvent; its content-type is"
-            f" {headers.get('content-type', 'missing')[:80]!r}: let the producer send"
+            f"the value looks like a structured CloudEvent; {content_type}: let the producer send"
             f" {STRUCTURED}, or declare"
             f" handlers.topic({topic!r}, codec=CloudEvents(structured=True))"
         )

@@ -111,9 +111,18 @@ class Event(BaseModel):
         check_name("an older type", old)
 
         def register(function: Upcaster) -> Upcaster:
-            known = cls.__event_upcasters__
-            if old in (cls.__event_type__, *known) or to not in (None, *known):
-                raise TypeError(f"{cls.__name__} takes {old!r} already, or not yet {to!r}")
+            known, type = cls.__event_upcasters__, cls.__event_type__
+            if old in (type, *known):
+                raise TypeError(
+                    f"{cls.__name__} takes {old!r} already: write one upcaster for each older type"
+                )
+            if to == type:
+                raise TypeError(f"{to!r} is the type of {cls.__name__} itself: leave out to=")
+            if to not in (None, *known):
+                raise TypeError(
+                    f"{cls.__name__} does not take {to!r} yet: write its upcaster first, above that"
+                    f" of {old!r}"
+                )
             made = [one for one in cls.__subclasses__() if one.__event_type__ == cls.__event_type__]
             if made or not isinstance(known, dict) or iscoroutinefunction(function):
                 raise TypeError(f"write `def`, and the upcasters of {cls.__name__} before handlers")

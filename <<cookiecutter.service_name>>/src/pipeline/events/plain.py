@@ -141,6 +141,11 @@ class Plain(Codec):
                 id = orjson.dumps([name, *_names(identity, payload, headers)]).decode()
         return Named(id, name, type, content_type, data)
 
+    def contract(self) -> Mapping[str, object]:
+        """Return where type and data are, and the event types by their names in the records."""
+        types = None if callable(self.types) else dict(self.types)
+        return {"type": described_place(self.type), "types": types, "data": self.data}
+
     @property
     def _looks_into_payload(self) -> bool:
         return self.data is not None or PayloadFields in (type(self.type), type(self.identity))
@@ -156,7 +161,7 @@ class Plain(Codec):
             (name,) = _names(place, payload, headers)
             found = types(name) if callable(types) else types.get(name, name)
             if type(found) is not str or not found or UNSTORABLE.search(found):
-                raise ValueError("empty, no text, or text that can't be stored")
+                raise ValueError("the type is empty, no text, or text that can't be stored")
         return name, found
 
     def _name_of(self, event_type: str) -> str:
@@ -198,6 +203,19 @@ class Plain(Codec):
             ) from error
 
 
+def described_place(place: str | Identity) -> Mapping[str, object]:
+    """Return as JSON where something of an event is found."""
+    match place:
+        case Header():
+            return {"kind": "header", "names": [place.key]}
+        case PayloadFields():
+            return {"kind": "payload fields", "names": [*place.names]}
+        case Position():
+            return {"kind": "position", "names": []}
+        case _:
+            return {"kind": "constant", "names": [place]}
+
+
 @contextmanager
 def _refusing(reason: Reason, record: Record, rule: str) -> Iterator[None]:
     """Raise `Undecodable` for any error, because `types` may raise any."""
@@ -214,10 +232,13 @@ def _refusing(reason: Reason, record: Record, rule: str) -> Iterator[None]:
 def _names(place: Header | PayloadFields, payload: object, headers: Mapping[str, str]) -> list[Any]:
     """Return the values that name something; raises an error if one is missing or no name."""
     if isinstance(place, Header):
+        if place.key not in headers:
+            raise ValueError(f"the header {place.name!r} is missing or empty")
         return [headers[place.key]]
     values = [_at(payload, path) for path in place.names]
-    if any(value in (None, "") or isinstance(value, dict | list) for value in values):
-        raise ValueError("null, empty, a list or an object")
+    for path, value in zip(place.names, values, strict=True):
+        if value in (None, "") or isinstance(value, dict | list):
+            raise ValueError(f"{path!r} is null, empty, a list or an object")
     return values
 
 
@@ -229,7 +250,10 @@ def _unpacked(value: Any) -> Any:
 def _at(value: Any, path: str) -> Any:
     for name in path.split("."):
         value = _unpacked(value)
-        value = value[int(name)] if isinstance(value, list) else value[name]
+        try:
+            value = value[int(name)] if isinstance(value, list) else value[name]
+        except (LookupError, TypeError, ValueError):
+            raise ValueError(f"the payload has no {path!r}") from None
     return value
 
 

@@ -8,7 +8,7 @@ from inspect import iscoroutinefunction, signature, unwrap
 from types import MappingProxyType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pipeline.events.codec import CLOUD_EVENTS, Codec
+from pipeline.events.codec import CLOUD_EVENTS, Codec, check_codec
 from pipeline.events.event import Event, Tombstone, check_event, check_name, check_topic, reader
 
 from .aggregate import Loads
@@ -184,9 +184,11 @@ class Handlers:
 
         `codec` is `CloudEvents()` by default. With `demands_types=True` a type that no handler
         takes is a dead letter; elsewhere it is skipped and counted. Raises `TypeError` if the topic
-        was declared before.
+        was declared before, or the codec is no object with the methods of `Codec`.
         """
         check_topic(topic)
+        if codec is not None:
+            check_codec(codec)
         if topic in self._declared:
             raise TypeError(f"topic {topic!r} is declared twice")
         self._declared.add(topic)

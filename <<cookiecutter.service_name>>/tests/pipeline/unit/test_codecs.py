@@ -230,6 +230,27 @@ def test_a_record_without_the_name_of_its_type_is_undecodable(
 
 
 @pytest.mark.parametrize(
+    ("codec", "value", "headers", "text"),
+    [
+        (DEBEZIUM, DATA, DEBEZIUM_HEADERS[:1], "the header 'eventType' is missing or empty"),
+        (DEBEZIUM, DATA, [("EVENTTYPE", b"x")], "the header 'id' is missing or empty"),
+        (MASS_TRANSIT, b'{"message": {}, "messageType": []}', [], "has no 'messageType.0'"),
+        (MASS_TRANSIT, b'{"message": {}, "messageType": null}', [], "has no 'messageType.0'"),
+        (MASS_TRANSIT, b'{"message": {}, "messageType": {}}', [], "has no 'messageType.0'"),
+        (MASS_TRANSIT, b'{"messageType": ["a"]}', [], "the payload has no 'message'"),
+        (MASS_TRANSIT, b'{"message": {}, "messageType": ["a"]}', [], "has no 'messageId'"),
+        (Plain("a", PayloadFields("a.b")), b'{"a": []}', [], "the payload has no 'a.b'"),
+        (JAVA, b'{"type": "a", "id": [], "order": 1}', [], "'id' is null, empty, a list or an"),
+        (JAVA, b'{"type": "a\\u0000", "order": 1}', [], "the type is empty, no text, or text that"),
+    ],
+)
+def test_what_a_record_lacks_is_named_as_the_user_wrote_it(
+    codec: Plain, value: bytes, headers: list[tuple[str, bytes | None]], text: str
+) -> None:
+    assert text in str(undecodable(codec, Record(value, headers)))
+
+
+@pytest.mark.parametrize(
     "value", [b"{}", b"[]", b"7", b"{", b'"{"', b'{"message": "no JSON"}', b'"\\ud800"']
 )
 def test_a_record_without_its_envelope_is_undecodable(value: bytes) -> None:
@@ -471,8 +492,8 @@ def test_a_structured_event_without_its_content_type_is_read_where_the_topic_say
     assert (message.data, message.content_type) == (b'{"a":1}', "application/json")
     error = undecodable(CloudEvents(), record)
     assert error.reason is Reason.NOT_CLOUDEVENTS
-    given = "application/json" if content_type else "missing"
-    assert f"looks like a structured CloudEvent; its content-type is {given!r}" in str(error)
+    given = "its content-type is 'application/json'" if content_type else "it has no content-type"
+    assert f"looks like a structured CloudEvent; {given}: let the producer send" in str(error)
     assert "codec=CloudEvents(structured=True)" in str(error)
 
 

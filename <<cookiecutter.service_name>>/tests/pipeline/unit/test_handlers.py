@@ -11,13 +11,16 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from pipeline import (
     Aggregate,
     CloudEvents,
+    Codec,
     Event,
     EventBatch,
     Gaps,
     Handlers,
+    Message,
     Plain,
     Policy,
     Position,
+    Record,
     Sequenced,
     Service,
     Tombstone,
@@ -147,6 +150,41 @@ def test_a_plain_topic_is_described_once() -> None:
     assert handlers.codec("a") is how
     with pytest.raises(TypeError, match="topic 'a' is declared twice"):
         handlers.topic("a", codec=Plain("freed", Position()))
+
+
+class Waiting(CloudEvents):
+    """Its `decode` is a coroutine function."""
+
+    async def decode(self, record: Record, *, hash: bytes | None = None) -> Message:  # type: ignore[override]
+        return super().decode(record, hash=hash)
+
+
+class Partial:
+    """Is no subclass of `Codec`."""
+
+    def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
+        return CloudEvents().decode(record, hash=hash)
+
+
+@pytest.mark.parametrize(
+    ("codec", "text"),
+    [
+        (CloudEvents, r"^codec= takes an object: write codec=CloudEvents\(…\)$"),
+        (
+            Partial(),
+            r"^Partial has no methods open, prepare, encode: write `class Partial\(Codec\)`",
+        ),
+        (
+            Waiting(),
+            "^Waiting.decode is called in the event loop and waits for nothing: write `def`",
+        ),
+    ],
+)
+def test_what_is_no_codec_is_refused(codec: Codec, text: str) -> None:
+    handlers = Handlers()
+    with pytest.raises(TypeError, match=text):
+        handlers.topic("a", codec=codec)
+    handlers.topic("a", codec=CloudEvents())
 
 
 def test_only_the_topics_that_a_handler_asks_for_have_tombstones() -> None:

@@ -236,9 +236,16 @@ def test_wrong_upcasters_are_refused() -> None:
         return data
 
     New.upcast("new.v2")(dict)
-    for old, to in (("new.v3", None), ("new.v2", None), ("new.v1", "new.v0")):
-        with pytest.raises(TypeError, match=f"New takes '{old}' already, or not yet"):
-            New.upcast(old, to=to)(dict)
+    for old in ("new.v3", "new.v2"):
+        with pytest.raises(
+            TypeError, match=f"^New takes '{old}' already: write one upcaster for each older type$"
+        ):
+            New.upcast(old)(dict)
+    advice = "^New does not take 'new.v1' yet: write its upcaster first, above that of 'new.v0'$"
+    with pytest.raises(TypeError, match=advice):
+        New.upcast("new.v0", to="new.v1")(dict)
+    with pytest.raises(TypeError, match=r"^'new.v3' is the type of New itself: leave out to=$"):
+        New.upcast("new.v1", to="new.v3")(dict)
     with pytest.raises(TypeError, match="write `def`"):
         New.upcast("new.v1")(convert)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="an older type is a name"):
