@@ -656,6 +656,8 @@ async def test_redrive_counts_asks_and_says_what_became_of_them(
     assert "3 dead" in dry.stdout
     unsure = await service("redrive", input="n\n")
     assert (unsure.exit_code, "Redrive 3?" in unsure.stderr) == (1, True)
+    without_terminal = await service("redrive", input="")
+    assert (without_terminal.exit_code, "give --yes" in without_terminal.stderr) == (1, True)
     assert len(await letters(desk)) == 3, "nothing was done"
 
     async with working(desk):
@@ -667,7 +669,7 @@ async def test_redrive_counts_asks_and_says_what_became_of_them(
     assert await histories(db) == {"ada": [1]}
 
     done = await service("redrive", second[:8], "--yes", "--wait", "0.1", "--json")
-    assert done.exit_code == 0
+    assert done.exit_code == 4
     assert json.loads(done.stdout) == {
         "found": 1,
         "redriven": 1,
