@@ -63,17 +63,20 @@ async def show(
             ids = [event_id(key, row["hash"], ordinal) for ordinal in range(_ORDINALS)]
             events = await connection.fetch(_EVENTS, row["transaction"], ids)
             found.append((dict(row), [dict(event) for event in events]))
-        states = found or await connection.fetch(_STATES, id, source, timeout=_SECONDS)
+        states = []
+        if not found:
+            rows = await connection.fetch(_STATES, id, source, timeout=_SECONDS)
+            states = [row["state"] for row in rows]
     if not found:
         of_source = f" of source {source!r}" if source else ""
         if states:
             lists = [
                 f"`service dead list --event-id {id}{'' if state == 'dead' else f' --{state}'}`"
-                for (state,) in states
+                for state in states
             ]
             raise Refused(
-                f"event {id!r}{of_source} was not applied:"
-                f" it is {' and '.join(state for (state,) in states)}, see {' and '.join(lists)}"
+                f"event {id!r}{of_source} was not applied: it is {' and '.join(states)},"
+                f" see {' and '.join(lists)}"
             )
         raise Refused(
             f"no event {id!r}{of_source} is remembered: never handled,"
