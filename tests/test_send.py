@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from uuid import uuid4
 
 import pytest
@@ -25,9 +26,9 @@ def send(*arguments: str, value: bytes = b"") -> subprocess.CompletedProcess[byt
     )
 
 
-@pytest.fixture
-async def topic() -> AsyncIterator[str]:
-    """A topic of one partition."""
+@asynccontextmanager
+async def new_topic() -> AsyncIterator[str]:
+    """Create a topic of one partition."""
     name = f"send-{uuid4().hex[:12]}"
     admin = AIOKafkaAdminClient(bootstrap_servers=os.environ[KAFKA])
     await admin.start()
@@ -37,6 +38,13 @@ async def topic() -> AsyncIterator[str]:
         await admin.delete_topics([name])
     finally:
         await admin.close()
+
+
+@pytest.fixture
+async def topic() -> AsyncIterator[str]:
+    """A topic of one partition."""
+    async with new_topic() as name:
+        yield name
 
 
 async def first(topic: str) -> ConsumerRecord:
@@ -78,6 +86,16 @@ async def test_an_event_has_a_key_if_one_is_given_and_headers_can_be_replaced(to
         "ce_type": b"scan.recorded.v1",
         "content-type": b"application/json",
     }
+
+
+@pytest.mark.integration
+async def test_if_nothing_is_published_it_names_the_lists_and_the_doctor(topic: str) -> None:
+    async with new_topic() as watched:
+        done = await asyncio.to_thread(send, topic, "scanned", DATA, "--watch", watched)
+
+    assert done.returncode == 0, done.stderr
+    for command in ("dead list`", "dead list --waiting`", "doctor`"):
+        assert f"`service {command}" in done.stdout.decode()
 
 
 @pytest.mark.parametrize(

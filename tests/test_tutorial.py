@@ -21,7 +21,7 @@ ENVIRONMENT = 'eval "$(.venv/bin/python dev/stack.py env)"\n'
 
 def follow(project: BakedProject, before: str, code: str) -> None:
     """Write code to the place that the text before it names."""
-    if "the imports become" in before:
+    if "to the imports" in before:
         file = project.path / "src" / "parcel_tracker" / "handlers.py"
         text = file.read_text("utf-8")
         for line in code.split("\n"):

@@ -31,6 +31,12 @@ NAMED = 20
 """Largest number of entries listed as dead again."""
 DISCARDED = "nothing: it was discarded, and its row is deleted when it is too old"
 """Advice for a discarded entry."""
+LACKING = (
+    "run `service doctor`, which names what the database lacks; write its migration if there is"
+    " none, run `service migrate`, then redrive it if it is dead"
+)
+"""Advice for an entry whose error is that of a missing table or column."""
+_LACKING_ERRORS = ("UndefinedTableError", "UndefinedColumnError")
 _POLL_MIN, _POLL_MAX = 0.05, 1.0
 
 State = Literal["dead", "waiting", "discarded"]
@@ -40,8 +46,9 @@ _CONDITIONS: Mapping[State, str] = {
     "waiting": "died_at IS NULL",
     "discarded": "died_at IS NOT NULL AND discarded_at IS NOT NULL",
 }
-_STATE = """CASE WHEN discarded_at IS NOT NULL THEN 'discarded'
+STATE = """CASE WHEN discarded_at IS NOT NULL THEN 'discarded'
             WHEN died_at IS NOT NULL THEN 'dead' ELSE 'waiting' END"""
+"""The state of a row, in SQL."""
 
 _LIMITS = """
 SELECT set_config('lock_timeout', $1, true),
@@ -182,7 +189,7 @@ class Store(ABC):
         """Yield the newest entries, at most `limit`."""
         statement = self._statement(
             state,
-            f"SELECT {self.entry}, {_STATE} AS state, <since> AS since, row_key",
+            f"SELECT {self.entry}, {STATE} AS state, <since> AS since, row_key",
             f"AND ($11::timestamptz IS NULL OR (<since>, row_key) < ($11, $12::{self.key_type}))"
             " ORDER BY since DESC, row_key DESC LIMIT $13",
         )
@@ -202,13 +209,15 @@ class Store(ABC):
         """Return all that is stored of an entry, and the `advice`. Raises `Refused`."""
         (key,) = await self.keys_of([id])
         row = await self.connection.fetchrow(
-            f"SELECT {self.entry}, {_STATE} AS state, {self.detail} FROM {self.source}"
+            f"SELECT {self.entry}, {STATE} AS state, {self.detail} FROM {self.source}"
             " WHERE row_key = $1",
             key,
         )
         if row is None:
             raise Refused(f"there is no {self.name} {id}: see `service {self.command} list`")
         advice = self.reasons.get(row["reason"], "nothing is known of this reason")
+        if (row["error"] or "").startswith(_LACKING_ERRORS):
+            advice = LACKING
         is_discarded = row["state"] == "discarded"
         return self._read(row) | {"advice": DISCARDED if is_discarded else advice}
 

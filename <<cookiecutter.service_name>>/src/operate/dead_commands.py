@@ -24,6 +24,8 @@ PROGRESS = 10_000
 """Number of changes after which progress is reported on standard error."""
 _DEAD_AGAIN = 3
 """Exit code if redriven entries are dead again."""
+_STILL_WAITING = 4
+"""Exit code if none is dead again, and some wait."""
 _IS: dict[State, str] = {
     "waiting": "waits, and is tried again by itself",
     "dead": "is dead",
@@ -179,7 +181,7 @@ async def redrive(
 ) -> None:
     """Try them again, in order and with new attempts, and report what became of them.
 
-    The exit code is 3 if some are dead again.
+    The exit code is 3 if some are dead again, else 4 if some wait.
     """
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
     became = None
@@ -205,8 +207,8 @@ async def redrive(
             typer.echo(one_line(f"  {one['id']} is dead again: {one['reason']}: {one['error']}"))
         if became.counts["waiting"]:
             typer.echo(f"Some wait after {wait:g} s: {store.hint}")
-    if became and became.counts["dead"]:
-        raise typer.Exit(_DEAD_AGAIN)
+    if became and (became.counts["dead"] or became.counts["waiting"]):
+        raise typer.Exit(_DEAD_AGAIN if became.counts["dead"] else _STILL_WAITING)
 
 
 async def discard(

@@ -8,6 +8,7 @@ from pydantic_core import from_json
 from pipeline.events.message import marker_key
 from pipeline.handlers.staging import event_id
 
+from .dead import STATE
 from .errors import Refused
 from .output import one_line, print_fields, print_json
 from .terminal import Invocation, operation
@@ -36,7 +37,10 @@ SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key
  ORDER BY id
 """
 
-_WAITS = "SELECT count(*) FROM pipeline.backlog WHERE id = $1 AND ($2::text IS NULL OR source = $2)"
+_STATES = f"""
+SELECT DISTINCT {STATE} AS state FROM pipeline.backlog
+ WHERE id = $1 AND ($2::text IS NULL OR source = $2) ORDER BY state
+"""
 
 app = typer.Typer(help="Messages that the service has handled.", no_args_is_help=True)
 
@@ -59,13 +63,20 @@ async def show(
             ids = [event_id(key, row["hash"], ordinal) for ordinal in range(_ORDINALS)]
             events = await connection.fetch(_EVENTS, row["transaction"], ids)
             found.append((dict(row), [dict(event) for event in events]))
-        waits = not found and await connection.fetchval(_WAITS, id, source, timeout=_SECONDS)
+        states = []
+        if not found:
+            rows = await connection.fetch(_STATES, id, source, timeout=_SECONDS)
+            states = [row["state"] for row in rows]
     if not found:
         of_source = f" of source {source!r}" if source else ""
-        if waits:
+        if states:
+            lists = [
+                f"`service dead list --event-id {id}{'' if state == 'dead' else f' --{state}'}`"
+                for state in states
+            ]
             raise Refused(
-                f"event {id!r}{of_source} was not applied: it waits or is dead, see"
-                f" `service dead list --event-id {id}`, also with --waiting"
+                f"event {id!r}{of_source} was not applied: it is {' and '.join(states)},"
+                f" see {' and '.join(lists)}"
             )
         raise Refused(
             f"no event {id!r}{of_source} is remembered: never handled,"

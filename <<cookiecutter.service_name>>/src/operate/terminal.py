@@ -119,8 +119,14 @@ class Invocation:
         typer.echo(text, err=self.as_json)
 
     def confirm(self, question: str) -> None:
-        """Ask a question. Raises `typer.Abort` unless the answer is yes."""
-        if not typer.confirm(question, err=True):
+        """Ask a question. Raises `typer.Abort` unless the answer is yes, `Refused` without one."""
+        try:
+            is_confirmed = typer.confirm(question, err=True)
+        except typer.Abort:
+            if sys.stdin.isatty():
+                raise
+            raise Refused("nothing was done: without a terminal, give --yes") from None
+        if not is_confirmed:
             raise typer.Abort
 
 

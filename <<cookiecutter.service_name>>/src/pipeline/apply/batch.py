@@ -1,5 +1,6 @@
 """Batches: records decoded, validated and matched with their handlers."""
 
+import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ from pipeline.servers.tasks import TimeSlice
 from .item import Item, Undecoded
 from .positions import Anchor
 
+log = logging.getLogger(__name__)
+
 _offset = attrgetter("offset")
+
+_MOST = 100
+"""Largest number of skipped types that are logged: producers may make up any number."""
+_logged_types: set[tuple[str, str]] = set()
 
 
 class UnknownType(Exception):
@@ -134,8 +141,10 @@ def items_of(
         reason = error.reason if isinstance(error, Undecodable) else Reason.INVALID_ENVELOPE
         return Undecoded(record, reason, error)
     takers = handlers.of(topic, Tombstone.__event_type__ if message.data is None else message.type)
-    if not takers and topic in handlers.demanding:
-        return Undecoded(record, "unknown type", UnknownType(message))
+    if not takers:
+        if topic in handlers.demanding:
+            return Undecoded(record, "unknown type", UnknownType(message))
+        _log_type(topic, message.type)
     event, fault = None, None
     for handler in takers if validates and message.reference is None else ():
         if handler.mode == "immediate":  # other messages are validated when they are handled
@@ -146,6 +155,13 @@ def items_of(
         key = marker_key(handler.consumer, message.source, message.id)
         items.append(Item(handler, key, message, record, event, fault))
     return items
+
+
+def _log_type(topic: str, type: str) -> None:
+    """Log a type that no handler takes, once."""
+    if (topic, type) not in _logged_types and len(_logged_types) < _MOST:
+        _logged_types.add((topic, type))
+        log.info("%s: records of type %r are skipped: no handler takes it", topic, type)
 
 
 def validated(item: Item) -> Item:

@@ -628,6 +628,21 @@ async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service:
     assert shown["advice"] == REASONS["invalid payload"]
 
 
+@pytest.mark.parametrize("error", [asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError])
+async def test_show_has_the_doctor_name_what_the_database_lacks(
+    bank: Bank, desk: Desk, service: Command, error: type[Exception]
+) -> None:
+    bank.errors = {1: error('relation "account" does not exist')}
+    await desk.apply(Deposit(1))
+    (letter,) = await letters(desk, "waiting")
+
+    shown = json.loads((await service("show", letter.id, "--json")).stdout)
+
+    assert shown["reason"] == "transaction failed"
+    assert "`service doctor`" in shown["advice"]
+    assert "`service migrate`" in shown["advice"]
+
+
 async def test_redrive_counts_asks_and_says_what_became_of_them(
     bank: Bank, desk: Desk, db: asyncpg.Connection, service: Command
 ) -> None:
@@ -641,6 +656,8 @@ async def test_redrive_counts_asks_and_says_what_became_of_them(
     assert "3 dead" in dry.stdout
     unsure = await service("redrive", input="n\n")
     assert (unsure.exit_code, "Redrive 3?" in unsure.stderr) == (1, True)
+    without_terminal = await service("redrive", input="")
+    assert (without_terminal.exit_code, "give --yes" in without_terminal.stderr) == (1, True)
     assert len(await letters(desk)) == 3, "nothing was done"
 
     async with working(desk):
@@ -652,7 +669,7 @@ async def test_redrive_counts_asks_and_says_what_became_of_them(
     assert await histories(db) == {"ada": [1]}
 
     done = await service("redrive", second[:8], "--yes", "--wait", "0.1", "--json")
-    assert done.exit_code == 0
+    assert done.exit_code == 4
     assert json.loads(done.stdout) == {
         "found": 1,
         "redriven": 1,

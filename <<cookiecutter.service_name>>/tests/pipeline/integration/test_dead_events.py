@@ -400,7 +400,7 @@ async def test_redrive_counts_asks_and_says_what_waits(
     assert (unsure.exit_code, "Redrive 3?" in unsure.stderr) == (1, True)
     assert await numbers(db) == {1, 2, 3}, "nothing was done"
     done = await service("events", "redrive", "1", "3", "--wait", "0.1", input="y\n")
-    assert done.exit_code == 0
+    assert done.exit_code == 4
     assert "redriven 2 of 2" in done.stderr
     assert "2 waiting" in done.stdout
     assert "the relay notices within " in done.stdout

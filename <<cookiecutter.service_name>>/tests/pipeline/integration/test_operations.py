@@ -119,14 +119,30 @@ async def test_inbox_show_says_so_when_nothing_is_remembered(
     assert "no event 'nobody' is remembered" in process.output
 
 
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("", "it is dead, see `service dead list --event-id 5`"),
+        ("SET died_at = NULL", "it is waiting, see `service dead list --event-id 5 --waiting`"),
+        (
+            "SET discarded_at = died_at WHERE consumer = 'receipt'",
+            (
+                "it is dead and discarded, see `service dead list --event-id 5` and"
+                " `service dead list --event-id 5 --discarded`"
+            ),
+        ),
+    ],
+    ids=["dead", "waiting", "one discarded"],
+)
 async def test_inbox_show_says_where_an_event_is_that_was_not_applied(
-    desk: Desk, start: Start
+    desk: Desk, db: asyncpg.Connection, start: Start, statement: str, said: str
 ) -> None:
     await desk.apply(Deposit(5, value=b"{}"))
+    if statement:
+        await db.execute(f"UPDATE pipeline.backlog {statement}")
     process = await start("inbox", "show", "5")
     assert await process.ended() == 1
-    assert "event '5' was not applied: it waits or is dead" in process.output
-    assert "`service dead list --event-id 5`" in process.output
+    assert f"event '5' was not applied: {said}\n" in process.output
 
 
 async def test_relay_reset_publishes_a_restored_outbox_again_with_the_same_ids(

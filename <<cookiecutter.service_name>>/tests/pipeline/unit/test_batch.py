@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Sequence
 from decimal import Decimal
@@ -13,6 +14,7 @@ from aiokafka import ConsumerRecord
 from pydantic import ValidationError, field_validator, model_validator
 
 from pipeline import CloudEvents, Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
+from pipeline.apply import batch as batches
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.positions import Anchor
 from pipeline.errors import summarize_error
@@ -117,6 +119,18 @@ async def test_types_that_nobody_takes_and_tombstones_are_skipped_and_the_end_pa
     batch = await read(handlers, 0, records)
     assert [offset for offset, _ in taken(batch)] == [1, 1]
     assert (batch.skipped, batch.end, batch.undecoded) == ([0, 2], 3, [])
+
+
+async def test_a_type_that_no_handler_takes_is_logged_once_and_not_without_limit(
+    handlers: Handlers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_logged_types", set())
+    caplog.set_level(logging.INFO, batches.__name__)
+    types = ["plcaed", "placed", "plcaed", *(f"type {number}" for number in range(1_000))]
+    await read(handlers, 0, [record(offset, type=type) for offset, type in enumerate(types)])
+    first, *others = (line.getMessage() for line in caplog.records)
+    assert first == "orders: records of type 'plcaed' are skipped: no handler takes it"
+    assert len({first, *others}) == len(caplog.records) == 100
 
 
 async def test_a_tombstone_without_headers_is_skipped_where_nobody_asks_for_it(
