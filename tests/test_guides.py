@@ -695,7 +695,6 @@ def test_what_a_page_has_made_can_be(owner: str, template: Template, output: Pat
 ELSEWHERE = {
     "make demo": "tests/test_demo.py, with fewer scans",
     "make test-unit": "a part of what runs this",
-    "make test": "what runs this",
     "make chaos-selftest": "tests/test_chaos.py: one sabotage by `make test-full`; that all fit",
     "make chaos": "tests/test_chaos.py: rounds of a minute, and which round a report is of",
     "make bench": "tests/test_bench.py: a small one by `make test-full`",

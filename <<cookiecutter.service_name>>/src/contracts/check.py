@@ -215,9 +215,11 @@ def _place(field: str, place: Any) -> str:
         return "the whole payload" if place is None else f"at {place}"
     if place is None:
         return "CloudEvents only"
-    if not isinstance(place, Mapping) or not {"kind", "names"} <= place.keys():  # a custom codec's
-        return json.dumps(place, ensure_ascii=False)
-    return " ".join(["the", place["kind"], ", ".join(place["names"])]).strip()
+    match place:
+        case {"kind": str(kind), "names": [*names]}:
+            return " ".join(["the", kind, ", ".join(map(str, names))]).strip()
+        case _:  # a custom codec's
+            return json.dumps(place, ensure_ascii=False)
 
 
 def _changes(

@@ -82,8 +82,8 @@ def _upcast(event: type[Event], old: str) -> dict[str, str]:
 
 def _described(codec: Codec) -> dict[str, Any]:
     """Return what the codec's records and the ids, types and hashes of their events depend on."""
-    # A codec that is no subclass of `Codec` may have no contract.
-    found = json.loads(json.dumps(getattr(codec, "contract", dict)()))
+    contract = getattr(codec, "contract", None)
+    found = json.loads(json.dumps(contract())) if callable(contract) else {}
     identity = getattr(codec, "identity", None)
     if isinstance(identity, Header | PayloadFields | Position):
         found["identity"] = described_place(identity)

@@ -22,9 +22,6 @@ from .health import Finding, Level, named
 
 CLOCKS_APART = 2.0
 _ANSWER_SECONDS = 10.0
-
-# Reads the catalogue, which needs no privileges. A table without a schema is searched in all
-# schemas: the service's role may have another search path than this connection.
 LONG = timedelta(minutes=5)
 """How long a transaction may be open."""
 BLOATED = 10_000

@@ -554,7 +554,7 @@ def test_another_argument_of_a_custom_codec_is_a_warning(
 
 
 def test_a_codec_without_a_contract_is_exported_by_its_name(service: Service) -> None:
-    service.handlers.codecs["lines"] = Silent()  # type: ignore[assignment]
+    service.handlers.codecs["lines"] = Silent()
     assert export.exported(service)["codecs"]["lines"] == {"codec": "Silent"}
 
 

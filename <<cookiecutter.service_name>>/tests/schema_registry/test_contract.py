@@ -8,7 +8,7 @@ import pytest
 from confluent_kafka.schema_registry import Schema
 
 from contracts.check import Mode, verdicts
-from pipeline import Codec, Event, PayloadFields
+from pipeline import Event, PayloadFields
 from schema_registry import Confluent, Framing, Strategy
 
 PUBLISHED, TAKEN = ("published",), ("taken",)
@@ -21,7 +21,7 @@ class Sold(Event, type="sold.v1"):
 SCHEMA = Schema('{"type": "record", "name": "shop.Sold", "fields": []}', "AVRO")
 
 
-def exported(codec: Codec, sides: tuple[str, ...]) -> Mapping[str, Any]:
+def exported(codec: Confluent, sides: tuple[str, ...]) -> Mapping[str, Any]:
     described = {"codec": "Confluent", **json.loads(json.dumps(codec.contract()))}
     return {"codecs": {"sales": described}, "taken": {}, "published": {}} | {
         side: {"sales": {}} for side in sides
@@ -29,7 +29,7 @@ def exported(codec: Codec, sides: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def found(
-    before: Codec, now: Codec, sides: tuple[str, ...] = TAKEN, mode: Mode = Mode.FULL
+    before: Confluent, now: Confluent, sides: tuple[str, ...] = TAKEN, mode: Mode = Mode.FULL
 ) -> Iterator[tuple[str, bool, str]]:
     for one in verdicts(exported(before, sides), exported(now, sides), mode):
         assert one.topic == "sales"

@@ -52,6 +52,10 @@ class Codec(Protocol):
 
     `decode` and `encode` are called for every event in the event loop: they wait for nothing.
     Retries decode the stored bytes and headers again, perhaps in another process.
+
+    A method `contract()` may return, as JSON, the arguments that decide what is read and written:
+    `service schema check` warns if they change. Names that the codecs of the template use mean the
+    same here.
     """
 
     async def open(self, topic: str, events: Sequence[type[Event]]) -> None:
@@ -82,14 +86,6 @@ class Codec(Protocol):
     def encode(self, event: Outgoing) -> Encoded:
         """Return the record's payload and headers. Raises `Unpublishable`."""
         ...
-
-    def contract(self) -> Mapping[str, object]:
-        """Return, as JSON, the arguments that decide what is read and how events are written.
-
-        `service schema check` compares them with those of an earlier export. Names that the codecs
-        of the template use mean the same here; a change of any other argument is a warning.
-        """
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +120,14 @@ def check_codec(codec: Codec) -> None:
     if isinstance(codec, type):
         raise TypeError(f"codec= takes an object: write codec={codec.__name__}(…)")
     kind = type(codec).__name__
-    names = ("open", "prepare", "decode", "encode")
+    names = ("prepare", "decode")  # a codec that only reads needs no others
     if missing := [name for name in names if not callable(getattr(codec, name, None))]:
         raise TypeError(
-            f"{kind} has no methods {', '.join(missing)}: write `class {kind}(Codec)`, with at"
-            " least `decode` and `encode`"
+            f"{kind} has no method {' and no '.join(missing)}: write `class {kind}(Codec)`, with"
+            " `decode`, and `encode` if events are published"
         )
     for name in ("decode", "encode"):
-        if iscoroutinefunction(getattr(codec, name)):
+        if iscoroutinefunction(getattr(codec, name, None)):
             raise TypeError(
                 f"{kind}.{name} is called in the event loop and waits for nothing: write"
                 " `def`, and fetch what it needs in `prepare` or `open`"

@@ -51,6 +51,8 @@ SELECT format('%s has the default partition %s, beside which none can be attache
 """
 
 
+# Reads the catalogue, which needs no privileges. A table without a schema is searched in all
+# schemas: the service's role may have another search path than this connection.
 _LACKING = """
 SELECT schema, name, array_agg(field ORDER BY place) AS fields
   FROM unnest($1::text[], $2::text[], $3::text[]) WITH ORDINALITY
@@ -200,18 +202,16 @@ async def wrong_columns(connection: asyncpg.Connection, migrations: ScriptDirect
 
 
 async def lacking(connection: asyncpg.Connection, declared: sa.MetaData) -> list[str]:
-    """Return a sentence for each table with columns that are declared and not in the database."""
-    columns = [
-        (table.schema, table.name, column.name)
-        for table in declared.sorted_tables
-        for column in table.columns
-    ]
+    """Return a sentence for each table that is declared and lacks columns in the database."""
+    tables = {(table.schema, table.name): table for table in declared.tables.values()}
+    columns = [(*name, column.name) for name, table in tables.items() for column in table.columns]
     names = [list(each) for each in zip(*columns, strict=True)] or [[], [], []]
-    return [
-        f"the table {'.'.join(filter(None, (row['schema'], row['name'])))} lacks"
-        f" {', '.join(row['fields'])}, which the code has"
-        for row in await connection.fetch(_LACKING, *names)
-    ]
+    found = []
+    for schema, name, fields in await connection.fetch(_LACKING, *names):
+        lacks_all = len(fields) == len(tables[schema, name].columns)
+        what = "is missing" if lacks_all else f"lacks {', '.join(fields)}"
+        found.append(f"the table {'.'.join(filter(None, (schema, name)))} of the code {what}")
+    return found
 
 
 async def applied_revisions(connection: asyncpg.Connection) -> list[str]:

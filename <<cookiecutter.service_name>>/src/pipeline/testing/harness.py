@@ -125,8 +125,8 @@ class Harness:
 
         The engine's stored times are moved back instead of waiting; clocks and the service's tables
         stay as they are. Inbox markers age, too, and are forgotten after `PIPELINE_INBOX_AGE`.
-        Calls become due, and wait for `run_calls`. After a hundred pauses, retries are late by a
-        tenth of the time passed. Raises `HarnessMisused` if it has no end or is negative.
+        Calls become due, and wait for `run_calls`. After a hundred pauses, what is due comes late
+        by a tenth of the time passed. Raises `HarnessMisused` if it has no end or is negative.
         """
         time = left = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
         if left < timedelta():

@@ -168,11 +168,11 @@ async def test_a_process_starts_as_soon_as_its_database_is_migrated(
 
 
 async def test_a_process_warns_of_a_table_without_a_migration(
-    start: Start, db: asyncpg.Connection
+    start: Start, folder: Path, db: asyncpg.Connection
 ) -> None:
     await db.execute("ALTER TABLE account DROP COLUMN version")
-    process = await start("relay")
-    await process.says("the table account lacks version, which the code has: write the migration")
+    process = await start("relay", cwd=folder)
+    await process.says("the table account of the code lacks version: write the migration")
 
 
 GONE = ("archives", "finished_at", "held", "singleton", "started_at")

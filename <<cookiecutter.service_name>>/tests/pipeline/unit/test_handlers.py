@@ -172,7 +172,7 @@ class Partial:
         (CloudEvents, r"^codec= takes an object: write codec=CloudEvents\(…\)$"),
         (
             Partial(),
-            r"^Partial has no methods open, prepare, encode: write `class Partial\(Codec\)`",
+            r"^Partial has no method prepare: write `class Partial\(Codec\)`",
         ),
         (
             Waiting(),
