@@ -314,11 +314,12 @@ class Harness:
 
     async def _step(self, work: Callable[[], Awaitable[None]]) -> Outcome:
         """Do the work, and return what has become of messages and what is stored since."""
-        did, before = self._did, await self._query(stored.mark)
-        with did.begun(), observing(self.service, self._settings) as observed:
-            await self._survive(work)
-        found = await self._stored(before)
-        return outcome_of(did.outcomes, **found._asdict(), skipped=did.skipped, observed=observed)
+        with (did := self._did).begun():
+            before = await self._query(stored.mark)
+            with observing(self.service, self._settings) as observed:
+                await self._survive(work)
+            found = (await self._stored(before))._asdict()
+            return outcome_of(did.outcomes, **found, skipped=did.skipped, observed=observed)
 
     async def _stored(self, since: Mark) -> Stored:
         source = self.service.handlers, self.service.package, self.service.encryption
