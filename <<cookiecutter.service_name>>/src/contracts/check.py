@@ -145,6 +145,10 @@ def verdicts(old: Mapping[str, Any], new: Mapping[str, Any], mode: Mode) -> Iter
     codecs = new.get("codecs", {})
     for topic, codec in sorted(old.get("codecs", {}).items()):
         now = codecs.get(topic, codec)
+        if now["codec"] != codec["codec"]:
+            text = f"the codec is {now['codec']}, and was {codec['codec']}: use another topic"
+            yield Verdict(topic, "all types", True, text)
+            continue
         yield from _records(topic, codec, now)
         sides = {side for side in ("taken", "published") if topic in new.get(side, {})}
         for is_break, text in _arguments(codec, now, sides, mode):
@@ -164,10 +168,6 @@ def verdicts(old: Mapping[str, Any], new: Mapping[str, Any], mode: Mode) -> Iter
 
 def _records(topic: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Verdict]:
     """Yield what gives the same record another id, hash or type."""
-    if new["codec"] != old["codec"]:
-        text = f"the codec is {new['codec']}, and was {old['codec']}: use another topic"
-        yield Verdict(topic, "all types", True, text)
-        return
     both = old.keys() & new.keys()
     for field, sentence in _OF_RECORDS.items():
         now, before = new.get(field), old.get(field)
@@ -193,8 +193,6 @@ def _arguments(
     old: Mapping[str, Any], new: Mapping[str, Any], sides: Collection[str], mode: Mode
 ) -> Iterator[tuple[bool, str]]:
     """Yield what other arguments of a codec do; those that only one export has are skipped."""
-    if new["codec"] != old["codec"]:
-        return
     for name in sorted((old.keys() & new.keys()) - {"types", *_OF_RECORDS}):
         before, now, side = old[name], new[name], _OF_ONE_SIDE.get(name)
         if before == now or (side and side not in sides):
