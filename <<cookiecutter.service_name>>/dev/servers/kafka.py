@@ -88,18 +88,19 @@ class Kafka(LocalServer):
             *arguments,
         ]
 
+    def settings(self) -> str:
+        port, controller_port = self.record.ports[:2]
+        return KAFKA_SETTINGS.format(
+            client=f"{LOOPBACK}:{port}",
+            controller=f"{LOOPBACK}:{controller_port}",
+            data=self.home / "data",
+        )
+
     def prepare(self) -> None:
         self.home.mkdir(exist_ok=True)
         (self.home / "log4j2.properties").write_text(KAFKA_LOGGING)
         properties = self.home / "server.properties"
-        port, controller_port = self.record.ports[:2]
-        properties.write_text(
-            KAFKA_SETTINGS.format(
-                client=f"{LOOPBACK}:{port}",
-                controller=f"{LOOPBACK}:{controller_port}",
-                data=self.home / "data",
-            )
-        )
+        properties.write_text(self.settings())
         if (self.home / "initialised").exists():
             return
         say("creating the Kafka data directory")

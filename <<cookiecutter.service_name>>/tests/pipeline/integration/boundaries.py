@@ -41,6 +41,7 @@ BOUNDARIES = (
     Boundary("schema: read owner"),
     Boundary("schema: read revisions"),
     Boundary("schema: compare columns"),
+    Boundary("schema: find missing columns"),
     Boundary("retention: read generation"),
     Boundary("retention: check ownership"),
     Boundary("retention: begin"),

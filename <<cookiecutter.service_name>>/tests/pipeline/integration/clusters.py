@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from servers.console import run_step
-from servers.kafka import KAFKA_LOGGING, KAFKA_SETTINGS, Kafka
+from servers.kafka import Kafka
 from servers.network import LOOPBACK
 from servers.postgres import Postgres, installation
 from servers.releases import ReleasedServers
@@ -17,6 +17,7 @@ from servers.sources import DATABASE_URL
 from servers.state import StateDirectory
 from sqlalchemy import make_url
 
+from .brokers import ConfiguredKafka
 from tests.servers.programs import require_what_it_needs, running
 
 
@@ -101,33 +102,22 @@ def private_of(major: int) -> Iterator[str]:
             servers.down(purge=True)
 
 
-class SecondBroker(Kafka):
+_SECOND = """
+process.roles=broker
+node.id=2
+listeners=PLAINTEXT://{client}
+controller.quorum.voters=1@{controller}
+"""
+
+
+class SecondBroker(ConfiguredKafka):
     """Another broker of the cluster that a first one is the controller of."""
 
     controller: str
 
-    def prepare(self) -> None:
-        """Write its settings, and format its disk before the first start."""
-        self.home.mkdir(exist_ok=True)
-        (self.home / "log4j2.properties").write_text(KAFKA_LOGGING)
-        settings = KAFKA_SETTINGS.format(
-            client=f"{LOOPBACK}:{self.port}",
-            controller=self.controller,
-            data=self.home / "data",
-        )
-        settings = settings.replace("process.roles=broker,controller", "process.roles=broker")
-        settings = settings.replace("node.id=1", "node.id=2")
-        settings = settings.replace(f",CONTROLLER://{self.controller}", "")
-        properties = self.home / "server.properties"
-        properties.write_text(settings)
-        if not (self.home / "data").exists():
-            run_step(
-                self.java_command("kafka.tools.StorageTool", "format",
-                    "--cluster-id=MkU3OEVBNTcwNTJENDM2Qk", f"--config={properties}"),
-                self.log,
-                "The second broker's data directory could not be created.",
-                **self.process_options,
-            )  # fmt: skip
+    def more_settings(self, *addresses: str) -> str:
+        """Follow that controller."""
+        return _SECOND.format(client=addresses[0], controller=self.controller)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hashlib import md5
 from uuid import UUID
 
+import asyncpg
 import pytest
 from sqlalchemy import make_url
 
@@ -76,7 +77,6 @@ SELECT id, created_at, CASE id % 20 WHEN 0 THEN 'large' ELSE 'missing' END, key,
        dataref, datalength, datachecksum
   FROM pipeline.outbox WHERE id % 4 = 0 AND id < 900000
 """
-_NOW = "SELECT pg_current_snapshot()"
 
 
 CHOSEN = Settings.model_validate(
@@ -117,15 +117,21 @@ def large(loaded: Large, request: pytest.FixtureRequest) -> Large:
 async def _load(url: str) -> Large:
     await execute(url, _LOAD, "CALL fill(1, 1, 100)", "ANALYZE")
     async with connected(url) as connection:
-        empty = await connection.fetchval(_NOW)
+        empty = await _now(connection)
         # One after the other: rows of two writers would lie in two places, and each step from one
         # to the other count as a block.
         await execute(url, "CALL fill(2, 1001, 1000)")
         await execute(url, _REFUSE)
         await filters.build(connection, mebibytes=128)
-        full = await connection.fetchval(_NOW)
+        full = await _now(connection)
         await stage(connection, [event("t", number, f"key-{number}") for number in range(100)])
         return Large(url, empty, full)
+
+
+async def _now(connection: asyncpg.Connection) -> window.Snapshot:
+    """Return what has ended by now, as if other tests had nothing running: each costs a search."""
+    _, xmax, _ = await connection.fetchval("SELECT pg_current_snapshot()")
+    return (xmax, xmax, ())
 
 
 @pytest.fixture(params=["force_custom_plan", "force_generic_plan"])
@@ -142,7 +148,7 @@ async def asked(large: Large, request: pytest.FixtureRequest) -> AsyncIterator[E
 
 @pytest.mark.parametrize("limit", [7, 100, 5_000])
 async def test_a_poll_that_finds_nothing(asked: Explaining, limit: int) -> None:
-    now = await asked._db.fetchval(_NOW)
+    now = await _now(asked._db)
     page = await window.fresh(asked, Progress(now, None, 0, 0), ALL_SHARDS, limit)
     assert len(page.events) == 0
     for plan in asked.plans:
@@ -200,7 +206,7 @@ async def test_a_wide_window_is_opened_at_its_first_event_by_statements_that_are
 
 
 async def test_a_page_of_a_backlog_of_a_million(asked: Explaining, large: Large) -> None:
-    now = await asked._db.fetchval(_NOW)
+    now = await _now(asked._db)
     progress = Progress(large.empty, now, 500_000, 1_000_000)
     page = await window.page(asked, progress, ALL_SHARDS, 5_000)
     assert len(page.events) == 5_000
@@ -210,7 +216,7 @@ async def test_a_page_of_a_backlog_of_a_million(asked: Explaining, large: Large)
 
 
 async def test_a_page_of_one_shard_of_a_backlog(asked: Explaining, large: Large) -> None:
-    now = await asked._db.fetchval(_NOW)
+    now = await _now(asked._db)
     page = await window.page(asked, Progress(large.empty, now, 500_000, 1_000_000), [7], 5_000)
     assert 0 < len(page.events) < 5_000
     assert (only(asked).indexes, only(asked).scanned) == ({"outbox_id_idx"}, set())
@@ -220,7 +226,7 @@ async def test_a_page_of_one_shard_of_a_backlog(asked: Explaining, large: Large)
 async def test_a_page_of_a_window_with_a_few_events_among_many_that_are_published(
     asked: Explaining, large: Large
 ) -> None:
-    now = await asked._db.fetchval(_NOW)
+    now = await _now(asked._db)
     page = await window.page(asked, Progress(large.full, now, 100_000, 1_000_000), ALL_SHARDS, 500)
     assert len(page.events) == 0
     assert (only(asked).indexes, only(asked).scanned) == ({"outbox_id_idx"}, set())
