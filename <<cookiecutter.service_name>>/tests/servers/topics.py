@@ -128,7 +128,7 @@ async def create_topic(kafka: str, topic: str, partitions: int = 1, **configs: s
 
         async def is_there() -> bool:
             answer = await admin.create_topics(
-                [NewTopic(topic, partitions, -1, topic_configs=configs)]
+                [NewTopic(topic, partitions, 1, topic_configs=configs)]
             )
             return bool(answer.topic_errors[0][1] == 0)
 

@@ -43,7 +43,6 @@ class ConfiguredKafka(Kafka):
 _REPLICAS = """
 node.id={id}
 controller.quorum.voters={voters}
-default.replication.factor=3
 min.insync.replicas=2
 offsets.topic.replication.factor=3
 transaction.state.log.replication.factor=3

@@ -14,13 +14,14 @@ from uuid import uuid4
 import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
+from aiokafka.admin import NewTopic
 from servers.network import LOOPBACK
 
 from .bank import Bank
 from .brokers import Replica, replicas
 from .processes import starting
 from .test_process import check_the_ledger, send_deposits
-from tests.servers.topics import administrator, create_topic
+from tests.servers.topics import administrator
 from tests.servers.waiting import eventually
 
 pytestmark = pytest.mark.full
@@ -43,19 +44,22 @@ def kafka(brokers: Sequence[Replica]) -> str:
     return ",".join(f"{LOOPBACK}:{one.port}" for one in brokers)
 
 
+async def _are_in_sync(kafka: str, topics: Sequence[str]) -> bool:
+    async with administrator(kafka) as admin:
+        found = await admin.describe_topics(topics)
+    in_sync = [len(one["isr"]) for topic in found for one in topic["partitions"]]
+    return in_sync == [3] * PARTITIONS * len(topics)
+
+
 @pytest.fixture
 async def bank(kafka: str) -> Bank:
     """Return a bank whose topics have replicas on all brokers."""
     name = f"bank-{uuid4().hex[:8]}"
-    for topic in (f"{name}-in", f"{name}-out"):
-        await create_topic(kafka, topic, PARTITIONS)
-    return Bank(deposits=f"{name}-in", balances=f"{name}-out", name=name)
-
-
-async def _are_in_sync(kafka: str, topics: Sequence[str]) -> bool:
+    topics = f"{name}-in", f"{name}-out"
     async with administrator(kafka) as admin:
-        found = await admin.describe_topics(topics)
-    return all(len(one["isr"]) == 3 for topic in found for one in topic["partitions"])
+        await admin.create_topics([NewTopic(topic, PARTITIONS, 3) for topic in topics])
+    await eventually(lambda: _are_in_sync(kafka, topics))
+    return Bank(*topics, name)
 
 
 class Traffic:
@@ -83,8 +87,10 @@ class Traffic:
             self._stopping.set()
 
 
-@pytest.mark.parametrize("is_transactional", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "is_transactional"),
+    [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGTERM, False)],
+)
 async def test_the_service_goes_on_while_brokers_are_restarted_one_after_the_other(
     brokers: Sequence[Replica],
     bank: Bank,
