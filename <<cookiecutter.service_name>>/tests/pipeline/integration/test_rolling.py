@@ -63,7 +63,7 @@ async def bank(kafka: str) -> Bank:
 
 
 class Traffic:
-    """Deposits that are sent without a pause."""
+    """Deposits that are sent all the time."""
 
     def __init__(self, producer: AIOKafkaProducer, bank: Bank) -> None:
         self.sent = 0
@@ -71,7 +71,7 @@ class Traffic:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Send deposits until `end` is called."""
+        """Send deposits until `flowing` ends."""
         while not self._stopping.is_set():
             amounts = range(self.sent + 1, self.sent + 11)
             await send_deposits(self._producer, self._bank, amounts, PARTITIONS)
