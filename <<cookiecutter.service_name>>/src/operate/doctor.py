@@ -247,7 +247,7 @@ async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
     migrations = revisions.load_migrations()
     is_behind = migrations and await revisions.missing(connection, migrations)
     advice = "run `service migrate`" if is_behind else revisions.WRITE_MIGRATION
-    for found in await revisions.lacking(connection, service.metadata):
+    for found in await revisions.lacking(connection, service.metadata, migrations):
         yield Finding("wrong", found, advice)
 
 

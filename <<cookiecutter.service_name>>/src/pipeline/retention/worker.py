@@ -65,10 +65,8 @@ class RetentionWorker:
 
         async def begin(connection: asyncpg.Connection) -> None:
             await revisions.check(connection, service, migrations)
-            # A newer schema may have dropped what this code no longer uses.
-            if migrations and not await revisions.unknown(connection, migrations):
-                for one in await revisions.lacking(connection, declared):
-                    log.warning("%s: %s", one, revisions.WRITE_MIGRATION)
+            for one in await revisions.lacking(connection, declared, migrations):
+                log.warning("%s: %s", one, revisions.WRITE_MIGRATION)
             await self._prepare(connection, warns=True)
 
         self._health.not_ready(_PART, "schema and partitions are not checked yet")

@@ -201,8 +201,16 @@ async def wrong_columns(connection: asyncpg.Connection, migrations: ScriptDirect
     return [row[0] for row in await connection.fetch(_WRONG_COLUMNS, needed)]
 
 
-async def lacking(connection: asyncpg.Connection, declared: sa.MetaData) -> list[str]:
-    """Return a sentence for each table that is declared and lacks columns in the database."""
+async def lacking(
+    connection: asyncpg.Connection, declared: sa.MetaData, migrations: ScriptDirectory | None
+) -> list[str]:
+    """Return a sentence for each table that is declared and lacks columns in the database.
+
+    Nothing is compared if a revision that is not among the migrations was applied, or if these are
+    not known: a newer schema may have dropped what this code no longer uses.
+    """
+    if migrations is None or await unknown(connection, migrations):
+        return []
     tables = {(table.schema, table.name): table for table in declared.tables.values()}
     columns = [(*name, column.name) for name, table in tables.items() for column in table.columns]
     names = [list(each) for each in zip(*columns, strict=True)] or [[], [], []]

@@ -255,7 +255,8 @@ async def _administer(server_url: str, statement: str) -> None:
 async def _prepare(engine: AsyncEngine, settings: Settings, service: Service) -> str:
     """Do what a service does when it starts; return the statements that restore this state."""
     async with autocommitting(engine) as driver:
-        if lacking := await revisions.lacking(driver, service.metadata):
+        migrations = revisions.load_migrations()
+        if lacking := await revisions.lacking(driver, service.metadata, migrations):
             # In a service, pytest makes it an error; a filter may allow tables of others.
             warnings.warn(f"{'; '.join(lacking)}: {revisions.WRITE_MIGRATION}", stacklevel=2)
         await make_ahead(driver, settings)
