@@ -1,18 +1,19 @@
 """What measures work with: the rig, the options, rounds of runs, and the book they are noted in.
 
 What is compared runs back to back, as a group. Machines change their speed: a short fixed
-computation before and after each run tells it, and the groups that it says were disturbed most run
-again.
+computation before and after each run tells it. Hypervisors give their cores to others: Linux counts
+it. The groups that were disturbed most run again.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from rich.console import Console
 
-from benchmarks.machine import speed
+from benchmarks.machine import speed, stolen
 from benchmarks.marks import GOALS, Goal, Mark, Values, ratios
 from benchmarks.rig import Rig
 from demo.display import say
@@ -25,7 +26,7 @@ FEWEST = 1_000
 RUN_SECONDS = 600.0
 """A run may take so long, unless its measure says otherwise."""
 DISTURBED = 1.1
-"""A group is disturbed when the machine's speed has changed by more than this factor meanwhile."""
+"""A group is disturbed if the machine has done this times as much for one run as for another."""
 _SHOWN = (
     "in all",
     "rate",
@@ -73,6 +74,8 @@ class Run:
     """What it took, with setting it up and checking it."""
     speeds: tuple[float, float] = (0.0, 0.0)
     """The machine's before and after it."""
+    stolen: float = 0.0
+    """The share of all cores' time that others were given meanwhile."""
     counts: bool = True
     """Whether no other attempt was less disturbed."""
 
@@ -117,10 +120,11 @@ Group = Mapping[str, Runner]
 """Contestants that are compared, in an order in which those of a pair are neighbours."""
 
 
-def swing(group: Sequence[Run]) -> float:
-    """Return the greatest speed of the machine over the least, while these ran."""
+def disturbance(group: Sequence[Run]) -> float:
+    """Return the greatest speed of the machine over the least, while these ran; and more if a part
+    of its time was stolen from one of them."""
     speeds = [speed for run in group for speed in run.speeds]
-    return max(speeds) / min(speeds)
+    return max(speeds) / min(speeds) / (1 - max(run.stolen for run in group))
 
 
 class Bench:
@@ -174,14 +178,14 @@ class Bench:
         """Run the worst disturbed groups again, as long as there is time for it."""
         until = time.monotonic() + self.options.again * took
         while attempts:
-            worst = max(range(len(attempts)), key=lambda one: swing(attempts[one][1]))
+            worst = max(range(len(attempts)), key=lambda one: disturbance(attempts[one][1]))
             group, before = attempts[worst]
             expected = sum(run.seconds for run in before)
-            if swing(before) <= DISTURBED or time.monotonic() + expected > until:
+            if disturbance(before) <= DISTURBED or time.monotonic() + expected > until:
                 return
-            self.say(measure, f"the speed changed by a factor of {swing(before):.2f}: once more")
+            self.say(measure, f"disturbed by a factor of {disturbance(before):.2f}: once more")
             runs = await self._run(measure, before[0].round, group, limit)
-            best, other = sorted((before, runs), key=swing)
+            best, other = sorted((before, runs), key=disturbance)
             attempts[worst] = group, best
             for run in other:
                 run.counts = False
@@ -191,7 +195,7 @@ class Bench:
         runs: list[Run] = []
         before = speed()
         for name in group if number % 2 else reversed(list(group)):
-            began = time.monotonic()
+            began, stolen_before = time.monotonic(), stolen()
             try:
                 async with asyncio.timeout(limit):
                     values = await group[name]()
@@ -201,12 +205,14 @@ class Bench:
             except ProcessFailed as failure:
                 raise ProcessFailed(f"{measure}, {name}: {failure}") from None
             took = time.monotonic() - began
+            share = (stolen() - stolen_before) / took / (os.cpu_count() or 1)
             after = speed()
-            runs.append(Run(measure, name, number, values, took, (before, after)))
+            runs.append(Run(measure, name, number, values, took, (before, after), share))
             self.book.runs.append(runs[-1])
             before = after
             when = f"round {number}" if number else "warm-up"
-            self.say(measure, f"{when}  {name}: {_told(values)}  [dim]({took:.0f} s, {after:.3g})")
+            taken = f"{took:.0f} s, speed {after:.3g}, {share:.0%} stolen"
+            self.say(measure, f"{when}  {name}: {_told(values)}  [dim]({taken})")
         return runs
 
     def found(self, measure: str, contestant: str) -> list[Values]:

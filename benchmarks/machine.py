@@ -1,4 +1,4 @@
-"""What the figures were taken on, and of what; and how fast that is just now."""
+"""What the figures were taken on, and of what; and what the machine gives just now."""
 
 import os
 import platform
@@ -18,6 +18,7 @@ _POSTGRES = ("server_version", "shared_buffers", "fsync", "synchronous_commit", 
 
 ADDRESSES = ("PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS")
 """What names servers that are there already."""
+TIMES = Path("/proc/stat")
 _BURSTS = 5
 _STEPS = 200_000
 
@@ -31,6 +32,12 @@ def speed() -> float:
             number = (number * 31 + step) & 0xFFFF
         took.append(time.perf_counter() - began)
     return round(_STEPS / median(took) / 1e6, 2)
+
+
+def stolen() -> float:
+    """Return the seconds of the cores that the hypervisor has given to others; 0 off Linux."""
+    steal = _first(TIMES, r"cpu +(?:\d+ ){7}(\d+)")
+    return int(steal or 0) / os.sysconf("SC_CLK_TCK")
 
 
 def source() -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -544,6 +545,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the machine will say of its speed, one after the other; then it is steady."""
     told: list[float] = []
     monkeypatch.setattr("benchmarks.bench.speed", lambda: told.pop(0) if told else 10.0)
+    monkeypatch.setattr("benchmarks.bench.stolen", lambda: 0.0)
     return told
 
 
@@ -577,6 +579,26 @@ def test_a_group_that_was_disturbed_runs_again_as_a_whole(speeds: list[float]) -
     assert book.rounds("race", "a") == [{"before": 6}, {"before": 5}]
 
 
+@pytest.mark.usefixtures("speeds")
+def test_a_group_whose_time_was_stolen_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter((0.0, 0.1))  # of the first run; nothing later
+    monkeypatch.setattr("benchmarks.bench.stolen", lambda: next(taken, 0.1))
+    bench = Bench(
+        run.rig_in(Path()), Options(rounds=1, warm_up=False, again=1e9), Console(quiet=True)
+    )
+
+    async def one() -> Values:
+        await asyncio.sleep(0.2)
+        return {}
+
+    asyncio.run(bench.rounds("race", {"a": one}, {"b": one}))
+    counts = [(run.contestant, run.counts) for run in bench.book.runs]
+    assert counts == [("a", False), ("b", True), ("a", True)]
+    first, *others = [run.stolen for run in bench.book.runs]
+    assert 0 < first <= 0.5 / (os.cpu_count() or 1)
+    assert others == [0, 0]
+
+
 def test_the_attempt_that_was_disturbed_least_counts(speeds: list[float]) -> None:
     bench = Bench(
         run.rig_in(Path()), Options(rounds=1, warm_up=False, again=1e9), Console(quiet=True)
@@ -601,6 +623,16 @@ def test_nothing_runs_again_when_there_is_no_time_for_it(speeds: list[float]) ->
 
 def test_a_machine_that_computes_has_a_speed() -> None:
     assert machine.speed() > 0
+
+
+def test_time_that_is_stolen_is_what_linux_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "TIMES", tmp_path / "stat")
+    assert machine.stolen() == 0
+    ticks = os.sysconf("SC_CLK_TCK")
+    machine.TIMES.write_text(f"cpu  9 8 7 6 5 4 3 {2 * ticks} 1 0\ncpu0 9 8 7 6 5 4 3 2 1 0\n")
+    assert machine.stolen() == 2
 
 
 def test_a_comparison_tells_what_was_compared_with() -> None:
@@ -715,7 +747,7 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     assert report["machine"]["kafka"]
     assert {"commit", "dirty"} <= set(report["machine"])
     assert report["machine"]["settings"] == {}
-    assert all(min(one["speeds"]) > 0 for one in report["runs"])
+    assert all(min(one["speeds"]) > 0 and 0 <= one["stolen"] < 1 for one in report["runs"])
 
     # What servers in containers take cannot be seen.
     seen = report["machine"]["servers"] == "process"

@@ -73,9 +73,8 @@ def replicas() -> Iterator[Sequence[Replica]]:
             brokers.append(Replica(directory, "kafka", directory.state.kafka))
             brokers[-1].id = id
             brokers[-1].record.ports = keep_or_pick([], Replica.port_count)
-        require_what_it_needs(brokers[0])
+            require_what_it_needs(brokers[-1])
         for one in brokers:
-            one.java, one.jars = brokers[0].java, brokers[0].jars
             one.voters = ",".join(f"{it.id}@{LOOPBACK}:{it.record.ports[1]}" for it in brokers)
         try:
             for one in brokers:
