@@ -79,10 +79,12 @@ async def send(given: argparse.Namespace, servers: str) -> None:
         what = f"{given.type} {given.id!r} of {given.source!r}" if event else f"{len(value)} bytes"
         print(f"sent {what} to {sent.topic}, partition {sent.partition}, offset {sent.offset}")
         if given.watch and not await _print_records(consumer, key):
+            of_key = f" under key {given.key!r}" if key is not None else ""
             handled = f" (`service inbox show {given.id}` shows whether it was handled)"
             print(
-                f"nothing was published in {SECONDS} s: its handler publishes nothing"
-                f"{handled if event else ''}, no handler has its type, it is a duplicate or a"
+                f"nothing was published{of_key} in {SECONDS} s: its handler publishes nothing, or"
+                f" under another key{handled if event else ''}, no handler has its type, it is a"
+                " duplicate or a"
                 " dead letter (`service dead list`), or it waits (`service dead list --waiting`);"
                 " `service doctor` finds causes such as a missing table, and /health/ready shows"
                 " whether the service is ready"

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pipeline.apply.item import Item
 from pipeline.events.event import Event
 from pipeline.events.message import Message
-from pipeline.handlers.aggregate import Loads
+from pipeline.handlers.aggregate import Declared
 from pipeline.handlers.policy import NOT_DONE, UNKNOWN, Decision, Policy, as_decision, dead
 from pipeline.handlers.registry import Handler, Handlers, check_function, check_options
 from pipeline.handlers.staging import CALLS
@@ -86,7 +86,7 @@ class Effects:
         repeatable: bool = True,
         ask: Callable[[E, Call], Awaitable[bool]] | None = None,
         then: Callable[[E, Transaction, Any], Awaitable[object]] | None = None,
-        loads: Loads[Any] | None = None,
+        loads: Declared = (),
     ) -> Callable[[EffectFunction[E]], EffectFunction[E]]:
         """Register a coroutine function that calls the outside for events given to `tx.call`.
 
@@ -109,7 +109,7 @@ class Effects:
         Raises `TypeError` if the consumer already takes these events, or `ask`, `loads` or the
         function does not fit, and `ValueError` for a time-out, a rate or a name that is none.
         """
-        check_options(event, consumer=consumer, loads=loads, timeout=timeout)
+        rows = check_options(event, consumer=consumer, loads=loads, timeout=timeout)
         if per_second is not None and not per_second > 0:
             raise ValueError(f"per_second is a number of calls, not {per_second!r}")
         if ask is not None and repeatable:
@@ -123,7 +123,7 @@ class Effects:
             check_function(function, event=event, call=Call)
             self._handlers.add(
                 Effect(
-                    *(event, CALLS, consumer, loads, function, policy, "call", timeout),
+                    *(event, CALLS, consumer, rows, function, policy, "call", timeout),
                     takes_old=True,
                     then=then,
                     per_second=per_second,

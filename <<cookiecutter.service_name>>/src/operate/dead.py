@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import asyncpg
 
+from pipeline.errors import MISSING
 from pipeline.handlers.policy import FORGOTTEN
 from pipeline.service import Service
 from pipeline.settings import Settings
@@ -36,7 +37,7 @@ LACKING = (
     " none, run `service migrate`, then redrive it if it is dead"
 )
 """Advice for an entry whose error is that of a missing table or column."""
-_LACKING_ERRORS = ("UndefinedTableError", "UndefinedColumnError")
+_LACKING_ERRORS = tuple(f"{error.__qualname__}:" for error in MISSING)
 _POLL_MIN, _POLL_MAX = 0.05, 1.0
 
 State = Literal["dead", "waiting", "discarded"]

@@ -1,5 +1,6 @@
 """The command `service inbox show`: the inbox markers and events of a handled message."""
 
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -63,21 +64,17 @@ async def show(
             ids = [event_id(key, row["hash"], ordinal) for ordinal in range(_ORDINALS)]
             events = await connection.fetch(_EVENTS, row["transaction"], ids)
             found.append((dict(row), [dict(event) for event in events]))
-        states = []
-        if not found:
-            rows = await connection.fetch(_STATES, id, source, timeout=_SECONDS)
-            states = [row["state"] for row in rows]
+        rows = await connection.fetch(_STATES, id, source, timeout=_SECONDS)
+        states = [row["state"] for row in rows]
+    of_source = f" of source {source!r}" if source else ""
+    lists = [
+        f"`service dead list --event-id {quote(id)}{'' if state == 'dead' else f' --{state}'}`"
+        for state in states
+    ]
+    is_in = f"{' and '.join(states)}, see {' and '.join(lists)}"
     if not found:
-        of_source = f" of source {source!r}" if source else ""
         if states:
-            lists = [
-                f"`service dead list --event-id {id}{'' if state == 'dead' else f' --{state}'}`"
-                for state in states
-            ]
-            raise Refused(
-                f"event {id!r}{of_source} was not applied: it is {' and '.join(states)},"
-                f" see {' and '.join(lists)}"
-            )
+            raise Refused(f"event {id!r}{of_source} was not applied: it is {is_in}")
         raise Refused(
             f"no event {id!r}{of_source} is remembered: never handled,"
             " skipped as no handler takes its type, or forgotten"
@@ -95,3 +92,5 @@ async def show(
             of_key = f", key {event['key']}" if event["key"] else ""
             to = f"{event['topic']}{of_key}"
             typer.echo(one_line(f"published {event['type']} {event['event_id']} to {to}"))
+    if states:
+        typer.echo(f"event {id!r}{of_source} is also {is_in}", err=True)

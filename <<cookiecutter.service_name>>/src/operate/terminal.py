@@ -119,7 +119,8 @@ class Invocation:
         typer.echo(text, err=self.as_json)
 
     def confirm(self, question: str) -> None:
-        """Ask a question. Raises `typer.Abort` unless the answer is yes, `Refused` without one."""
+        """Ask a question. Raises `typer.Abort` unless the answer is yes, and `Refused` without a
+        terminal that gives one."""
         try:
             is_confirmed = typer.confirm(question, err=True)
         except typer.Abort:

@@ -37,9 +37,11 @@ _INFRASTRUCTURE = (
 )
 """Error codes of PostgreSQL (Appendix A) or the beginnings of some: a class has two characters."""
 _CONTENTION = ("40001", "40P01", "55P03", "57014")
+MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError)
+"""A table or a column is missing: its migration was not written, or not applied."""
 _OF_THE_DATABASE = (
     sqlalchemy.exc.SQLAlchemyError,
-    AsyncAdapt_asyncpg_dbapi.Error,  # between the two, in a chain
+    AsyncAdapt_asyncpg_dbapi.Error,  # in a chain between the two, or by itself, of BEGIN
     asyncpg.PostgresError,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,

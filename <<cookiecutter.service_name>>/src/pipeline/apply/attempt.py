@@ -35,6 +35,8 @@ class Memory:
     savepoint, so that one attempt finds all messages that fail."""
     cut_off: set[bytes] = field(default_factory=set)
     """Marker keys of messages whose calls were cut off once."""
+    contentions: int = 0
+    """Attempts in a row in which locks were in the way of handlers."""
 
 
 @dataclass(eq=False)

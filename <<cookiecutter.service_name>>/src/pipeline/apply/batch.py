@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 
 _offset = attrgetter("offset")
 
-_MOST = 100
-"""Largest number of skipped types that are logged: producers may make up any number."""
+_MOST_LOGGED_TYPES, _LONGEST_TYPE = 100, 80
+"""Skipped types are logged once each, in at most 80 characters, and after 100 types no longer:
+producers may make up any number."""
 _logged_types: set[tuple[str, str]] = set()
 
 
@@ -94,7 +95,7 @@ async def read(
     for record in records:
         if turn.is_over:
             await turn.end()
-        found = items_of(handlers, record, validates=validates)
+        found = items_of(handlers, record, validates=validates, logs_skipped=True)
         if isinstance(found, Undecoded):
             undecoded.append(found)
         elif found:
@@ -122,7 +123,12 @@ async def prepare(handlers: Handlers, records: Iterable[Record]) -> Mapping[str,
 
 
 def items_of(
-    handlers: Handlers, record: Record, *, validates: bool, hash: bytes | None = None
+    handlers: Handlers,
+    record: Record,
+    *,
+    validates: bool,
+    hash: bytes | None = None,
+    logs_skipped: bool = False,
 ) -> list[Item] | Undecoded:
     """Return the record's message as an item for each of its handlers.
 
@@ -144,7 +150,8 @@ def items_of(
     if not takers:
         if topic in handlers.demanding:
             return Undecoded(record, "unknown type", UnknownType(message))
-        _log_type(topic, message.type)
+        if logs_skipped:
+            _log_skipped(topic, message.type[:_LONGEST_TYPE])
     event, fault = None, None
     for handler in takers if validates and message.reference is None else ():
         if handler.mode == "immediate":  # other messages are validated when they are handled
@@ -157,9 +164,8 @@ def items_of(
     return items
 
 
-def _log_type(topic: str, type: str) -> None:
-    """Log a type that no handler takes, once."""
-    if (topic, type) not in _logged_types and len(_logged_types) < _MOST:
+def _log_skipped(topic: str, type: str) -> None:
+    if (topic, type) not in _logged_types and len(_logged_types) < _MOST_LOGGED_TYPES:
         _logged_types.add((topic, type))
         log.info("%s: records of type %r are skipped: no handler takes it", topic, type)
 

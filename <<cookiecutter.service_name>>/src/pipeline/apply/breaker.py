@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
 
+from pipeline.errors import as_raised
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 
@@ -86,7 +87,7 @@ class Breaker:
         for consumer, order_key, error, last_error in failures:
             if consumer in succeeded:
                 continue
-            failed[consumer], kind = error, type(error)
+            failed[consumer], kind = error, type(as_raised(error))
             if last_error is not None and last_error.startswith(f"{kind.__qualname__}:"):
                 continue  # a retry repeats its error, which says nothing about the consumer
             state = self._failing.get(consumer)
@@ -101,8 +102,9 @@ class Breaker:
 
     def _open(self, state: "_Consumer", consumer: str, error: BaseException) -> None:
         state.probe_at = monotonic() + self._pause
+        kind = type(as_raised(error)).__qualname__
         text = (
-            f"{consumer} fails with {type(error).__qualname__} for {self._limit} keys and more,"
+            f"{consumer} fails with {kind} for {self._limit} keys and more,"
             " one after the other: nothing is set aside, it is tried again until it succeeds"
         )
         if not state.is_open:

@@ -260,6 +260,7 @@ def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:
     """Return the keys of the rows that the handlers declare, sorted by table name."""
     wanted: dict[type[Aggregate], set[Key]] = {}
     for item in items:
-        if (loads := item.handler.loads) and item.event is not None:
-            wanted.setdefault(loads.entity, set()).add(loads.key_of(item.event))
+        if item.event is not None:
+            for loads in item.handler.loads:
+                wanted.setdefault(loads.entity, set()).add(loads.key_of(item.event))
     return sorted(wanted.items(), key=lambda one: str(sa.inspect(one[0]).local_table.fullname))

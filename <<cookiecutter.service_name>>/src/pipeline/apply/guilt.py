@@ -27,13 +27,20 @@
 case, and `ConsumeTransactions.apply` repeats the transaction accordingly.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from opentelemetry.context import Context
 
-from pipeline.errors import StoreUnavailable, is_infrastructure, is_of_the_database, sqlstate_of
+from pipeline.errors import (
+    StoreUnavailable,
+    is_contention,
+    is_infrastructure,
+    is_of_the_database,
+    sqlstate_of,
+)
 from pipeline.handlers.policy import Decision, Park, Reject, as_decision, undecided
 from pipeline.observe.traces import traceparent
 from pipeline.servers.guard import HandlerFault
@@ -44,6 +51,8 @@ from .item import Item
 from .outcome import BatchOutcome
 from .source import Source, is_single
 
+_CONTENTIONS = 3
+"""Deadlocks and lock time-outs in a row after which the messages are at fault."""
 _READ_ONLY = "25006"
 """PostgreSQL's code for a read-only transaction. The transaction has written before, so the cause
 is a handler's `SET TRANSACTION`, not a failover."""
@@ -136,21 +145,27 @@ def of_transaction(
 ) -> Failure | None:
     """Return the failure of a transaction that has raised an error; None for an outage.
 
-    An error of the infrastructure is an outage, unless the transaction has exceeded its time limit:
-    then it was cut off, and its messages may be too many or too slow. The database is slow, which
-    is an outage, if the engine's own statements on one message take most of the limit. An error of
-    the object store may be caused by too much data, unless there is only one message.
+    An error of the infrastructure is an outage, unless handlers were called and locks are in the
+    way again and again, or the transaction has exceeded its time limit: then it was cut off, and
+    its messages may be too many or too slow. The database is slow, which is an outage, if the
+    engine's own statements on one message take most of the limit. An error of the object store may
+    be caused by too much data, unless there is only one message.
     """
     if isinstance(error, NeedsOwnSession):
         return error.with_traceback(None)  # it refers to the batch
     trace = traceparent(attempt.context)
     if isinstance(error, StoreUnavailable):
         return None if is_single(source) else CulpritUnknown("takes too long", error, trace)
+    has_called = attempt.handlers_began_at < math.inf
+    attempt.memory.contentions += has_called and is_contention(error)
+    is_locked_out = attempt.memory.contentions > _CONTENTIONS
     own_seconds = attempt.handlers_began_at - attempt.began_at
     is_slow = len(source.items) == 1 and own_seconds > attempt.time_limit / 2
     is_outage = is_infrastructure(error) and (not attempt.is_late or is_slow)
-    if is_outage or not may_be_cause(source, decisions):
+    if (is_outage and not is_locked_out) or not may_be_cause(source, decisions):
         return None
+    if is_locked_out:
+        return CulpritUnknown("locked out", error, trace)
     if not attempt.is_late:
         return CulpritUnknown("transaction failed", error, trace)
     reserved = attempt.reserved

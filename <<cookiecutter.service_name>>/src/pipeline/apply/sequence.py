@@ -53,8 +53,7 @@ async def note_applied(item: Item, rows: Rows) -> None:
 
 async def _followed(item: Item, rows: Rows) -> Sequenced | None:
     """Return the row whose events have the sequence."""
-    loads = item.handler.loads
-    assert loads is not None
+    loads = item.handler.loads[0]
     assert item.event is not None
     return cast(Sequenced | None, await rows.get(loads.entity, loads.key_of(item.event)))
 

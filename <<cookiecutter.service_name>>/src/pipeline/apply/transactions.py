@@ -1,4 +1,4 @@
-"""The consume transaction: messages of a partition or of the backlog take effect as a whole.
+"""The consume transaction: messages of partitions or of the backlog take effect as a whole.
 
 Read `ConsumeTransactions` from top to bottom: `apply` says what happens when a transaction fails,
 `_transact` when it is committed or rolled back, and `_execute` what is written, in which order.
@@ -7,13 +7,12 @@ Read `ConsumeTransactions` from top to bottom: `apply` says what happens when a 
 import asyncio
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from copy import copy
 from time import perf_counter
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.errors import is_contention
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.sessions import AT_WORK
@@ -42,8 +41,6 @@ from .source import Source, is_single
 
 _EARLY = 0.01
 """Seconds; uvloop rounds its timers, and one that fires early would look like an outage."""
-_CONTENTIONS = 3
-"""Deadlocks and lock time-outs in a row after which the messages are at fault."""
 
 
 class Signals:
@@ -92,6 +89,7 @@ class ConsumeTransactions:
         self.encryption = encryption
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._taking_all = asyncio.Lock()
+        self._turns = limits.Turns()
         self._own = {handler.consumer for handler in handlers if handler.takes_batches}
         """Consumers whose messages have sessions of their own: added when a handler uses one."""
 
@@ -154,35 +152,26 @@ class ConsumeTransactions:
 
         A failure of the infrastructure is retried, and is no message's fault.
         """
-        contentions = 0
-
-        async def transact() -> BatchOutcome | Failure:
-            nonlocal contentions
-            try:
-                return await self._transact(source, decisions, memory)
-            except Exception as error:
-                contentions += is_contention(error)
-                if contentions > _CONTENTIONS and guilt.may_be_cause(source, decisions):
-                    return CulpritUnknown("locked out", error)
-                raise
-
-        result = await retrying(transact)
+        memory.contentions = 0
+        result = await retrying(self._transact, source, decisions, memory)
         if isinstance(result, CulpritUnknown) and is_single(source):
             # The second attempt finds a row that another partition has created meanwhile, and has
             # another connection if the first one was slow.
-            contentions = 0
-            result = await retrying(transact)
+            memory.contentions = 0
+            result = await retrying(self._transact, source, decisions, memory)
         return result
 
     async def _transact(
         self, source: Source, decisions: Mapping[bytes, Decision], memory: Memory
     ) -> BatchOutcome | Failure:
         """Commit the messages in one transaction, or roll it back and return why."""
-        own = self._own.intersection(item.consumer for item in source.items)
+        consumers = {item.consumer for item in source.items}
+        own, takes_turns = self._own & consumers, self._turns.apply_to(consumers)
         # Code of the engine runs here, even if a handler's has begun the task.
         CURRENT_GUARD.set(None)
         # The time limit does not include the wait for a connection.
-        async with self._slots, self.engine.connect() as connection:
+        turn = self._turns.lock if takes_turns else nullcontext()
+        async with self._slots, turn, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
             attempt = Attempt(
                 connection,
@@ -196,13 +185,14 @@ class ConsumeTransactions:
             )
             try:
                 async with asyncio.timeout(attempt.time_limit + _EARLY):
-                    result = await self._execute(attempt, source, decisions)
+                    result = await self._execute(attempt, source, decisions, takes_turns)
                 if isinstance(result, BatchOutcome):
                     await connection.commit()
             except (BreakerOpen, SourceLost):
                 await attempt.roll_back()
                 raise
             except Exception as error:
+                self._turns.learn(error, consumers)
                 failure = guilt.of_transaction(error, attempt, source, decisions)
                 if failure is None:
                     await connection.invalidate()
@@ -222,13 +212,17 @@ class ConsumeTransactions:
         return result
 
     async def _execute(
-        self, attempt: Attempt, source: Source, decisions: Mapping[bytes, Decision]
+        self,
+        attempt: Attempt,
+        source: Source,
+        decisions: Mapping[bytes, Decision],
+        takes_turns: bool,
     ) -> BatchOutcome | Failure:
         """Execute all statements of the transaction except the commit."""
         driver, outbox = attempt.driver, attempt.outbox
         outcome = BatchOutcome(encryption=self.encryption)
         # Time limits, and the lock that keeps generations from being closed.
-        await limits.begin(attempt.connection, attempt.limits)
+        await limits.begin(attempt.connection, attempt.limits, takes_turns=takes_turns)
         # Moves the position, or holds the lane; raises if another process owns it.
         generations = await source.begin(driver)
         # Inserts markers: a message that has one already is a duplicate.

@@ -72,9 +72,9 @@ class PartitionPosition:
 
     @property
     def is_deadly(self) -> bool:
-        """Whether processes have died as often again since the reader decodes one record at a time.
+        """Whether processes have died more than 2 * `unclean_starts` times at this position.
 
-        The first record alone is suspected then.
+        The second half of them have decoded one record at a time: only the first can be the cause.
         """
         return self._starts > 2 * self._settings.unclean_starts
 

@@ -1,6 +1,6 @@
 """Aggregates: rows that handlers change in order, fetched and locked for a whole batch at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Self, TypeVar
@@ -69,6 +69,10 @@ class Loads(Generic[A]):
                 f" the primary key ({', '.join(columns)}). It names {', '.join(self.fields)};"
                 f" {event.__name__} has {', '.join(known)}."
             )
+
+
+Declared = Loads[Any] | Sequence[Loads[Any]] | None
+"""What `loads=` takes: one declaration, or several."""
 
 
 def key_of(row: Aggregate) -> Key:

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard
 
-from pipeline.errors import format_traceback, is_infrastructure, leaves, summarize_error
+from pipeline.errors import (
+    MISSING,
+    as_raised,
+    format_traceback,
+    is_infrastructure,
+    leaves,
+    summarize_error,
+)
 
 _JITTER = 0.1
 """Random share of a delay, so that messages that failed together are not retried together."""
@@ -105,22 +112,24 @@ class Policy:
     ) -> "Decision":
         """Return the decision on a message that has failed.
 
+        A table or column that is missing spends no attempt: it waits for its migration.
         `attempts` and `waited` are those before this attempt.
         """
         error = as_decision(error)
         if isinstance(error, Reject):
             return dead(self, "rejected", error, attempts=attempts + 1)
         is_parked = isinstance(error, Park)
-        attempts += not is_parked
+        is_free = is_parked or isinstance(as_raised(error), MISSING)
+        attempts += not is_free
         delay = _delay(self, attempts)
         if isinstance(error, _Later) and is_delay(error.after):
             delay = error.after
-        if attempts >= self.attempts and not is_parked:
+        if attempts >= self.attempts and not is_free:
             return dead(self, "attempts used up", error, attempts=attempts)
         if waited + delay > self.max_age:
             return dead(self, "waited too long", error, attempts=attempts)
         delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
-        if is_parked:
+        if is_free:
             delay = max(delay, SHORTEST)
         return Decision(
             PARKED if is_parked else reason,
@@ -236,6 +245,7 @@ def _delay(policy: Policy, attempts: int) -> float:
 
 def described(error: BaseException) -> str:
     """Return the error's type and text as PostgreSQL can store it."""
+    error = as_raised(error)
     return f"{type(error).__qualname__}: {summarize_error(error)}"
 
 

@@ -1,7 +1,7 @@
 """Handlers: which function takes which event of which topic, as which consumer."""
 
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from inspect import iscoroutinefunction, signature, unwrap
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from pipeline.events.codec import CLOUD_EVENTS, Codec, check_codec
 from pipeline.events.event import Event, Tombstone, check_event, check_name, check_topic, reader
 
-from .aggregate import Loads
+from .aggregate import Declared, Loads
 from .ordering import Gaps, Sequenced
 from .policy import Policy
 from .staging import CALLS, REQUESTS
@@ -29,7 +29,7 @@ class Handler:
     event: type[Event]
     topic: str
     consumer: str
-    loads: Loads[Any] | None
+    loads: Sequence[Loads[Any]]
     function: Callable[..., Awaitable[object]]
     policy: Policy
     mode: Literal["immediate", "deferred", "call"]
@@ -61,7 +61,7 @@ class Handlers:
         *,
         topic: str | None,
         consumer: str,
-        loads: Loads[Any] | None = None,
+        loads: Declared = (),
         gaps: Gaps | None = None,
         policy: Policy = Policy(),  # noqa: B008  # it is frozen
         mode: Literal["immediate", "deferred"] = "immediate",
@@ -74,8 +74,8 @@ class Handlers:
         handlers of a topic can be called for requests as well.
 
         `consumer` is part of the key of inbox markers: keep it when you rename the function.
-        `loads` names the rows that the handler is going to change; they are fetched and locked for
-        the whole batch in one query.
+        `loads` names the rows that the handler is going to change, with a list those of several
+        declarations; they are fetched and locked for the whole batch in one query for each table.
 
         `policy` decides on a message for which the function fails; later messages of its key wait
         behind it. With `mode="deferred"` every message is stored at once and handled
@@ -83,10 +83,9 @@ class Handlers:
         `takes_old=True` messages older than the oldest inbox markers are applied, at the risk of
         applying them twice; otherwise they are dead letters.
 
-        With `gaps` the events of a row, the one that `loads` names, are applied in the order of
-        their CloudEvents `sequence`: an event older than the latest applied one is skipped and
-        counted as superseded, and one that comes too early waits as `gaps` says. The row is a
-        `Sequenced` one. All handlers of a consumer and a topic have `gaps`, or none.
+        With `gaps` the events of the first row of `loads`, a `Sequenced` one, are applied in the
+        order of their CloudEvents `sequence`: one older than the latest applied is superseded, and
+        one that comes early waits. All handlers of a consumer and a topic have `gaps`, or none.
 
         The function's result is stored as JSON in the marker, and kept as long as that is. It costs
         one more statement in a transaction in which a function returns a result. `service inbox
@@ -99,13 +98,13 @@ class Handlers:
             check_topic(topic)
         elif mode == "deferred" or gaps is not None:
             raise TypeError("a request is answered at once: it takes no gaps= and no mode=")
-        if gaps is not None and not (loads and issubclass(loads.entity, Sequenced)):
+        rows = check_options(event, consumer=consumer, loads=loads, timeout=timeout)
+        if gaps is not None and not (rows and issubclass(rows[0].entity, Sequenced)):
             raise TypeError("gaps= needs loads= of a class that has the mixin Sequenced")
-        check_options(event, consumer=consumer, loads=loads, timeout=timeout)
 
         def register(function: Function[E]) -> Function[E]:
             check_function(function, event=event, tx=Transaction)
-            common = event, topic or REQUESTS, consumer, loads, function, policy, mode, timeout
+            common = event, topic or REQUESTS, consumer, rows, function, policy, mode, timeout
             self.add(Handler(*common, takes_old=takes_old, gaps=gaps))
             return function
 
@@ -117,7 +116,7 @@ class Handlers:
         *,
         topic: str,
         consumer: str,
-        loads: Loads[Any] | None = None,
+        loads: Declared = (),
         policy: Policy = Policy(),  # noqa: B008  # it is frozen
         mode: Literal["immediate", "deferred"] = "immediate",
         timeout: float = 5.0,
@@ -130,11 +129,11 @@ class Handlers:
         several events fails they are tried again in halves, until one event fails by itself.
         """
         check_topic(topic)
-        check_options(event, consumer=consumer, loads=loads, timeout=timeout)
+        rows = check_options(event, consumer=consumer, loads=loads, timeout=timeout)
 
         def register(function: BatchFunction[E]) -> BatchFunction[E]:
             check_function(function, batch=EventBatch[event])  # type: ignore[valid-type]
-            common = event, topic, consumer, loads, function, policy, mode, timeout
+            common = event, topic, consumer, rows, function, policy, mode, timeout
             self.add(Handler(*common, takes_batches=True, takes_old=takes_old))
             return function
 
@@ -145,7 +144,7 @@ class Handlers:
         registered = self._by_topic.setdefault(new.topic, {})
         types = (new.event.__event_type__, *new.event.__event_upcasters__)
         alike = [one for type in types for one in registered.get(type, ())]
-        follows = new.loads.entity if new.gaps and new.loads else None
+        follows = new.loads[0].entity if new.gaps else None
         for other in self:
             is_alike = (other.consumer, other.topic) == (new.consumer, new.topic)
             if other in alike and other.event is not new.event:
@@ -168,7 +167,7 @@ class Handlers:
                     f"all handlers of consumer {new.consumer!r} and topic {new.topic!r} go by the"
                     " sequence of events (gaps=), or none does"
                 )
-            followed = other.loads.entity if other.gaps and other.loads else None
+            followed = other.loads[0].entity if other.gaps else None
             if follows and follows is followed and not is_alike:
                 raise TypeError(
                     f"{follows.__name__} follows the sequence of consumer {other.consumer!r} and"
@@ -280,17 +279,19 @@ class Handlers:
 
 
 def check_options(
-    event: type[Event], *, consumer: str, loads: Loads[Any] | None, timeout: float
-) -> None:
-    """Raise `TypeError` or `ValueError` if these are no valid options of a handler."""
+    event: type[Event], *, consumer: str, loads: Declared, timeout: float
+) -> Sequence[Loads[Any]]:
+    """Return `loads` as a sequence. Raises `TypeError` or `ValueError` for an invalid option."""
     check_event(event)
     check_name("a consumer", consumer)
     if event.__pydantic_complete__:  # otherwise it refers to classes that are defined later
         reader(event)
-    if loads is not None:
-        loads.check(event)
+    rows = (loads,) if isinstance(loads, Loads) else tuple(loads or ())
+    for one in rows:
+        one.check(event)
     if not timeout > 0:
         raise ValueError(f"timeout is in seconds, not {timeout}")
+    return rows
 
 
 def check_function(function: Callable[..., object], **takes: Any) -> None:

@@ -1,4 +1,5 @@
-"""Measurements on their way to OpenTelemetry: many in a row take a third of the time each."""
+"""Measurements on their way to OpenTelemetry. Recorded 64 at a time, each takes a third of the time
+that it takes alone."""
 
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +17,7 @@ _measurements: deque[tuple[Record, float, Attributes, Context]] = deque()
 def record(method: Record, value: float, attributes: Attributes = None) -> None:
     """Call `method` with the value when there are 64 of them, or when metrics are collected.
 
-    An exemplar has the time of that call.
+    An exemplar has the time of that, not of the measurement.
     """
     _measurements.append((method, value, attributes, get_current()))
     if len(_measurements) >= _AT_MOST:

@@ -11,24 +11,19 @@ from time import monotonic
 import asyncpg
 
 from pipeline.handlers.staging import CANCEL, COLUMNS
+from pipeline.servers.database import IDLE_LIMIT
 
 MOVE_LOCK = 0x1B0C8
 """Advisory lock: one relay moves scheduled events at a time."""
 
 _AT_ONCE = 1_000
-_STOPPED = "10s"
-"""How long a process that is suspended during a move may keep others from moving."""
 _LOOK_SECONDS = 1.0
 """Time between two checks for due events."""
 
 # Reads the first row only, by the index, whatever the planner estimates.
 _IS_DUE = "SELECT min(due_at) <= now() FROM pipeline.scheduled"
 
-# A process that is suspended during a move must not keep the lock, nor the locks of its rows.
-_LOCK = """
-SELECT pg_try_advisory_xact_lock($1) AS is_ours,
-       set_config('idle_in_transaction_session_timeout', $2, true)
-"""
+_LOCK = f"SELECT pg_try_advisory_xact_lock($1) AS is_ours, {IDLE_LIMIT}"
 
 # A row that is being cancelled or replaced is locked; it is left for the next move.
 _MOVE = f"""
@@ -69,7 +64,7 @@ class Scheduled:
         if await connection.fetchval(_IS_DUE):
             # A statement of its own after the lock, so that it sees what the last holder has moved.
             async with connection.transaction():
-                if await connection.fetchval(_LOCK, MOVE_LOCK, _STOPPED):
+                if await connection.fetchval(_LOCK, MOVE_LOCK):
                     moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])
         if moved == _AT_ONCE:
             self._look_at = 0.0

@@ -13,6 +13,7 @@ from random import uniform
 import asyncpg
 
 from pipeline.apply.inbox import GENERATION_LOCK
+from pipeline.servers.database import IDLE_LIMIT
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
 
@@ -41,7 +42,9 @@ SELECT current, oldest, opened_at, since, clock_timestamp() AS now, finished_at,
 
 _CLOSED_GENERATIONS = "SELECT generation, closed_at FROM pipeline.inbox_closed"
 
-_LOCK_GENERATION = "SELECT set_config('lock_timeout', $2, true), pg_advisory_xact_lock($1)"
+_LOCK_GENERATION = f"""
+SELECT set_config('lock_timeout', $2, true), {IDLE_LIMIT}, pg_advisory_xact_lock($1)
+"""
 
 _CLOSE_GENERATION = """
 WITH opened AS (

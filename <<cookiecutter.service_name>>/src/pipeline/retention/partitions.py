@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 import asyncpg
 
+from pipeline.servers.database import IDLE_LIMIT
+
 log = logging.getLogger(__name__)
 
 _LOCK = 0x1B0C6
@@ -20,7 +22,9 @@ _LOCK = 0x1B0C6
 _DETACH_SECONDS = 30.0
 """How long a detach waits for transactions that use the table; they don't wait for it."""
 
-_BEGIN = "SELECT set_config('lock_timeout', '2s', true), pg_advisory_xact_lock($1)"
+_WAIT_SHORTLY = f"SELECT set_config('lock_timeout', '2s', true), {IDLE_LIMIT}"
+
+_BEGIN = f"{_WAIT_SHORTLY}, pg_advisory_xact_lock($1)"
 
 # A partition belongs to the owner of its table, whichever member of that role makes it.
 _AS_OWNER = """
@@ -33,8 +37,6 @@ SELECT current_user AS role, pg_get_userbyid(relowner) AS owner,
        pg_has_role(relowner, 'USAGE') AS is_owner
   FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
 """
-
-_WAIT_SHORTLY = "SELECT set_config('lock_timeout', '2s', true)"
 
 # A pending detach comes first: a table has one at most, and no other can begin before it is done.
 _NAMED_LIKE = """

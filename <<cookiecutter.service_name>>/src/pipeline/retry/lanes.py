@@ -36,9 +36,9 @@ class Lane:
     """Topics whose rows could not be decoded since, because a schema registry is unavailable."""
 
 
-# The lane of an owner that does not serve it was claimed by a statement whose answer was lost: the
-# start is counted already, and no process has died.
-_UNANSWERED = "owner = $1 AND lane <> ALL ($4::integer[])"
+# Claimed by a statement whose answer was lost: the start is counted already, and no process has
+# died.
+_UNANSWERED = "owner = ANY ($4::text[])"
 
 # Written so that the planner, whatever its statistics are, looks up one row of each lane in the
 # index. With EXISTS it would join the lanes with everything that is due, or scan the table for a
@@ -73,10 +73,10 @@ SELECT current, oldest, since, opening, EXISTS (SELECT FROM held) AS ours
 
 _RELEASE = """
 UPDATE pipeline.backlog_lane
-   SET owner = NULL, lease_until = NULL, starts = 0, released_at = clock_timestamp()
+   SET owner = NULL, lease_until = NULL, released_at = clock_timestamp(),
+       starts = CASE WHEN $3 THEN 0 ELSE starts - 1 END
  WHERE lane = $1 AND token = $2
 """
-
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
 
@@ -161,14 +161,15 @@ async def claim(
     owner: str,
     lease: float,
     consumers: Collection[str],
-    served: Collection[int] = (),
+    unanswered: Collection[str] = (),
 ) -> Lane | None:
     """Claim the lane with rows due for these consumers that was released first; None if none has.
 
-    `served` are the lanes that workers of the owner serve. The lane of a worker that died can be
-    claimed when its lease, in seconds, has run out.
+    `unanswered` are owners of earlier claims of the process whose answers were lost: their lanes
+    are claimed at once, without a start. The lane of a worker that died can be claimed when its
+    lease, in seconds, has run out.
     """
-    row = await connection.fetchrow(_CLAIM, owner, lease, list(consumers), list(served))
+    row = await connection.fetchrow(_CLAIM, owner, lease, list(consumers), list(unanswered))
     return Lane(*row) if row else None
 
 
@@ -180,9 +181,13 @@ async def hold(connection: asyncpg.Connection, lane: Lane) -> Generations:
     return Generations(*row[:4])
 
 
-async def release(connection: asyncpg.Connection, lane: Lane) -> None:
-    """Release the lane on a clean end: the count of its starts becomes 0."""
-    await connection.execute(_RELEASE, lane.number, lane.token)
+async def release(connection: asyncpg.Connection, lane: Lane, *, is_served: bool) -> None:
+    """Release the lane on a clean end, which takes back the worker's start.
+
+    `is_served`: the rows that earlier workers may have died over were tried alone, and their starts
+    do not count any more.
+    """
+    await connection.execute(_RELEASE, lane.number, lane.token, is_served)
 
 
 async def settle(

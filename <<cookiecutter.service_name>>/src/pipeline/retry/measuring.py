@@ -9,7 +9,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline.errors import describe_error
 from pipeline.observe import metrics
 from pipeline.servers.database import autocommitting
-from pipeline.servers.tasks import sleep_or_event
 
 from . import lanes
 
@@ -21,10 +20,10 @@ _COUNT_SECONDS = 60.0
 """Time-out of a count."""
 
 
-async def measure(engine: AsyncEngine, stopping: asyncio.Event) -> None:
-    """Set the metrics until `stopping` is set. Counting a large backlog takes long."""
+async def measure(engine: AsyncEngine) -> None:
+    """Set the metrics until cancelled. Counting a large backlog takes long."""
     counts: dict[str, tuple[int, int, float]] = {}
-    while not stopping.is_set():
+    while True:
         begun = monotonic()
         try:
             async with asyncio.timeout(_COUNT_SECONDS), autocommitting(engine) as driver:
@@ -38,4 +37,4 @@ async def measure(engine: AsyncEngine, stopping: asyncio.Event) -> None:
         except Exception as error:
             log.debug("backlog: not counted: %s", describe_error(error))
         rest = max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))
-        await sleep_or_event(stopping, rest)
+        await asyncio.sleep(rest)

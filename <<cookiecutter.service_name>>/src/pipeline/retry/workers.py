@@ -3,10 +3,13 @@
 import asyncio
 import logging
 import socket
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -23,7 +26,7 @@ from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
-from pipeline.servers.tasks import sleep_or_event
+from pipeline.servers.tasks import in_background, sleep_or_event
 
 from . import lanes
 from .lane_source import LaneSource, is_deadly, pessimistic, read_rows, take, unchanged, undecoded
@@ -38,6 +41,9 @@ _ANSWER_SECONDS = 20.0
 """Time-out of a statement: longer than any takes, so it means that the connection is dead."""
 _UNDO_ATTEMPT_SECONDS = 2.0
 """Time-out, on shutdown, for undoing an attempt that was stored as failed beforehand."""
+
+_UNANSWERED = 100
+"""Largest number of claims without an answer that are remembered."""
 
 T = TypeVar("T")
 
@@ -63,8 +69,9 @@ class BacklogWorkers:
         self.number = consume.settings.backlog_workers
         """Number of workers, each of which serves one lane at a time."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
-        self._served: dict[int, int] = {}
-        """Lanes that the workers have claimed and not released, with their latest tokens."""
+        self._claims = count()
+        self._unanswered: deque[str] = deque(maxlen=_UNANSWERED)
+        """Owners of claims whose answers were lost."""
         self._woken = asyncio.Event()
         self._claiming = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -80,11 +87,10 @@ class BacklogWorkers:
 
     async def run(self) -> None:
         """Work until `stop`."""
-        async with asyncio.TaskGroup() as group:
+        counting = in_background(measure(self._engine)) if self.counts else nullcontext()
+        async with counting, asyncio.TaskGroup() as group:
             for _ in range(self.number):
                 group.create_task(self._work())
-            if self.counts:
-                group.create_task(measure(self._engine, self._stopping))
 
     async def work_off(self) -> bool:
         """Handle what is due in one lane, as `run` does; returns whether there was any."""
@@ -129,14 +135,10 @@ class BacklogWorkers:
 
     async def _work_at(self, lane: Lane) -> None:
         """Handle due rows of the lane and release it, unless it must count as a death."""
-        await self._serve_and_release(lane)
-        # Another worker of the process serves it if the lease has ended meanwhile.
-        if self._served.get(lane.number) == lane.token:
-            del self._served[lane.number]
-
-    async def _serve_and_release(self, lane: Lane) -> None:
+        is_served = False
         try:
             await self.serve(lane)
+            is_served = not self._stopping.is_set()
         except LaneLost as lost:
             log.warning("%s", lost)
             return
@@ -146,18 +148,19 @@ class BacklogWorkers:
             if isinstance(error, asyncio.CancelledError) and not self._stopping.is_set():
                 # The event loop ends over an error in a handler's task. That counts as a death.
                 raise
-            with suppress(Exception):  # a clean end is no death: the release resets the starts
-                await self._release(lane)
+            with suppress(Exception):  # a clean end is no death
+                await self._release(lane, is_served=False)
             if not isinstance(error, StoreUnavailable):
                 raise
             log.warning("%s: %s", self.name, error)
             self._health.not_ready(self.name, str(error))
             await self._pause(self._settings.retry_pause)
             return
-        await self._release(lane)
+        await self._release(lane, is_served=is_served)
 
-    async def _release(self, lane: Lane) -> None:
-        await self._query("releasing a lane", lambda driver: lanes.release(driver, lane))
+    async def _release(self, lane: Lane, *, is_served: bool) -> None:
+        release = partial(lanes.release, lane=lane, is_served=is_served)
+        await self._query("releasing a lane", release)
 
     async def serve(self, lane: Lane) -> None:
         """Handle due rows of the lane, in a limited number of transactions."""
@@ -178,7 +181,6 @@ class BacklogWorkers:
         These were stored before this worker claimed the lane. Ends at a row that it has tried.
         """
         tried: set[bytes] = set()
-        # No limit of transactions here: to release the lane halfway would reset its starts.
         while not self._stopping.is_set():
             source = await self._take(lane, 1, before=lane.claimed_at)
             rows = {item.row for item in source.items if item.row}
@@ -311,14 +313,16 @@ class BacklogWorkers:
 
     async def _claim(self) -> Lane | None:
         self._breaker.forget_idle()
-        mine = self._owner, self._settings.backlog_lease
-        lane = await self._query(
-            "claiming a lane",
-            lambda driver: lanes.claim(driver, *mine, self.consumers, self._served),
-        )
-        if lane is not None:
-            self._served[lane.number] = lane.token
-        return lane
+        return await self._query("claiming a lane", self._claim_once)
+
+    async def _claim_once(self, driver: asyncpg.Connection) -> Lane | None:
+        # Each claim has an owner of its own: one that is executed late takes no lane of another.
+        owner, lease = f"{self._owner}:{next(self._claims)}", self._settings.backlog_lease
+        try:
+            return await lanes.claim(driver, owner, lease, self.consumers, self._unanswered)
+        except BaseException:
+            self._unanswered.append(owner)
+            raise
 
     async def _query(self, what: str, statement: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async def query() -> T:

@@ -63,7 +63,10 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
         timeout: float = 0,  # noqa: ASYNC109
         max_records: int | None = None,
     ) -> dict[TopicPartition, list[ConsumerRecord]]:
-        """Return records of the partitions; aiokafka wakes those who wait for other ones, too."""
+        """Return records of the partitions.
+
+        Unlike aiokafka's, it is woken only by records of its own partitions.
+        """
         ends_at = self._loop.time() + timeout
         while True:
             found: dict[TopicPartition, list[ConsumerRecord]]

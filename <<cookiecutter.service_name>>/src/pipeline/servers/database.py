@@ -21,6 +21,9 @@ from . import revisions
 from .credentials import Credentials, CredentialsUnavailable
 from .guard import CURRENT_GUARD, GUARD, GuardedConnection
 
+IDLE_LIMIT = "set_config('idle_in_transaction_session_timeout', '5s', true)"
+"""For a transaction that locks what others wait for: a process that stops in it loses its locks."""
+
 _BESIDE_TRANSACTIONS = 5
 """Connections for the relay, retention, positions, filters, and the lanes of calls."""
 
@@ -131,7 +134,7 @@ def _refuse(text: str, connection: Any) -> None:
 
 
 def _keep_alive(connection: Any, _: object) -> None:
-    """asyncpg does not: https://github.com/MagicStack/asyncpg/issues/606."""
+    """Enable TCP keepalive, as asyncpg does not: github.com/MagicStack/asyncpg/issues/606."""
     link = connection.driver_connection._transport.get_extra_info("socket")
     if link.family in (socket.AF_INET, socket.AF_INET6):
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

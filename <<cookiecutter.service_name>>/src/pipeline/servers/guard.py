@@ -85,7 +85,8 @@ class Guard:
         self.was_cancelled = False
         """Whether a statement was cancelled under way, which makes the connection unusable."""
         self.stray: HandlerFault | None = None
-        """Fault of a task that sent a statement after its handler had ended."""
+        """Fault of a task that sent a statement after its handler had ended, or of a handler that
+        used another connection."""
 
     def refuse_statement_after_handler(self, guard: "Guard | None") -> None:
         """Raise `HandlerFault` unless the connection's guard is this one.

@@ -239,13 +239,13 @@ async def missing(connection: asyncpg.Connection, migrations: ScriptDirectory) -
     to any branch of which the table of Alembic has no known revision: those count as migrated.
     """
     unknown, known, implied = await _known(connection, migrations)
-    lacking = set(migrations.get_heads()) - implied
+    heads = set(migrations.get_heads()) - implied
     if not unknown:
-        return lacking
+        return heads
     branches = {label for row in known for label in migrations.get_revision(row).branch_labels}
     return {
         head
-        for head in lacking
+        for head in heads
         if not branches.isdisjoint(migrations.get_revision(head).branch_labels)
     }
 

@@ -152,5 +152,5 @@ def _takers(handlers: Handlers, event: Event, topic: str | None) -> list[Handler
 
 def _key(event: Event, takers: list[Handler]) -> str | None:
     """Return the key that a producer gives to events of the row that the handler locks."""
-    loads = next((one.loads for one in takers if one.loads is not None), None)
+    loads = next((one.loads[0] for one in takers if one.loads), None)
     return None if loads is None else record_key(loads.entity, loads.key_of(event))

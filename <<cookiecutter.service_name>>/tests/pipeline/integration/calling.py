@@ -24,7 +24,7 @@ def take_calls(
 
     handlers.add(
         Handler(
-            event, CALLS, consumer, None, function or never, Policy(), "call", 5.0, takes_old=True
+            event, CALLS, consumer, (), function or never, Policy(), "call", 5.0, takes_old=True
         )
     )
 

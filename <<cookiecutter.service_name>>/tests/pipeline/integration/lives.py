@@ -106,14 +106,14 @@ async def let_leases_end(engine: AsyncEngine, dead: list[Desk]) -> None:
     """Let the time pass for which the dead have lanes."""
     async with autocommitting(engine) as driver:
         await driver.execute(
-            "UPDATE pipeline.backlog_lane SET lease_until = now() WHERE owner = ANY ($1)",
-            [desk.lanes._owner for desk in dead],
+            "UPDATE pipeline.backlog_lane SET lease_until = now() WHERE owner LIKE ANY ($1)",
+            [f"{desk.lanes._owner}:%" for desk in dead],
         )
 
 
 async def lanes_of(db: asyncpg.Connection, desk: Desk) -> list[int]:
     """Return how many workers have begun with each lane that the desk has, and not come back."""
     rows = await db.fetch(
-        "SELECT starts FROM pipeline.backlog_lane WHERE owner = $1", desk.lanes._owner
+        "SELECT starts FROM pipeline.backlog_lane WHERE starts_with(owner, $1)", desk.lanes._owner
     )
     return [row["starts"] for row in rows]

@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import random
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
@@ -17,6 +19,7 @@ from sqlalchemy.dialects.postgresql import CITEXT
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate, Event, Handlers, Transaction
+from pipeline.handlers.aggregate import Loads
 from pipeline.handlers.rows import Rows
 
 from .bank import Bank
@@ -41,6 +44,13 @@ class Exchanged(Event, type="deposited"):
     account: str
     amount: int
     currency: str = "EUR"
+
+
+class Moved(Event, type="moved"):
+    """Money went from one account to another."""
+
+    account: str
+    other: str
 
 
 class BalanceTold(Event, type="balance.told", topic="balances"):
@@ -175,6 +185,61 @@ async def test_two_partitions_that_change_one_row_lose_no_update_and_no_version(
         history = (await histories(db))["ada"][1:]
         mine = [n for n in history if n // 100 == number]
         assert mine == sorted(mine)
+
+
+_ACCOUNTS = """
+INSERT INTO account (id, balance, history, version)
+SELECT 'a' || n, 0, '', 0 FROM generate_series(0, 9) n
+"""
+
+
+@pytest.mark.parametrize(
+    ("loads", "most"),
+    [
+        pytest.param((), 16, id="in the handler"),
+        pytest.param([Account.by("account"), Account.by("other")], 0, id="declared"),
+    ],
+)
+async def test_partitions_whose_messages_change_two_rows_each_do_not_deadlock_all_the_time(
+    new_desk: NewDesk, db: asyncpg.Connection, loads: Sequence[Loads[Any]], most: int
+) -> None:
+    """Each handler locks its rows in the order of their keys; a batch locks those of many."""
+    handlers = Handlers()
+
+    @handlers.on(Moved, topic="moves", consumer="move", loads=loads)
+    async def move(event: Moved, tx: Transaction) -> None:
+        rows = [await tx.load(Account, id) for id in sorted({event.account, event.other})]
+        for row in rows:
+            assert row is not None
+            row.balance += 1
+        await asyncio.sleep(0.001)
+
+    desks = [await new_desk(handlers, topic="moves", partition=number) for number in range(4)]
+    await db.execute(_ACCOUNTS)
+    chosen = random.Random(1)
+
+    def moves(desk: Desk) -> list[Deposit]:
+        accounts = [chosen.sample(range(10), 2) for _ in range(100)]
+        return [
+            Deposit(
+                n,
+                type="moved",
+                id=f"{desk.slot.partition}-{n}",
+                value=b'{"account":"a%d","other":"a%d"}' % (one, other),
+            )
+            for n, (one, other) in enumerate(accounts)
+        ]
+
+    batches = [[moves(desk) for _ in range(5)] for desk in desks]
+
+    async def work(desk: Desk, batches: list[list[Deposit]]) -> None:
+        for number, batch in enumerate(batches):
+            await desk.apply(*(replace(one, id=f"{number}-{one.id}") for one in batch))
+
+    await asyncio.gather(*map(work, desks, batches))
+    assert await db.fetchval("SELECT sum(balance) FROM account") == 2 * 4 * 5 * 100
+    assert not any([await desk.backlog() for desk in desks])
+    assert sum(len(desk.outages) for desk in desks) <= most
 
 
 @pytest.mark.parametrize("size", [1, 3])

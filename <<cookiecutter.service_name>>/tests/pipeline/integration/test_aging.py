@@ -37,7 +37,7 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     consumers = desk.handlers.consumers
     lane = await lanes.claim(db, "test", 10.0, consumers)
     assert lane is not None
-    await lanes.claim(asked, "test", 10.0, consumers, {lane.number})
+    await lanes.claim(asked, "test", 10.0, consumers, {"without an answer"})
     await lanes.hold(asked, lane)
     rows = await take(asked, lane, consumers, 100)
     taken = await read_rows(lane, desk.handlers, rows)

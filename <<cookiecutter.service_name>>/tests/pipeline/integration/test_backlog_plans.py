@@ -249,7 +249,7 @@ async def test_the_claim_of_a_lane_when_much_is_due_in_others(
     await flooded.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '60 s' WHERE lane >= 32"
     )
-    assert await lanes.claim(asked, "owner", 10.0, {"", "deposit"}, {lane.number}) is None
+    assert await lanes.claim(asked, "owner", 10.0, {"", "deposit"}, {"another"}) is None
     for plan in asked.plans:
         assert plan.scanned == set()
         assert plan.blocks < 64 * 10

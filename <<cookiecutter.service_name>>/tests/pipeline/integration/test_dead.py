@@ -628,19 +628,27 @@ async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service:
     assert shown["advice"] == REASONS["invalid payload"]
 
 
-@pytest.mark.parametrize("error", [asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError])
+@pytest.mark.parametrize("what", ["account", "account.balance"])
 async def test_show_has_the_doctor_name_what_the_database_lacks(
-    bank: Bank, desk: Desk, service: Command, error: type[Exception]
+    desk: Desk, service: Command, db: asyncpg.Connection, what: str
 ) -> None:
-    bank.errors = {1: error('relation "account" does not exist')}
+    table, _, column = what.partition(".")
+    await db.execute(f"ALTER TABLE {table} RENAME {column} TO renamed")
     await desk.apply(Deposit(1))
     (letter,) = await letters(desk, "waiting")
 
     shown = json.loads((await service("show", letter.id, "--json")).stdout)
 
-    assert shown["reason"] == "transaction failed"
+    assert shown["error"].startswith("Undefined")
+    assert "sqlalchemy" not in shown["error"]
+    assert shown["attempts"] == 0
     assert "`service doctor`" in shown["advice"]
     assert "`service migrate`" in shown["advice"]
+    back = f"{table} RENAME renamed TO {column}" if column else f"renamed RENAME TO {table}"
+    await db.execute(f"ALTER TABLE {back}")
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1]}
 
 
 async def test_redrive_counts_asks_and_says_what_became_of_them(

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from pipeline import Event, Handlers, Transaction
-from pipeline.apply import transactions
+from pipeline.apply import guilt
 from pipeline.events.event import Unpublishable
 
 from .bank import Bank, Refused
@@ -511,7 +511,7 @@ async def test_where_there_is_nobody_to_blame_a_lock_is_waited_for(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is only stored calls no handler: if that does not work, the database is at fault."""
-    monkeypatch.setattr(transactions, "_CONTENTIONS", 0)
+    monkeypatch.setattr(guilt, "_CONTENTIONS", 0)
     options = {"mode": "deferred"}
     bank = Bank(deposits="deposits", balances="balances", name="bank", options=options)
     desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.05)

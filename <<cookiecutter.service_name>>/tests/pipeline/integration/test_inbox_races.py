@@ -16,6 +16,7 @@ from pipeline.apply import inbox, limits, positions
 from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.apply.positions import Generations
+from pipeline.retention import generations
 from pipeline.retention.generations import close_generation
 from pipeline.retention.maintenance import run_retention
 from pipeline.settings import Settings
@@ -100,6 +101,20 @@ async def test_no_generation_is_closed_under_who_has_read_that_it_is_open(
     held.gate.open.set()
     await asyncio.gather(one, other)
     assert await histories(db) == {"ada": applied}
+
+
+async def test_a_stopped_process_holds_the_lock_of_generations_for_seconds_only(
+    new_desk: NewDesk, connect: Connect, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
+    stopped = await connect()
+    await stopped.transaction().start()
+    # As far as `close_generation` comes before it is stopped.
+    await stopped.execute(generations._LOCK_GENERATION, GENERATION_LOCK, "1s")
+    await desk.apply(*map(Deposit, (1, 2, 3)))
+    assert await histories(db) == {"ada": [1, 2, 3]}
+    assert not await desk.backlog()
 
 
 @pytest.fixture(params=["the engine", "lock and read in one statement"])

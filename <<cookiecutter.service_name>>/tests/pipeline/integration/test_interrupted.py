@@ -180,12 +180,12 @@ async def test_a_lock_that_is_not_granted_to_a_begin_is_an_outage(
     desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
     async with db.transaction():
         await db.execute("SELECT pg_advisory_xact_lock($1)", GENERATION_LOCK)
-        applying = asyncio.create_task(desk.apply(Deposit(1)))
-        await eventually(lambda: len(desk.outages) == 2)
+        applying = asyncio.create_task(desk.apply(*map(Deposit, (1, 2, 3))))
+        await eventually(lambda: len(desk.outages) == 6)
     await applying
     assert "lock timeout" in desk.outages[0]
-    assert not await desk.park()
-    assert await histories(db) == {"ada": [1]}
+    assert not await desk.backlog()
+    assert await histories(db) == {"ada": [1, 2, 3]}
 
 
 @pytest.mark.parametrize(("lost", "fails"), [({1, 2}, False), ({2}, True)])

@@ -13,9 +13,11 @@ from aiokafka import AIOKafkaProducer
 
 from pipeline import Policy, Retry
 from pipeline.apply import backlog, batch
+from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.errors import StoreUnavailable
 from pipeline.retry import lane_source, lanes
 from pipeline.retry.lane_source import LaneSource, read_rows, take
 from pipeline.retry.lanes import Lane, LaneLost
@@ -31,7 +33,7 @@ from .test_backlog import QUICK, bank_with
 from tests.conftest import Running
 from tests.contract.bank import Deposit, histories
 from tests.servers.pooler import POOLED
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 LEASE = 1.0
 
@@ -143,6 +145,27 @@ async def test_a_claim_whose_answer_was_lost_is_no_death(
     assert tuple(await db.fetchrow(count)) == (0, 0)
 
 
+async def test_a_claim_that_is_executed_late_takes_no_lane_that_the_process_serves(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk = await waiting(new_desk, 1)
+    claim_lane = lanes.claim
+    late: list[tuple[Any, ...]] = []
+
+    async def give_up_first(driver: asyncpg.Connection, *arguments: Any) -> Lane | None:
+        if not late:
+            late.append(arguments)
+            raise asyncpg.ConnectionDoesNotExistError("connection was closed")
+        return await claim_lane(driver, *arguments)
+
+    monkeypatch.setattr(lanes, "claim", give_up_first)
+    lane = await desk.lanes._claim()
+    assert lane is not None
+    assert await claim_lane(db, *late[0]) is None
+    await desk.lanes.serve(lane)
+    assert await histories(db) == {"ada": [1]}
+
+
 async def test_a_lane_that_a_worker_of_the_process_serves_is_claimed_again_when_its_lease_has_ended(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
@@ -157,8 +180,45 @@ async def test_a_lane_that_a_worker_of_the_process_serves_is_claimed_again_when_
     await desk.lanes._work_at(lane)  # and loses it
     assert await desk.lanes._claim() is None
     await desk.lanes._work_at(again)
-    assert not desk.lanes._served
     assert await histories(db) == {"ada": [1]}
+
+
+async def starts_of(db: asyncpg.Connection) -> int:
+    """Return the largest number of starts of a lane."""
+    starts: int = await db.fetchval("SELECT max(starts) FROM pipeline.backlog_lane")
+    return starts
+
+
+@pytest.mark.parametrize("why", ["an open breaker", "an outage of a store", "a shutdown"])
+async def test_a_death_counts_until_every_row_was_tried_alone(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    _, desk = await bank_with(new_desk, mode="deferred")
+    await desk.apply(*(Deposit(n) for n in range(1, 6)))
+    await claim(desk, lease=0.0)  # and die
+    handle = desk.lanes._handle
+    alone: list[bool] = []
+
+    async def interrupt_third(source: LaneSource) -> None:
+        if len(alone) == 2:
+            alone.append(False)
+            if why == "an open breaker":
+                raise BreakerOpen(why)
+            if why == "an outage of a store":
+                raise StoreUnavailable(why)
+            desk.lanes.stop()
+            return
+        alone.append(len(source.items) == 1 and desk.lanes._is_risky(source.lane, source.items[0]))
+        await handle(source)
+
+    monkeypatch.setattr(desk.lanes, "_handle", interrupt_third)
+    await desk.lanes.work_off()
+    assert await starts_of(db) == 1
+    desk.lanes._stopping.clear()
+    await desk.lanes.work_off()
+    assert alone == [True, True, False, True, True, True]
+    assert await starts_of(db) == 0
+    assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
 
 
 async def test_a_lane_whose_worker_died_before_the_clock_was_set_back_is_claimed(
@@ -169,6 +229,23 @@ async def test_a_lane_whose_worker_died_before_the_clock_was_set_back_is_claimed
     await db.execute("UPDATE pipeline.backlog_lane SET lease_until = lease_until + interval '1 h'")
     await desk.work_off()
     assert await histories(db) == {"ada": [1]}
+
+
+async def test_workers_that_stop_do_not_wait_for_a_count(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk = await waiting(new_desk)
+    counting = asyncio.Event()
+
+    async def count(driver: asyncpg.Connection) -> None:
+        counting.set()
+        await driver.fetch("SELECT pg_sleep(1000)")
+
+    monkeypatch.setattr(lanes, "count", count)
+    async with in_background(desk.lanes.run()) as running:
+        await counting.wait()
+        desk.lanes.stop()
+        await asyncio.wait_for(running, PATIENCE)
 
 
 async def test_what_is_tried_alone_is_not_overtaken_at_its_last_attempt(

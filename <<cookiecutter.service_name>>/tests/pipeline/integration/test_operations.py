@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 from pydantic import BaseModel
 
-from pipeline import Transaction
+from pipeline import Reject, Transaction
 from pipeline.retention.generations import close_generation
 from pipeline.servers import cluster
 
@@ -143,6 +143,18 @@ async def test_inbox_show_says_where_an_event_is_that_was_not_applied(
     process = await start("inbox", "show", "5")
     assert await process.ended() == 1
     assert f"event '5' was not applied: {said}\n" in process.output
+
+
+async def test_inbox_show_says_that_an_event_is_dead_for_another_consumer(
+    bank: Bank, desk: Desk, start: Start
+) -> None:
+    bank.errors = {5: Reject("no")}  # of the consumer `deposit`; `receipt` applies it
+    await desk.apply(Deposit(5, id="a 'b'"))
+    process = await start("inbox", "show", "a 'b'")
+    assert await process.ended() == 0
+    assert "receipt" in process.output
+    advice = """is also dead, see `service dead list --event-id 'a '"'"'b'"'"''`"""
+    assert advice in process.output
 
 
 async def test_relay_reset_publishes_a_restored_outbox_again_with_the_same_ids(

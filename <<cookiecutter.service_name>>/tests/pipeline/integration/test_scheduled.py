@@ -288,16 +288,15 @@ async def test_many_that_are_due_at_once_hold_up_no_other_event(
 
 
 async def test_who_is_stopped_in_the_middle_of_it_does_not_hold_up_the_others(
-    db: asyncpg.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    db: asyncpg.Connection, connect: Connect
 ) -> None:
     """Trap 35."""
-    monkeypatch.setattr(scheduled, "_STOPPED", "200ms")
     await schedule(db, "t", [("a", LONG_AGO), ("b", LONG_AGO)])
     stopped = await connect()
     transaction = stopped.transaction()
     await transaction.start()
     # As far as `move` comes before it is stopped.
-    assert await stopped.fetchval(scheduled._LOCK, scheduled.MOVE_LOCK, scheduled._STOPPED)
+    assert await stopped.fetchval(scheduled._LOCK, scheduled.MOVE_LOCK)
     await stopped.execute(scheduled._MOVE, 10)
 
     async def others_have_moved_them() -> bool:

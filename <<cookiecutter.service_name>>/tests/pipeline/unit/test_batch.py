@@ -15,7 +15,7 @@ from pydantic import ValidationError, field_validator, model_validator
 
 from pipeline import CloudEvents, Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
 from pipeline.apply import batch as batches
-from pipeline.apply.batch import Batch, read
+from pipeline.apply.batch import Batch, items_of, read
 from pipeline.apply.positions import Anchor
 from pipeline.errors import summarize_error
 from pipeline.events.message import Message, Reason, Record, Undecodable
@@ -131,6 +131,17 @@ async def test_a_type_that_no_handler_takes_is_logged_once_and_not_without_limit
     first, *others = (line.getMessage() for line in caplog.records)
     assert first == "orders: records of type 'plcaed' are skipped: no handler takes it"
     assert len({first, *others}) == len(caplog.records) == 100
+
+
+async def test_a_row_of_the_backlog_that_waits_for_its_handler_is_not_logged_as_skipped(
+    handlers: Handlers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "_logged_types", set())
+    caplog.set_level(logging.INFO, batches.__name__)
+    assert items_of(handlers, record(0, type="removed"), validates=True) == []
+    assert not caplog.records
+    await read(handlers, 0, [record(0, type="long" * 100)])
+    assert len(caplog.records[0].getMessage()) < 200
 
 
 async def test_a_tombstone_without_headers_is_skipped_where_nobody_asks_for_it(

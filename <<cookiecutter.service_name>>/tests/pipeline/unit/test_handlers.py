@@ -474,7 +474,7 @@ def test_a_service_with_a_decorator_that_would_never_be_used_does_not_start() ->
 
 def test_a_service_whose_calls_would_never_be_made_does_not_start() -> None:
     handlers = Handlers()
-    handlers.add(Handler(Booked, CALLS, "tell", None, note, Policy(), "call", timeout=5.0))
+    handlers.add(Handler(Booked, CALLS, "tell", (), note, Policy(), "call", timeout=5.0))
     assert not handlers.topics
     assert handlers.callers == {"tell"}
     service = Service("tests", handlers=handlers, metadata=Base.metadata)
