@@ -304,8 +304,8 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "retention/generations.py",
-                'true), pg_advisory_xact_lock($1)"',
-                'true), $1::bigint"',
+                "{IDLE_LIMIT}, pg_advisory_xact_lock($1)",
+                "{IDLE_LIMIT}, $1::bigint",
             )
         ],
     ),

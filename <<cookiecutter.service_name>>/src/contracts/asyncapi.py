@@ -117,7 +117,7 @@ class _Document:
                     "mode": one.mode,
                     "timeout": one.timeout,
                     "takesOld": one.takes_old,
-                    "loads": ", ".join(rows.entity.__name__ for rows in one.loads) or None,
+                    "loads": ", ".join({rows.entity.__name__: 0 for rows in one.loads}) or None,
                     "gaps": one.gaps and {"wait": one.gaps.wait, "then": one.gaps.then},
                     "policy": {
                         "attempts": limits.attempts,

@@ -36,7 +36,7 @@ class Memory:
     cut_off: set[bytes] = field(default_factory=set)
     """Marker keys of messages whose calls were cut off once."""
     contentions: int = 0
-    """Attempts in a row in which locks were in the way of handlers."""
+    """Attempts in a row in which locks were in the way."""
 
 
 @dataclass(eq=False)

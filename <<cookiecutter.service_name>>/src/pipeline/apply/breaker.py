@@ -88,7 +88,8 @@ class Breaker:
             if consumer in succeeded:
                 continue
             failed[consumer], kind = error, type(as_raised(error))
-            if last_error is not None and last_error.startswith(f"{kind.__qualname__}:"):
+            same = f"{kind.__qualname__}:", f"{type(error).__qualname__}:"  # by version 1.0.0, too
+            if last_error is not None and last_error.startswith(same):
                 continue  # a retry repeats its error, which says nothing about the consumer
             state = self._failing.get(consumer)
             if state is None or (state.kind is not kind and not state.is_open):

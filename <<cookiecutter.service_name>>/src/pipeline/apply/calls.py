@@ -263,4 +263,8 @@ def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:
         if item.event is not None:
             for loads in item.handler.loads:
                 wanted.setdefault(loads.entity, set()).add(loads.key_of(item.event))
-    return sorted(wanted.items(), key=lambda one: str(sa.inspect(one[0]).local_table.fullname))
+
+    def place(one: tuple[type[Aggregate], set[Key]]) -> tuple[str, str]:
+        return str(sa.inspect(one[0]).local_table.fullname), one[0].__qualname__
+
+    return sorted(wanted.items(), key=place)

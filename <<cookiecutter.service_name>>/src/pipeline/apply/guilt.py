@@ -145,19 +145,19 @@ def of_transaction(
 ) -> Failure | None:
     """Return the failure of a transaction that has raised an error; None for an outage.
 
-    An error of the infrastructure is an outage, unless handlers were called and locks are in the
-    way again and again, or the transaction has exceeded its time limit: then it was cut off, and
-    its messages may be too many or too slow. The database is slow, which is an outage, if the
-    engine's own statements on one message take most of the limit. An error of the object store may
-    be caused by too much data, unless there is only one message.
+    An error of the infrastructure is an outage, unless locks are in the way again and again; of a
+    single record, after handlers were called. Or the transaction has exceeded its time limit: then
+    it was cut off, and its messages may be too many or too slow. The database is slow, which is an
+    outage, if the engine's own statements on one message take most of the limit. An error of the
+    object store may be caused by too much data, unless there is only one message.
     """
     if isinstance(error, NeedsOwnSession):
         return error.with_traceback(None)  # it refers to the batch
     trace = traceparent(attempt.context)
     if isinstance(error, StoreUnavailable):
         return None if is_single(source) else CulpritUnknown("takes too long", error, trace)
-    has_called = attempt.handlers_began_at < math.inf
-    attempt.memory.contentions += has_called and is_contention(error)
+    may_hold = attempt.handlers_began_at < math.inf or not is_single(source)
+    attempt.memory.contentions += may_hold and is_contention(error)
     is_locked_out = attempt.memory.contentions > _CONTENTIONS
     own_seconds = attempt.handlers_began_at - attempt.began_at
     is_slow = len(source.items) == 1 and own_seconds > attempt.time_limit / 2

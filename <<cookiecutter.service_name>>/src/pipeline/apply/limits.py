@@ -1,22 +1,18 @@
 """Limits of a transaction: its time, that of a handler's call, and the number of its messages."""
 
 import asyncio
-import logging
 import math
-from collections.abc import Collection, Sequence
-from time import monotonic, perf_counter
+from collections.abc import Sequence
+from time import perf_counter
 from typing import Self
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pipeline.errors import sqlstate_of
 from pipeline.servers import database
 from pipeline.settings import Settings
 
 from .inbox import GENERATION_LOCK
 from .outcome import BatchOutcome
-
-log = logging.getLogger(__name__)
 
 _HANDLERS_SHARE = 0.25
 """Share of the transaction's time limit that its handlers may take."""
@@ -25,11 +21,6 @@ _FIRST = 100
 _AT_LEAST = 2
 """Messages of the smallest transaction: with one, it could not be measured that several take no
 longer."""
-TURN_LOCK = 0x1B0C9
-"""Advisory lock: of the transactions that take turns one runs at a time."""
-_TURNS_SECONDS = 600.0
-_DEADLOCK = "40P01"
-"""Error code of PostgreSQL."""
 _TRANSACTION_TIMEOUT_SINCE = (17,)
 """Version of PostgreSQL."""
 
@@ -52,44 +43,15 @@ def statement(connection: AsyncConnection, settings: Settings, *, handler: str =
     return f"SELECT {', '.join(set_each)}"
 
 
-async def begin(connection: AsyncConnection, limits: str, *, takes_turns: bool = False) -> None:
+async def begin(connection: AsyncConnection, limits: str) -> None:
     """Begin the transaction with its limits, and prevent rotation until it ends.
 
     The lock is granted after its statement's snapshot was taken, so what the lock protects must be
-    read by a later statement. One transaction at a time `takes_turns`, of all processes.
+    read by a later statement.
     """
-    turn = f"SELECT pg_advisory_xact_lock({TURN_LOCK}); " if takes_turns else ""
-    lock = f"SELECT pg_advisory_xact_lock_shared({GENERATION_LOCK})"
-    await database.begin(connection, f"{limits}; {turn}{lock}")
-
-
-class Turns:
-    """Which consumers' transactions take turns, because they have deadlocked.
-
-    Each call of a handler may lock its rows in order; a batch locks those of many messages.
-    """
-
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        """Held by the transaction of this process that waits for its turn or has it."""
-        self._until: dict[str, float] = {}
-
-    def apply_to(self, consumers: Collection[str]) -> bool:
-        """Return whether a transaction of these consumers takes turns."""
-        now = monotonic()
-        return any(self._until.get(consumer, 0.0) > now for consumer in consumers)
-
-    def learn(self, error: Exception, consumers: Collection[str]) -> None:
-        """Let transactions of these consumers take turns for a while if the error is a deadlock."""
-        if sqlstate_of(error) == _DEADLOCK:
-            if not self.apply_to(consumers):
-                log.warning(
-                    "transactions of %s deadlock: they take turns for %.0f s; declare the rows of"
-                    " their handlers by loads= (docs/handling-errors.md)",
-                    ", ".join(sorted(consumers)),
-                    _TURNS_SECONDS,
-                )
-            self._until |= dict.fromkeys(consumers, monotonic() + _TURNS_SECONDS)
+    await database.begin(
+        connection, f"{limits}; SELECT pg_advisory_xact_lock_shared({GENERATION_LOCK})"
+    )
 
 
 class Deadline:

@@ -7,7 +7,7 @@ Read `ConsumeTransactions` from top to bottom: `apply` says what happens when a 
 import asyncio
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from time import perf_counter
 
@@ -38,6 +38,7 @@ from .item import Item
 from .outcome import BatchOutcome
 from .positions import SourceLost
 from .source import Source, is_single
+from .turns import Turns
 
 _EARLY = 0.01
 """Seconds; uvloop rounds its timers, and one that fires early would look like an outage."""
@@ -89,7 +90,7 @@ class ConsumeTransactions:
         self.encryption = encryption
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._taking_all = asyncio.Lock()
-        self._turns = limits.Turns()
+        self.turns = Turns(engine)
         self._own = {handler.consumer for handler in handlers if handler.takes_batches}
         """Consumers whose messages have sessions of their own: added when a handler uses one."""
 
@@ -104,6 +105,7 @@ class ConsumeTransactions:
                 await taken.enter_async_context(self._slots)
             only = copy(self)
             only._slots = asyncio.Semaphore(1)
+            only.turns = Turns(self.engine)  # others that wait for a slot may have their turn
             yield only
 
     async def apply(
@@ -165,13 +167,13 @@ class ConsumeTransactions:
         self, source: Source, decisions: Mapping[bytes, Decision], memory: Memory
     ) -> BatchOutcome | Failure:
         """Commit the messages in one transaction, or roll it back and return why."""
-        consumers = {item.consumer for item in source.items}
-        own, takes_turns = self._own & consumers, self._turns.apply_to(consumers)
+        own = self._own.intersection(item.consumer for item in source.items)
+        called = {item.consumer for item in source.items if item.key not in decisions}
         # Code of the engine runs here, even if a handler's has begun the task.
         CURRENT_GUARD.set(None)
         # The time limit does not include the wait for a connection.
-        turn = self._turns.lock if takes_turns else nullcontext()
-        async with self._slots, turn, self.engine.connect() as connection:
+        turn = self.turns.take(called)
+        async with turn, self._slots, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
             attempt = Attempt(
                 connection,
@@ -185,14 +187,14 @@ class ConsumeTransactions:
             )
             try:
                 async with asyncio.timeout(attempt.time_limit + _EARLY):
-                    result = await self._execute(attempt, source, decisions, takes_turns)
+                    result = await self._execute(attempt, source, decisions)
                 if isinstance(result, BatchOutcome):
                     await connection.commit()
             except (BreakerOpen, SourceLost):
                 await attempt.roll_back()
                 raise
             except Exception as error:
-                self._turns.learn(error, consumers)
+                self.turns.learn(error, called)
                 failure = guilt.of_transaction(error, attempt, source, decisions)
                 if failure is None:
                     await connection.invalidate()
@@ -212,17 +214,13 @@ class ConsumeTransactions:
         return result
 
     async def _execute(
-        self,
-        attempt: Attempt,
-        source: Source,
-        decisions: Mapping[bytes, Decision],
-        takes_turns: bool,
+        self, attempt: Attempt, source: Source, decisions: Mapping[bytes, Decision]
     ) -> BatchOutcome | Failure:
         """Execute all statements of the transaction except the commit."""
         driver, outbox = attempt.driver, attempt.outbox
         outcome = BatchOutcome(encryption=self.encryption)
         # Time limits, and the lock that keeps generations from being closed.
-        await limits.begin(attempt.connection, attempt.limits, takes_turns=takes_turns)
+        await limits.begin(attempt.connection, attempt.limits)
         # Moves the position, or holds the lane; raises if another process owns it.
         generations = await source.begin(driver)
         # Inserts markers: a message that has one already is a duplicate.

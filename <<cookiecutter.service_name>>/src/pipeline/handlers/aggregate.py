@@ -1,6 +1,6 @@
 """Aggregates: rows that handlers change in order, fetched and locked for a whole batch at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Self, TypeVar
@@ -73,6 +73,16 @@ class Loads(Generic[A]):
 
 Declared = Loads[Any] | Sequence[Loads[Any]] | None
 """What `loads=` takes: one declaration, or several."""
+
+
+def declared(loads: Declared, event: type[Event]) -> Sequence[Loads[Any]]:
+    """Return the declarations. Raises `TypeError` for others, and as `Loads.check`."""
+    rows = tuple(loads or ()) if isinstance(loads, Iterable | None) else (loads,)
+    for one in rows:
+        if not isinstance(one, Loads):
+            raise TypeError(f"loads= takes what Class.by(…) returns, not {one!r}")
+        one.check(event)
+    return rows
 
 
 def key_of(row: Aggregate) -> Key:

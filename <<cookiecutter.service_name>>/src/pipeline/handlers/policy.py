@@ -20,6 +20,8 @@ SHORTEST = 0.01
 """Shortest delay in seconds. Parking counts no attempt, so without a delay it would never end."""
 _LONGEST = 100 * 365 * 86_400.0
 """Longest delay in seconds; it keeps due times within the range of PostgreSQL's timestamps."""
+_SHORTEST_FOR_MIGRATION, _LONGEST_FOR_MIGRATION = 1.0, 3_600.0
+"""Delays in seconds, in between as long as the message has waited."""
 _TRACEBACK = 20_000
 """Characters of a traceback that are kept."""
 
@@ -119,9 +121,12 @@ class Policy:
         if isinstance(error, Reject):
             return dead(self, "rejected", error, attempts=attempts + 1)
         is_parked = isinstance(error, Park)
-        is_free = is_parked or isinstance(as_raised(error), MISSING)
+        is_missing = all(isinstance(as_raised(one), MISSING) for one in leaves(error))
+        is_free = is_parked or is_missing
         attempts += not is_free
         delay = _delay(self, attempts)
+        if is_missing:  # as for attempts, longer each time
+            delay = max(delay, min(waited, _LONGEST_FOR_MIGRATION), _SHORTEST_FOR_MIGRATION)
         if isinstance(error, _Later) and is_delay(error.after):
             delay = error.after
         if attempts >= self.attempts and not is_free:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from pipeline.events.codec import CLOUD_EVENTS, Codec, check_codec
 from pipeline.events.event import Event, Tombstone, check_event, check_name, check_topic, reader
 
-from .aggregate import Declared, Loads
+from .aggregate import Declared, Loads, declared
 from .ordering import Gaps, Sequenced
 from .policy import Policy
 from .staging import CALLS, REQUESTS
@@ -286,9 +286,7 @@ def check_options(
     check_name("a consumer", consumer)
     if event.__pydantic_complete__:  # otherwise it refers to classes that are defined later
         reader(event)
-    rows = (loads,) if isinstance(loads, Loads) else tuple(loads or ())
-    for one in rows:
-        one.check(event)
+    rows = declared(loads, event)
     if not timeout > 0:
         raise ValueError(f"timeout is in seconds, not {timeout}")
     return rows

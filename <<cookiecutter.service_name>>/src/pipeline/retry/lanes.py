@@ -75,7 +75,7 @@ _RELEASE = """
 UPDATE pipeline.backlog_lane
    SET owner = NULL, lease_until = NULL, released_at = clock_timestamp(),
        starts = CASE WHEN $3 THEN 0 ELSE starts - 1 END
- WHERE lane = $1 AND token = $2
+ WHERE lane = $1 AND token = $2 AND owner IS NOT NULL
 """
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
@@ -182,10 +182,9 @@ async def hold(connection: asyncpg.Connection, lane: Lane) -> Generations:
 
 
 async def release(connection: asyncpg.Connection, lane: Lane, *, is_served: bool) -> None:
-    """Release the lane on a clean end, which takes back the worker's start.
+    """Release the lane on a clean end: the worker's start does not count any more.
 
-    `is_served`: the rows that earlier workers may have died over were tried alone, and their starts
-    do not count any more.
+    `is_served`: so do the starts of earlier workers, which have died. It can be repeated.
     """
     await connection.execute(_RELEASE, lane.number, lane.token, is_served)
 

@@ -42,7 +42,7 @@ _ANSWER_SECONDS = 20.0
 _UNDO_ATTEMPT_SECONDS = 2.0
 """Time-out, on shutdown, for undoing an attempt that was stored as failed beforehand."""
 
-_UNANSWERED = 100
+_MOST_UNANSWERED = 100
 """Largest number of claims without an answer that are remembered."""
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class BacklogWorkers:
         """Number of workers, each of which serves one lane at a time."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._claims = count()
-        self._unanswered: deque[str] = deque(maxlen=_UNANSWERED)
+        self._unanswered: deque[str] = deque(maxlen=_MOST_UNANSWERED)
         """Owners of claims whose answers were lost."""
         self._woken = asyncio.Event()
         self._claiming = asyncio.Lock()
@@ -148,8 +148,10 @@ class BacklogWorkers:
             if isinstance(error, asyncio.CancelledError) and not self._stopping.is_set():
                 # The event loop ends over an error in a handler's task. That counts as a death.
                 raise
+            # Without the store no row can be tried: it would stop the process again and again.
+            is_served = isinstance(error, StoreUnavailable)
             with suppress(Exception):  # a clean end is no death
-                await self._release(lane, is_served=False)
+                await self._release(lane, is_served=is_served)
             if not isinstance(error, StoreUnavailable):
                 raise
             log.warning("%s: %s", self.name, error)

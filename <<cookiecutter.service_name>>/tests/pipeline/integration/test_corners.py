@@ -184,7 +184,7 @@ async def test_records_that_were_nobodys_wait_for_a_lock(
     bank, _ = await bank_with(new_desk)
     desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=1_000, lock_timeout=0.05)
     await redriven_in_a_new_shape(bank, desk, db, 100)
-    monkeypatch.setattr("pipeline.apply.transactions._CONTENTIONS", 0)
+    monkeypatch.setattr("pipeline.apply.guilt._CONTENTIONS", 0)
     async with db.transaction():
         await db.execute("LOCK TABLE pipeline.inbox IN ACCESS EXCLUSIVE MODE")
         working = asyncio.create_task(desk.work_off())

@@ -129,6 +129,12 @@ def test_fields_that_do_not_hold_the_primary_key_are_refused(fields: tuple[str, 
         Handlers().on(Booked, topic="a", consumer="b", loads=Seat.by(*fields))
 
 
+@pytest.mark.parametrize("loads", [Seat, [Seat], "Seat"])
+def test_what_declares_no_row_is_refused(loads: Any) -> None:
+    with pytest.raises(TypeError, match=r"loads= takes what Class\.by"):
+        Handlers().on(Booked, topic="a", consumer="b", loads=loads)
+
+
 def test_the_declared_key_is_read_from_the_event_in_the_order_of_the_columns() -> None:
     loads = Seat.by("flight", "seat")
     loads.check(Booked)

@@ -47,6 +47,15 @@ def fate_of(error: BaseException) -> Decision:
     return Policy().after_failure(error, attempts=0, waited=0.0, reason="failed")
 
 
+@pytest.mark.parametrize("waited", [0.0, 100.0, 10_000.0])
+def test_a_missing_column_spends_no_attempt_and_is_tried_less_and_less_often(waited: float) -> None:
+    error = group(asyncpg.UndefinedColumnError("column x does not exist"))
+    policy = Policy(attempts=1, schedule=(0,), max_age=1e6)
+    decision = policy.after_failure(error, attempts=0, waited=waited, reason="failed")
+    assert (decision.reason, decision.attempts) == ("failed", 0)
+    assert decision.due_in == pytest.approx(min(max(waited, 1.0), 3_600.0), rel=0.1)
+
+
 async def test_a_decision_out_of_a_group_of_tasks_is_a_decision() -> None:
     async def raises(error: Exception) -> None:
         raise error
