@@ -70,6 +70,11 @@ class RequestSource:
         """Return nothing: its event is decoded."""
         return set(), []
 
+    @property
+    def patience(self) -> float:
+        """A few seconds, as a client waits for the answer."""
+        return 4.0
+
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Lock the key until the transaction ends. Raises `UnderWay` if another request has it.
 

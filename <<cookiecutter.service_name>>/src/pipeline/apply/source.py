@@ -35,6 +35,11 @@ class Source(Protocol):
         """
         ...
 
+    @property
+    def patience(self) -> float:
+        """Seconds for which the transaction may wait for its turn."""
+        ...
+
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the position over the messages, or hold the lane, to the end of the transaction.
 

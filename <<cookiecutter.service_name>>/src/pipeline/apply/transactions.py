@@ -168,11 +168,11 @@ class ConsumeTransactions:
     ) -> BatchOutcome | Failure:
         """Commit the messages in one transaction, or roll it back and return why."""
         own = self._own.intersection(item.consumer for item in source.items)
-        called = {item.consumer for item in source.items if item.key not in decisions}
+        called = [item for item in source.items if item.key not in decisions]
         # Code of the engine runs here, even if a handler's has begun the task.
         CURRENT_GUARD.set(None)
         # The time limit does not include the wait for a connection.
-        turn = self.turns.take(called)
+        turn = self.turns.take(called, source.patience)
         async with turn, self._slots, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
             attempt = Attempt(

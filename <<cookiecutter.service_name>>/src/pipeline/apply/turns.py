@@ -5,7 +5,7 @@ Each call of a handler may lock its rows in order; a batch locks those of many m
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from time import monotonic
 
@@ -14,6 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline.errors import leaves, sqlstate_of
 from pipeline.servers.database import IDLE_LIMIT, autocommitting
 
+from .item import Item
+
 log = logging.getLogger(__name__)
 
 _LOCK = 0x1B0C9
@@ -21,8 +23,6 @@ _LOCK = 0x1B0C9
 _TAKE = f"SELECT {IDLE_LIMIT}, pg_advisory_xact_lock($1)"
 _SECONDS = 600.0
 """Time after a deadlock for which the transactions of its consumers take turns."""
-_WAIT_SECONDS = 4.0
-"""Longest wait for a turn, below half a lease of the backlog: then one runs without it."""
 _DEADLOCK = "40P01"
 """Error code of PostgreSQL."""
 
@@ -37,20 +37,21 @@ class Turns:
         self._until: dict[str, float] = {}
 
     @asynccontextmanager
-    async def take(self, consumers: Collection[str]) -> AsyncIterator[None]:
-        """Run the block when it is the turn of these consumers, or after a few seconds."""
+    async def take(self, items: Sequence[Item], patience: float) -> AsyncIterator[None]:
+        """Run the block in turn if these messages need one, or without after `patience` seconds."""
         async with AsyncExitStack() as turn:
-            if self._are_taken_by(consumers):
+            if self.are_needed(items):
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(_WAIT_SECONDS):
+                    async with asyncio.timeout(patience):
                         await turn.enter_async_context(self._lock)
                         await turn.enter_async_context(self._turn_of_all())
             yield
 
-    def learn(self, error: Exception, consumers: Collection[str]) -> None:
-        """Let transactions of these consumers take turns for a while if the error is a deadlock."""
+    def learn(self, error: Exception, items: Sequence[Item]) -> None:
+        """Let the consumers of these messages take turns for a while if the error is a deadlock."""
         if any(sqlstate_of(one) == _DEADLOCK for one in leaves(error)):
-            if not self._are_taken_by(consumers):
+            consumers = {item.consumer for item in items}
+            if not self.are_needed(items):
                 log.warning(
                     "transactions of %s deadlock: they take turns for %.0f s; declare the rows of"
                     " their handlers by loads= (docs/handling-errors.md)",
@@ -59,9 +60,12 @@ class Turns:
                 )
             self._until |= dict.fromkeys(consumers, monotonic() + _SECONDS)
 
-    def _are_taken_by(self, consumers: Collection[str]) -> bool:
+    def are_needed(self, items: Iterable[Item]) -> bool:
+        """Return whether transactions of one of these messages' consumers take turns."""
+        if not self._until:
+            return False
         now = monotonic()
-        return any(self._until.get(consumer, 0.0) > now for consumer in consumers)
+        return any(self._until.get(item.consumer, 0.0) > now for item in items)
 
     @asynccontextmanager
     async def _turn_of_all(self) -> AsyncIterator[None]:

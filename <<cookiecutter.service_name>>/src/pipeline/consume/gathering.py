@@ -74,8 +74,8 @@ class Gatherer:
         this is cancelled the transaction is rolled back.
         """
         loop = asyncio.get_running_loop()
-        if loop.time() < self._apart_until:
-            return False
+        if loop.time() < self._apart_until or self._consume.turns.are_needed(batch.batch.items):
+            return False  # those of other consumers must not wait for a turn
         ready = _Ready(batch, memory, loop.time(), loop.create_future())
         self._ready.append(ready)
         self._begin_soon()

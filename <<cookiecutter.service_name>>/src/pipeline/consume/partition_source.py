@@ -81,6 +81,11 @@ class PartitionSource:
             ]
         return readable, failed
 
+    @property
+    def patience(self) -> float:
+        """A minute: a revocation of the partition ends the wait."""
+        return 60.0
+
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the positions. Raises `PositionMoved`."""
         self.begun()

@@ -78,6 +78,11 @@ class LaneSource:
         """Return nothing: what can't be decoded is dead already."""
         return set(), []
 
+    @property
+    def patience(self) -> float:
+        """Half of the lease, which `begin` extends."""
+        return self.lane.lease / 2
+
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Lock the lane and extend its lease. Raises `LaneLost`."""
         return await lanes.hold(connection, self.lane)
