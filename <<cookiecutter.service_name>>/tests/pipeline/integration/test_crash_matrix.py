@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from aiokafka.admin import AIOKafkaAdminClient
 
 import pipeline
-from pipeline.apply import filters, positions
+from pipeline.apply import filters, positions, turns
 from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.handlers import sessions
 from pipeline.relay import scheduled, window
@@ -79,6 +79,7 @@ UNMET = (
     archive._ARCHIVES,
     archive._CONTINUE_ROUND,
     window._LOWEST,
+    turns._TAKE,
 )
 """Statements that only damage, a long outage or somebody else leads to, or a handler's session."""
 
