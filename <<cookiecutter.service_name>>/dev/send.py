@@ -84,8 +84,8 @@ async def send(given: argparse.Namespace, servers: str) -> None:
             print(
                 f"nothing was published{of_key} in {SECONDS} s: its handler publishes nothing, or"
                 f" under another key{handled if event else ''}, no handler has its type, it is a"
-                " duplicate or a"
-                " dead letter (`service dead list`), or it waits (`service dead list --waiting`);"
+                " duplicate or a dead letter (`service dead list`), or it waits"
+                " (`service dead list --waiting`);"
                 " `service doctor` finds causes such as a missing table, and /health/ready shows"
                 " whether the service is ready"
             )

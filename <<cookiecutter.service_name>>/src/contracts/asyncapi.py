@@ -102,6 +102,7 @@ class _Document:
             message["description"] += f" Also taken and converted: {', '.join(old)}."
         for one in handlers:
             limits = one.policy
+            rows = dict.fromkeys(row.entity.__name__ for row in one.loads)
             self._operations[_named(f"receive.{one.consumer}.{topic}.{type}", self._operations)] = {
                 "action": "receive",
                 "channel": {"$ref": f"#/channels/{topic}"},
@@ -117,7 +118,7 @@ class _Document:
                     "mode": one.mode,
                     "timeout": one.timeout,
                     "takesOld": one.takes_old,
-                    "loads": ", ".join({rows.entity.__name__: 0 for rows in one.loads}) or None,
+                    "loads": ", ".join(rows) or None,
                     "gaps": one.gaps and {"wait": one.gaps.wait, "then": one.gaps.then},
                     "policy": {
                         "attempts": limits.attempts,

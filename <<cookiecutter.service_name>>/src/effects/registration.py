@@ -86,7 +86,7 @@ class Effects:
         repeatable: bool = True,
         ask: Callable[[E, Call], Awaitable[bool]] | None = None,
         then: Callable[[E, Transaction, Any], Awaitable[object]] | None = None,
-        loads: Declared = (),
+        loads: Declared = None,
     ) -> Callable[[EffectFunction[E]], EffectFunction[E]]:
         """Register a coroutine function that calls the outside for events given to `tx.call`.
 

@@ -28,7 +28,7 @@ case, and `ConsumeTransactions.apply` repeats the transaction accordingly.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ from .attempt import Attempt
 from .breaker import Breaker, FailedMessage
 from .item import Item
 from .outcome import BatchOutcome
-from .source import Source, is_single
+from .source import Source, is_single, without_decision
 
 _CONTENTIONS = 3
 """Deadlocks and lock time-outs in a row after which the messages are at fault."""
@@ -143,7 +143,8 @@ def is_guilty(error: BaseException, attempt: Attempt, *, is_alone: bool) -> bool
 def of_transaction(
     error: Exception, attempt: Attempt, source: Source, decisions: Mapping[bytes, Decision]
 ) -> Failure | None:
-    """Return the failure of a transaction that has raised an error; None for an outage.
+    """Count contention; return the failure of a transaction that has raised an error, None for an
+    outage.
 
     An error of the infrastructure is an outage, unless locks are in the way again and again; of a
     single record, after handlers were called. Or the transaction has exceeded its time limit: then
@@ -158,14 +159,14 @@ def of_transaction(
         return None if is_single(source) else CulpritUnknown("takes too long", error, trace)
     may_hold = attempt.handlers_began_at < math.inf or not is_single(source)
     attempt.memory.contentions += may_hold and is_contention(error)
-    is_locked_out = attempt.memory.contentions > _CONTENTIONS
+    if not _may_be_cause(source, decisions):
+        return None
+    if attempt.memory.contentions > _CONTENTIONS:
+        return CulpritUnknown("locked out", error, trace)
     own_seconds = attempt.handlers_began_at - attempt.began_at
     is_slow = len(source.items) == 1 and own_seconds > attempt.time_limit / 2
-    is_outage = is_infrastructure(error) and (not attempt.is_late or is_slow)
-    if (is_outage and not is_locked_out) or not may_be_cause(source, decisions):
+    if is_infrastructure(error) and (not attempt.is_late or is_slow):
         return None
-    if is_locked_out:
-        return CulpritUnknown("locked out", error, trace)
     if not attempt.is_late:
         return CulpritUnknown("transaction failed", error, trace)
     reserved = attempt.reserved
@@ -219,20 +220,16 @@ def blame(
 
     Raises `BreakerOpen` if the breaker is open for their consumer.
     """
-    items, error = _to_handle(source, decisions), failure.error
+    items, error = without_decision(source, decisions), failure.error
     breaker.observe(_failed(item, error) for item in items)
     if len(items) > 1:
         return {item.key: undecided(error) for item in items}
     return {item.key: _after_failure(item, error, failure.reason, failure.trace) for item in items}
 
 
-def may_be_cause(source: Source, decisions: Collection[bytes]) -> bool:
+def _may_be_cause(source: Source, decisions: Collection[bytes]) -> bool:
     """Whether messages may be at fault: there are several records, or a message to handle."""
-    return not is_single(source) or bool(_to_handle(source, decisions))
-
-
-def _to_handle(source: Source, decisions: Collection[bytes]) -> Sequence[Item]:
-    return [item for item in source.items if item.key not in decisions]
+    return not is_single(source) or bool(without_decision(source, decisions))
 
 
 def _failed(item: Item, error: BaseException) -> FailedMessage:

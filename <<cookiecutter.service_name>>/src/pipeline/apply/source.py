@@ -1,6 +1,6 @@
 """The interface to the consume transaction of what has messages: a partition, a lane, a request."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, Self
 
 import asyncpg
@@ -67,6 +67,11 @@ class Source(Protocol):
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record the metrics of a committed transaction that took so many seconds."""
         ...
+
+
+def without_decision(source: Source, decisions: Collection[bytes]) -> Sequence[Item]:
+    """Return the messages whose handlers are to be called."""
+    return [item for item in source.items if item.key not in decisions]
 
 
 def is_single(source: Source) -> bool:

@@ -168,11 +168,10 @@ class ConsumeTransactions:
     ) -> BatchOutcome | Failure:
         """Commit the messages in one transaction, or roll it back and return why."""
         own = self._own.intersection(item.consumer for item in source.items)
-        called = [item for item in source.items if item.key not in decisions]
         # Code of the engine runs here, even if a handler's has begun the task.
         CURRENT_GUARD.set(None)
         # The time limit does not include the wait for a connection.
-        turn = self.turns.take(called, source.patience)
+        turn = self.turns.take(source, decisions)
         async with turn, self._slots, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
             attempt = Attempt(
@@ -194,7 +193,7 @@ class ConsumeTransactions:
                 await attempt.roll_back()
                 raise
             except Exception as error:
-                self.turns.learn(error, called)
+                self.turns.learn(error, source, decisions)
                 failure = guilt.of_transaction(error, attempt, source, decisions)
                 if failure is None:
                     await connection.invalidate()

@@ -5,7 +5,7 @@ Each call of a handler may lock its rows in order; a batch locks those of many m
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from time import monotonic
 
@@ -15,6 +15,7 @@ from pipeline.errors import leaves, sqlstate_of
 from pipeline.servers.database import IDLE_LIMIT, autocommitting
 
 from .item import Item
+from .source import Source, without_decision
 
 log = logging.getLogger(__name__)
 
@@ -37,19 +38,20 @@ class Turns:
         self._until: dict[str, float] = {}
 
     @asynccontextmanager
-    async def take(self, items: Sequence[Item], patience: float) -> AsyncIterator[None]:
-        """Run the block in turn if these messages need one, or without after `patience` seconds."""
+    async def take(self, source: Source, decisions: Collection[bytes]) -> AsyncIterator[None]:
+        """Run the block in turn if the source needs one, or without when its patience ends."""
         async with AsyncExitStack() as turn:
-            if self.are_needed(items):
+            if self._until and self.are_needed(without_decision(source, decisions)):
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(patience):
+                    async with asyncio.timeout(source.patience):
                         await turn.enter_async_context(self._lock)
                         await turn.enter_async_context(self._turn_of_all())
             yield
 
-    def learn(self, error: Exception, items: Sequence[Item]) -> None:
-        """Let the consumers of these messages take turns for a while if the error is a deadlock."""
+    def learn(self, error: Exception, source: Source, decisions: Collection[bytes]) -> None:
+        """Let the source's consumers take turns for a while if the error is a deadlock."""
         if any(sqlstate_of(one) == _DEADLOCK for one in leaves(error)):
+            items = without_decision(source, decisions)
             consumers = {item.consumer for item in items}
             if not self.are_needed(items):
                 log.warning(

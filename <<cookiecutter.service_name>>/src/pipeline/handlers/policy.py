@@ -134,7 +134,7 @@ class Policy:
         if waited + delay > self.max_age:
             return dead(self, "waited too long", error, attempts=attempts)
         delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
-        if is_free:
+        if is_parked:
             delay = max(delay, SHORTEST)
         return Decision(
             PARKED if is_parked else reason,

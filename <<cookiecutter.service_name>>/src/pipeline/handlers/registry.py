@@ -61,7 +61,7 @@ class Handlers:
         *,
         topic: str | None,
         consumer: str,
-        loads: Declared = (),
+        loads: Declared = None,
         gaps: Gaps | None = None,
         policy: Policy = Policy(),  # noqa: B008  # it is frozen
         mode: Literal["immediate", "deferred"] = "immediate",
@@ -116,7 +116,7 @@ class Handlers:
         *,
         topic: str,
         consumer: str,
-        loads: Declared = (),
+        loads: Declared = None,
         policy: Policy = Policy(),  # noqa: B008  # it is frozen
         mode: Literal["immediate", "deferred"] = "immediate",
         timeout: float = 5.0,

@@ -181,12 +181,12 @@ async def hold(connection: asyncpg.Connection, lane: Lane) -> Generations:
     return Generations(*row[:4])
 
 
-async def release(connection: asyncpg.Connection, lane: Lane, *, is_served: bool) -> None:
+async def release(connection: asyncpg.Connection, lane: Lane, *, forgets_deaths: bool) -> None:
     """Release the lane on a clean end: the worker's start does not count any more.
 
-    `is_served`: so do the starts of earlier workers, which have died. It can be repeated.
+    `forgets_deaths`: nor do the starts of earlier workers. It can be repeated.
     """
-    await connection.execute(_RELEASE, lane.number, lane.token, is_served)
+    await connection.execute(_RELEASE, lane.number, lane.token, forgets_deaths)
 
 
 async def settle(

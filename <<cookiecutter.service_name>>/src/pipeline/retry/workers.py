@@ -135,10 +135,10 @@ class BacklogWorkers:
 
     async def _work_at(self, lane: Lane) -> None:
         """Handle due rows of the lane and release it, unless it must count as a death."""
-        is_served = False
+        forgets_deaths = False
         try:
             await self.serve(lane)
-            is_served = not self._stopping.is_set()
+            forgets_deaths = not self._stopping.is_set()
         except LaneLost as lost:
             log.warning("%s", lost)
             return
@@ -148,20 +148,20 @@ class BacklogWorkers:
             if isinstance(error, asyncio.CancelledError) and not self._stopping.is_set():
                 # The event loop ends over an error in a handler's task. That counts as a death.
                 raise
-            # Without the store no row can be tried: it would stop the process again and again.
-            is_served = isinstance(error, StoreUnavailable)
+            is_store = isinstance(error, StoreUnavailable)
             with suppress(Exception):  # a clean end is no death
-                await self._release(lane, is_served=is_served)
-            if not isinstance(error, StoreUnavailable):
+                # Without its store a row can't be tried: that would stop the process each time.
+                await self._release(lane, forgets_deaths=is_store)
+            if not is_store:
                 raise
             log.warning("%s: %s", self.name, error)
             self._health.not_ready(self.name, str(error))
             await self._pause(self._settings.retry_pause)
             return
-        await self._release(lane, is_served=is_served)
+        await self._release(lane, forgets_deaths=forgets_deaths)
 
-    async def _release(self, lane: Lane, *, is_served: bool) -> None:
-        release = partial(lanes.release, lane=lane, is_served=is_served)
+    async def _release(self, lane: Lane, *, forgets_deaths: bool) -> None:
+        release = partial(lanes.release, lane=lane, forgets_deaths=forgets_deaths)
         await self._query("releasing a lane", release)
 
     async def serve(self, lane: Lane) -> None:

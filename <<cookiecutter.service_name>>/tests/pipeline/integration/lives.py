@@ -114,6 +114,6 @@ async def let_leases_end(engine: AsyncEngine, dead: list[Desk]) -> None:
 async def lanes_of(db: asyncpg.Connection, desk: Desk) -> list[int]:
     """Return how many workers have begun with each lane that the desk has, and not come back."""
     rows = await db.fetch(
-        "SELECT starts FROM pipeline.backlog_lane WHERE starts_with(owner, $1)", desk.lanes._owner
+        "SELECT starts FROM pipeline.backlog_lane WHERE owner LIKE $1", f"{desk.lanes._owner}:%"
     )
     return [row["starts"] for row in rows]

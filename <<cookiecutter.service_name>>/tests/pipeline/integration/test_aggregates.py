@@ -5,7 +5,6 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
@@ -218,23 +217,23 @@ async def test_partitions_whose_messages_change_two_rows_each_do_not_deadlock_al
     await db.execute(_ACCOUNTS)
     chosen = random.Random(1)
 
-    def moves(desk: Desk) -> list[Deposit]:
+    def moves(desk: Desk, batch: int) -> list[Deposit]:
         accounts = [chosen.sample(range(10), 2) for _ in range(100)]
         return [
             Deposit(
                 n,
                 type="moved",
-                id=f"{desk.slot.partition}-{n}",
+                id=f"{desk.slot.partition}-{batch}-{n}",
                 value=b'{"account":"a%d","other":"a%d"}' % (one, other),
             )
             for n, (one, other) in enumerate(accounts)
         ]
 
-    batches = [[moves(desk) for _ in range(5)] for desk in desks]
+    batches = [[moves(desk, batch) for batch in range(5)] for desk in desks]
 
     async def work(desk: Desk, batches: list[list[Deposit]]) -> None:
-        for number, batch in enumerate(batches):
-            await desk.apply(*(replace(one, id=f"{number}-{one.id}") for one in batch))
+        for batch in batches:
+            await desk.apply(*batch)
 
     await asyncio.gather(*map(work, desks, batches))
     assert await db.fetchval("SELECT sum(balance) FROM account") == 2 * 4 * 5 * 100

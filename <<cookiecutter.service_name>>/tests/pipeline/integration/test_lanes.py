@@ -187,7 +187,7 @@ async def test_a_release_can_be_repeated(new_desk: NewDesk, db: asyncpg.Connecti
     lane = await desk.lanes._claim()
     assert lane is not None
     for _ in range(2):
-        await lanes.release(db, lane, is_served=False)
+        await lanes.release(db, lane, forgets_deaths=False)
     assert await db.fetchval("SELECT min(starts) FROM pipeline.backlog_lane") == 0
 
 

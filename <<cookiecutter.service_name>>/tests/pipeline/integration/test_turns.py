@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 
 import asyncpg
 import pytest
 
 from pipeline.apply import turns
-from pipeline.apply.item import Item
+from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -29,20 +30,34 @@ async def desks(new_desk: NewDesk) -> Sequence[Desk]:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     found = [await new_desk(bank.handlers, topic=bank.deposits, partition=n) for n in (0, 1)]
     for desk in found:
-        desk.consume.turns.learn(ExceptionGroup("of tasks", [DEADLOCK]), await items(desk))
+        error = ExceptionGroup("of tasks", [DEADLOCK])
+        desk.consume.turns.learn(error, await source_of(desk), ())
     return found
 
 
-async def items(desk: Desk) -> Sequence[Item]:
+@dataclass(frozen=True)
+class Waiting(PartitionSource):
+    """A partition that waits for so long."""
+
+    patience: float = PATIENCE
+
+
+async def source_of(desk: Desk, patience: float = PATIENCE) -> Waiting:
     """Return a message of the consumer."""
-    return (await desk.read(Deposit(1), start=0)).items
+    batch = PartitionBatch(desk.slot, await desk.read(Deposit(1), start=0))
+    return Waiting([batch], patience=patience)
+
+
+async def turn_of(desk: Desk, patience: float = PATIENCE) -> AbstractAsyncContextManager[None]:
+    """Return a turn of the process."""
+    return desk.consume.turns.take(await source_of(desk, patience), ())
 
 
 async def test_one_transaction_runs_at_a_time_of_all_processes(
     desks: Sequence[Desk], db: asyncpg.Connection
 ) -> None:
     first, second = desks
-    async with first.consume.turns.take(await items(first), PATIENCE):
+    async with await turn_of(first):
         applying = asyncio.create_task(second.apply(Deposit(1)))
         await eventually(lambda: db.fetchval(WAITS, turns._LOCK))
         assert not applying.done()
@@ -52,9 +67,9 @@ async def test_one_transaction_runs_at_a_time_of_all_processes(
 
 async def test_a_turn_that_does_not_come_is_not_waited_for_for_ever(desks: Sequence[Desk]) -> None:
     first, second = desks
-    async with first.consume.turns.take(await items(first), PATIENCE):
+    async with await turn_of(first):
         for one in (first, second):  # in the process, and in another
-            async with asyncio.timeout(PATIENCE), one.consume.turns.take(await items(one), 0.1):
+            async with asyncio.timeout(PATIENCE), await turn_of(one, 0.1):
                 pass
 
 
@@ -62,7 +77,7 @@ async def test_who_is_cancelled_while_waiting_leaves_the_turn_to_others(
     desks: Sequence[Desk], db: asyncpg.Connection
 ) -> None:
     first, second = desks
-    async with first.consume.turns.take(await items(first), PATIENCE):
+    async with await turn_of(first):
         waiting = [asyncio.create_task(second.apply(Deposit(1))) for _ in range(2)]
         await asyncio.sleep(0.2)
         for one in waiting:
@@ -77,10 +92,8 @@ async def test_a_turn_whose_connection_is_lost_fails_no_transaction(
 ) -> None:
     monkeypatch.setattr(turns, "_TAKE", turns._TAKE.replace("'5s'", "'100ms'"))
     first, second = desks
-    async with AsyncExitStack() as held:
-        await held.enter_async_context(first.consume.turns.take(await items(first), PATIENCE))
-        async with second.consume.turns.take(await items(second), PATIENCE):
-            pass  # the server has ended the other's session
+    async with await turn_of(first), await turn_of(second):
+        pass  # the server has ended the first one's session
     await first.apply(Deposit(1))
     assert await histories(db) == {"ada": [1]}
 
@@ -90,13 +103,13 @@ async def test_a_consumer_that_has_not_deadlocked_waits_for_no_turn(
 ) -> None:
     other = Bank(deposits="others", balances="balances", name="other")
     desk = await new_desk(other.handlers, topic=other.deposits)
-    of_other = await items(desk)
+    source = await source_of(desk)
     with caplog.at_level(logging.WARNING):
-        assert not desk.consume.turns.are_needed(of_other)
-        desk.consume.turns.learn(asyncpg.LockNotAvailableError("timeout"), of_other)
-        assert not desk.consume.turns.are_needed(of_other)
+        assert not desk.consume.turns.are_needed(source.items)
+        desk.consume.turns.learn(asyncpg.LockNotAvailableError("timeout"), source, ())
+        assert not desk.consume.turns.are_needed(source.items)
         assert not caplog.records
-        desk.consume.turns.learn(DEADLOCK, of_other)
-        desk.consume.turns.learn(DEADLOCK, of_other)
+        desk.consume.turns.learn(DEADLOCK, source, ())
+        desk.consume.turns.learn(DEADLOCK, source, ())
     (record,) = caplog.records
     assert "deposit deadlock: they take turns for 600 s; declare the rows" in record.getMessage()
