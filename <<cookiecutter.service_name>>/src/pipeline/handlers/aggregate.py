@@ -130,7 +130,12 @@ def record_key(entity: type[Any], values: Key) -> str:
 
 @cache_by_class  # building it takes as long as sending it
 def locking(entity: type[Aggregate]) -> sa.Select[Any]:
-    """Return the statement that locks rows: their keys are arrays, `key_0` for the first column."""
+    """Return the statement that locks rows: their keys are arrays, `key_0` for the first column.
+
+    The lock is `FOR NO KEY UPDATE`: other transactions may insert rows that refer to these. Under
+    `FOR UPDATE` two transactions that each refer to the other's row would deadlock. A statement
+    that deletes a row, or changes its key, takes the stronger lock itself.
+    """
     mapper = sa.inspect(entity)
     if mapper.version_id_col is not None and mapper.version_id_col is mapper.columns.get("version"):
         raise TypeError(
@@ -149,7 +154,7 @@ def locking(entity: type[Aggregate]) -> sa.Select[Any]:
         sa.select(entity)
         .where(sa.tuple_(*columns).in_(wanted) if len(columns) > 1 else columns[0].in_(wanted))
         .order_by(*columns)
-        .with_for_update(of=entity)
+        .with_for_update(of=entity, key_share=True)
         .execution_options(populate_existing=True)
     )
 

@@ -115,7 +115,7 @@ _SHAPES = {
         "retention: delete discarded rows"
     ),
     "DECLARE closed ": "filters: open cursor",
-    r"SELECT account\..* FOR UPDATE": "consume: lock accounts",
+    r"SELECT account\..* FOR NO KEY UPDATE": "consume: lock accounts",
     r"INSERT INTO account ": "consume: insert accounts",
     r"UPDATE account ": "consume: update accounts",
     "SELECT$": "consume: check for failed statement",

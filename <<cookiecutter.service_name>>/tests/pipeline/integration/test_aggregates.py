@@ -37,6 +37,15 @@ class Balance(Aggregate, Base):
     amount: Mapped[int] = mapped_column(default=0)
 
 
+class Entry(Base):
+    """One line of a ledger, which refers to an account."""
+
+    __tablename__ = "entry"
+
+    number: Mapped[int] = mapped_column(primary_key=True)
+    account: Mapped[str] = mapped_column(sa.ForeignKey(Account.id))
+
+
 class Exchanged(Event, type="deposited"):
     """Money came in, of some currency."""
 
@@ -86,10 +95,29 @@ async def test_a_batch_locks_the_rows_of_a_table_in_one_query(
     await desk.apply(*(Deposit(n, account=name) for n, name in enumerate(accounts)))
     statements.clear()
     await desk.apply(*(Deposit(100 + n, account=name) for n, name in enumerate(accounts)))
-    assert len([one for one in statements if "FOR UPDATE" in one]) == 1
+    assert len([one for one in statements if "FOR NO KEY UPDATE" in one]) == 1
     # Beside it, one batched update.
     assert len(statements) == 2
     assert await histories(db) == {name: [n, 100 + n] for n, name in enumerate(accounts)}
+
+
+async def test_rows_that_refer_to_a_locked_row_are_inserted_meanwhile(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    _, desk = ledger
+    await desk.apply(Deposit(1, account="a"))
+    handlers = desk.handlers = Handlers()
+
+    @handlers.on(Deposited, topic="deposits", consumer="locks", loads=Account.by("account"))
+    async def locks(event: Deposited, tx: Transaction) -> None:
+        await tx.load(Account, event.account)
+        await db.execute("SET lock_timeout = '100ms'")
+        await db.execute("INSERT INTO entry VALUES (1, 'a')")
+        with pytest.raises(asyncpg.LockNotAvailableError):
+            await db.execute("UPDATE account SET balance = 0 WHERE id = 'a'")
+
+    await desk.apply(Deposit(2, account="a"))
+    assert await db.fetchval("SELECT count(*) FROM entry") == 1
 
 
 async def test_rows_of_two_tables_take_one_query_each_in_the_order_of_their_names(
@@ -108,7 +136,7 @@ async def test_rows_of_two_tables_take_one_query_each_in_the_order_of_their_name
         await tx.load_or_create(Account, event.account)
 
     await desk.apply(*(Deposit(n, account=str(n)) for n in range(5)))
-    locks = [one for one in statements if "FOR UPDATE" in one]
+    locks = [one for one in statements if "FOR NO KEY UPDATE" in one]
     assert ["FROM account" in locks[0], "FROM balance" in locks[1], len(locks)] == [True, True, 2]
 
 
