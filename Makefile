@@ -64,11 +64,13 @@ chaos-selftest: $(INSTALLED) ## check that the chaos run finds deliberate errors
 	@exec $(BIN)/python -m chaos.selftest
 
 # Defaults: EVENTS=200000 ROUNDS=3 MINUTES=10 ONLY=<all measures, separated by commas>.
-# KEEP_PLOTS=1 writes the results to docs/performance; the working tree must be clean.
+# KEEP_PLOTS=1 writes the results to docs/performance; the working tree must be clean. PYTHON=<command>
+# runs what is measured; by default the first Python found that was built with optimisation.
 bench: $(INSTALLED) ## measure the service and alternative implementations
 	@exec $(BIN)/python -m benchmarks.run $(addprefix --events=,$(EVENTS)) \
 	    $(addprefix --rounds=,$(ROUNDS)) $(addprefix --minutes=,$(MINUTES)) \
-	    $(addprefix --only=,$(ONLY)) $(if $(KEEP_PLOTS),--keep-plots)
+	    $(addprefix --only=,$(ONLY)) $(if $(KEEP_PLOTS),--keep-plots) \
+	    $(if $(filter-out file,$(origin PYTHON)),--python='$(PYTHON)')
 
 model: $(INSTALLED) ## check the protocol's model exhaustively within small bounds, also with faults
 	@$(BIN)/python -m tests.programs spin gcc

@@ -14,7 +14,16 @@ from dataclasses import asdict, dataclass, field, replace
 from rich.console import Console
 
 from benchmarks.machine import speed, stolen
-from benchmarks.marks import GOALS, Goal, Mark, Values, ratios
+from benchmarks.marks import (
+    GOALS,
+    NOT_MEASURED,
+    SATURATED,
+    Goal,
+    Mark,
+    Values,
+    is_saturated,
+    ratios,
+)
 from benchmarks.rig import Rig
 from demo.display import say
 from demo.processes import ProcessFailed
@@ -40,6 +49,9 @@ _SHOWN = (
     "growth",
     "cpu_python",
     "cpu_postgres",
+    "commit_p50",
+    "commit_p99",
+    "machine_idle",
 )
 
 
@@ -88,6 +100,8 @@ class Book:
     marks: list[Mark] = field(default_factory=list)
     series: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """What was watched over time, by name."""
+    interpreters: dict[str, str] = field(default_factory=dict)
+    """What measures ran with, if not with the Python of the others."""
 
     def rounds(self, measure: str, contestant: str) -> list[Values]:
         """Return what the rounds that count have shown, in their order."""
@@ -223,12 +237,26 @@ class Bench:
         """Note what came of a goal, and what was compared with."""
         self.book.marks.append(Mark(_goal(name), values, reference))
 
-    def compare(self, name: str, one: str, other: str, of: str = "rate") -> None:
-        """Note a goal that is one contestant's figure over that of another."""
+    def mark_figure(self, name: str, contestant: str, of: str) -> None:
+        """Note a goal that is a contestant's figure in each round that has it."""
+        found = self.found(_goal(name).measure, contestant)
+        values = [one[of] for one in found if of in one]
+        self.book.marks.append(Mark(_goal(name), values, reason=_reason(found)))
+
+    def compare(
+        self, name: str, one: str, other: str, of: str = "rate", at_least: float = 0.0
+    ) -> None:
+        """Note a goal that is one contestant's figure over that of another, or over `at_least`."""
         measure = _goal(name).measure
-        others = self.found(measure, other)
-        values = ratios(self.found(measure, one), others, of)
-        self.mark(name, values, [found[of] for found in others if of in found])
+        ones = self.found(measure, one)
+        others = [
+            found | {of: max(found[of], at_least)} if of in found else found
+            for found in map(dict, self.found(measure, other))
+        ]
+        reference = [found[of] for found in others if of in found]
+        values = ratios(ones, others, of)
+        reason = _reason([*ones, *others])
+        self.book.marks.append(Mark(_goal(name), values, reference if values else (), reason))
 
     def say(self, what: str, text: str) -> None:
         """Write a line."""
@@ -237,6 +265,11 @@ class Bench:
 
 def _goal(name: str) -> Goal:
     return next(goal for goal in GOALS if goal.name == name)
+
+
+def _reason(found: Sequence[Values]) -> str:
+    """Return why a figure is missing in rounds that would have it."""
+    return SATURATED if any(map(is_saturated, found)) else NOT_MEASURED
 
 
 def _told(values: Values) -> str:

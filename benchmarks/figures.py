@@ -1,8 +1,10 @@
 """The figures: which plots are drawn of what was measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from statistics import median
+from types import MappingProxyType
 
 from benchmarks.bench import Book
 from benchmarks.measures.growth import VARIED, name
@@ -21,58 +23,75 @@ ACROSS = {
 WHO = ("python", "postgres", "kafka")
 
 
-def draw(book: Book) -> dict[str, str]:
-    """Return the figures of the measures that were taken, by file name."""
+def draw(book: Book, sources: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return the figures of the measures that were taken, by file name.
+
+    `sources` says of measures what a reader has to know of their figures: it is added to titles.
+    """
     taken = {run.measure for run in book.runs if run.round}
     figures: dict[str, str] = {}
+
+    def titled(measure: str, title: str) -> str:
+        return f"{title} ({sources[measure]})" if measure in sources else title
+
     if "throughput" in taken:
-        figures["throughput.svg"] = _throughput(book)
+        title = titled("throughput", "Messages consumed, applied and published a second")
+        figures["throughput.svg"] = bars(
+            title, "messages/s", {"": _bars(book, "throughput", "rate")}
+        )
         if any("cpu_postgres" in run.values for run in book.runs):
-            figures["cpu.svg"] = _cpu(book)
+            title = titled("throughput", "CPU seconds for 1,000 messages")
+            figures["cpu.svg"] = bars(title, "CPU seconds", _cpu(book))
     if "relay" in taken:
-        title = "Events published a second from a backlog"
+        title = titled("relay", "Events published a second from a backlog")
         figures["relay.svg"] = bars(title, "events/s", {"": _bars(book, "relay", "rate")})
     if "latency" in taken:
-        title = "Milliseconds from record to event, 100 records/s"
+        title = titled("latency", "Milliseconds from record to event, 100 records/s")
         series = {of: _bars(book, "latency", of) for of in ("p50", "p99")}
         figures["latency.svg"] = bars(title, "ms", series)
     if "ordinary" in taken:
-        figures["ordinary-latency.svg"] = _ordinary_latency(book)
+        title = titled("ordinary", "Latency on 1 and on 12 partitions, p50 (p99 dashed)")
+        p50, p99 = (_by_rate(book, of) for of in ("p50", "p99"))
+        figures["ordinary-latency.svg"] = lines(
+            title, "messages/s", "ms", p50, dashed=p99, logarithmic=True
+        )
         if costs := _by_rate(book, "cpu"):
             title = "CPU of Python and PostgreSQL for a message, on 1 and on 12 partitions"
-            figures["ordinary.svg"] = lines(title, "messages/s", "ms", costs, logarithmic=True)
-    for kind in VARIED:
-        if _points(book, kind, "rate"):
-            figures[f"growth-{kind}.svg"] = _rate_by(book, kind)
-            figures[f"growth-{kind}-latency.svg"] = _latency_by(book, kind)
-            figures[f"growth-{kind}-size.svg"] = _size_by(book, kind)
-    if series_ := book.series.get("memory over time"):
-        title = "Memory of the service under a steady load"
-        figures["memory.svg"] = lines(title, "seconds", "MB", {"resident": series_})
+            figures["ordinary.svg"] = lines(
+                titled("ordinary", title), "messages/s", "ms", costs, logarithmic=True
+            )
+    for kind, across in ACROSS.items() if "growth" in taken else ():
+        drawn = partial(lines, across=across, logarithmic=True)
+        title = titled("growth", f"Rate by {across}")
+        series_ = {"messages/s": _points(book, kind, "rate")}
+        figures[f"growth-{kind}.svg"] = drawn(title, up="messages/s", series=series_)
+        title = titled("growth", f"Latency by {across}")
+        series_ = {of: _points(book, kind, of) for of in ("p50", "p99")}
+        figures[f"growth-{kind}-latency.svg"] = drawn(title, up="ms", series=series_)
+        title = titled("growth", f"Bytes on disk by {across}")
+        series_ = {of: _points(book, kind, f"{of}_bytes") for of in ("marker", "event", "wal")}
+        figures[f"growth-{kind}-size.svg"] = drawn(title, up="bytes", series=series_)
+    if watched := book.series.get("memory over time"):
+        title = titled("memory", "Memory of the service under a steady load")
+        figures["memory.svg"] = lines(title, "seconds", "MB", {"resident": watched})
     return figures
 
 
 def _bars(book: Book, measure: str, of: str) -> list[Bar]:
     names = dict.fromkeys(run.contestant for run in book.runs if run.measure == measure)
-    found = {one: [values[of] for values in book.rounds(measure, one)] for one in sorted(names)}
+    found = {
+        one: [values[of] for values in book.rounds(measure, one) if of in values]
+        for one in sorted(names)
+    }
     return [Bar(one, median(all_), min(all_), max(all_)) for one, all_ in found.items() if all_]
 
 
-def _throughput(book: Book) -> str:
-    return bars(
-        "Messages consumed, applied and published a second",
-        "messages/s",
-        {"": _bars(book, "throughput", "rate")},
-    )
-
-
-def _cpu(book: Book) -> str:
+def _cpu(book: Book) -> dict[str, list[Bar]]:
     # The usual way takes so much that the others could not be seen beside it.
-    series = {
+    return {
         who: [one for one in _bars(book, "throughput", f"cpu_{who}") if "usual" not in one.label]
         for who in WHO
     }
-    return bars("CPU seconds for 1,000 messages", "CPU seconds", series)
 
 
 def _by_rate(book: Book, of: str) -> dict[str, Points]:
@@ -86,35 +105,11 @@ def _by_rate(book: Book, of: str) -> dict[str, Points]:
     return series
 
 
-def _ordinary_latency(book: Book) -> str:
-    title = "Latency on 1 and on 12 partitions, p50 (p99 dashed)"
-    p50, p99 = (_by_rate(book, of) for of in ("p50", "p99"))
-    return lines(title, "messages/s", "ms", p50, dashed=p99, logarithmic=True)
-
-
 def _points(book: Book, kind: str, of: str) -> Points:
     found = {
         float(getattr(point, kind)): [
-            values[of] for values in book.rounds("growth", name(kind, point))
+            values[of] for values in book.rounds("growth", name(kind, point)) if of in values
         ]
         for point in VARIED[kind]
     }
     return [(x, median(values)) for x, values in found.items() if values]
-
-
-def _rate_by(book: Book, kind: str) -> str:
-    title = f"Rate by {ACROSS[kind]}"
-    series = {"messages/s": _points(book, kind, "rate")}
-    return lines(title, ACROSS[kind], "messages/s", series, logarithmic=True)
-
-
-def _latency_by(book: Book, kind: str) -> str:
-    quantiles: Sequence[str] = ("p50", "p99")
-    series = {of: _points(book, kind, of) for of in quantiles}
-    return lines(f"Latency by {ACROSS[kind]}", ACROSS[kind], "ms", series, logarithmic=True)
-
-
-def _size_by(book: Book, kind: str) -> str:
-    series = {of: _points(book, kind, f"{of}_bytes") for of in ("marker", "event", "wal")}
-    title = f"Bytes on disk by {ACROSS[kind]}"
-    return lines(title, ACROSS[kind], "bytes", series, logarithmic=True)

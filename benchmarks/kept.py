@@ -1,31 +1,28 @@
 """What is kept of the measures: report and plots in docs/performance, and the tables about them.
 
+    python -m benchmarks.kept       write plots and tables anew from the report that is kept
+
 A measure compares only what has run beside each other, so each may be taken anew by itself; the
-report says of which commit each is.
+report says of which commit each is. Figures of an earlier engine are marked, those of one that has
+changed more than `engine.OLDEST` times since are left out. A test compares, so the first change of
+the engine after a measure has to write the tables anew.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import product
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks import figures
-from benchmarks.bench import Book, Run
-from benchmarks.marks import GOALS, Values
+from benchmarks import engine, figures, tables
+from benchmarks.marks import GOALS
 from benchmarks.measures import MEASURES
-from benchmarks.measures.ordinary import MANY, RATES
-from benchmarks.measures.ordinary import named as named_at
-from benchmarks.measures.peers import PEERS
-from benchmarks.rig import BARE_ORM, OURS
+from benchmarks.plots import note
+from benchmarks.tables import LEFT_OUT, Report
 from demo.flights import ROOT
 
 PLOTS = ROOT / "docs" / "performance"
 REPORT = PLOTS / "report.json"
 PAGE = ROOT / "docs" / "performance.md"
-
-Report = Mapping[str, Any]
 
 
 def hindrance(measures: Collection[str], options: Mapping[str, Any]) -> str | None:
@@ -49,8 +46,16 @@ def keep(report: Report) -> None:
     """
     whole = joined(report, _kept())
     PLOTS.mkdir(parents=True, exist_ok=True)
-    write(whole, PLOTS)
-    PAGE.write_text(told(PAGE.read_text("utf-8"), whole), "utf-8")
+    REPORT.write_text(_as_text(whole), "utf-8")
+    renew(whole)
+
+
+def renew(report: Report) -> None:
+    """Draw the plots and write the tables of a report that is kept."""
+    left = shown(report, ages(report))
+    for plot, svg in drawn(left).items():
+        (PLOTS / plot).write_text(svg, "utf-8")
+    PAGE.write_text(tables.told(PAGE.read_text("utf-8"), left), "utf-8")
 
 
 def _kept() -> Report:
@@ -61,10 +66,48 @@ def _kept() -> Report:
 
 def write(report: Report, folder: Path) -> None:
     """Write a report, and the figures of what it holds."""
-    text = json.dumps(report, indent=2, ensure_ascii=False)
-    (folder / "report.json").write_text(text + "\n", "utf-8")
-    for name, svg in figures.draw(_book_of(report)).items():
+    (folder / "report.json").write_text(_as_text(report), "utf-8")
+    for name, svg in figures.draw(tables.book_of(report)).items():
         (folder / name).write_text(svg, "utf-8")
+
+
+def _as_text(report: Report) -> str:
+    return json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+
+
+def ages(report: Report) -> dict[str, int | None]:
+    """Return of each measure how often the engine has changed since; None if that is unknown."""
+    measured = report["measured"]
+    of = {one["commit"]: engine.changes_since(one["commit"]) for one in measured.values()}
+    return {name: of[source["commit"]] for name, source in measured.items()}
+
+
+def shown(report: Report, ages: Mapping[str, int | None]) -> Report:
+    """Return what may be shown of a report: without measures of an engine that is too old."""
+    staying = {name for name, age in ages.items() if age is not None and age <= engine.OLDEST}
+    of_goal = {goal.name: goal.measure for goal in GOALS}
+    return {
+        **report,
+        "measured": {name: one for name, one in report["measured"].items() if name in staying},
+        "marks": [one for one in report["marks"] if of_goal.get(one["name"]) in staying],
+        "runs": [one for one in report["runs"] if one["measure"] in staying],
+        "series": report["series"] if "memory" in staying else {},
+        "earlier": sorted(name for name in staying if ages[name]),
+    }
+
+
+def drawn(report: Report) -> dict[str, str]:
+    """Return the plots of what is shown; of the others a note, as pages refer to them."""
+    sources = {
+        name: f"{one['commit'][:7]}, an earlier engine"
+        if name in report["earlier"]
+        else one["commit"][:7]
+        for name, one in report["measured"].items()
+    }
+    notes = {
+        one.name: note(one.stem.replace("-", " "), f"{LEFT_OUT}.") for one in PLOTS.glob("*.svg")
+    }
+    return notes | figures.draw(tables.book_of(report), sources)
 
 
 def joined(report: Report, kept: Report) -> Report:
@@ -88,116 +131,5 @@ def joined(report: Report, kept: Report) -> Report:
     }
 
 
-def told(page: str, report: Report) -> str:
-    """Return the page with the tables of a report."""
-    book = _book_of(report)
-    page = _with_table(page, "| mark ", _marks(report))
-    page = _with_table(page, "| commit ", _sources(report))
-    page = _with_table(page, "| what ", _results(book))
-    page = _with_table(page, "| contestant, 1,000 keys ", _cores(book))
-    if "ordinary" in report["measured"]:
-        page = _with_table(page, "| records/s ", _ordinary(book))
-    return page
-
-
-def _marks(report: Report) -> Iterable[Sequence[str]]:
-    marks = {mark["name"]: mark for mark in report["marks"]}
-    for goal in (one for one in GOALS if one.measure in report["measured"]):
-        mark = marks.get(goal.name)
-        # A mark of another goal says nothing of this one.
-        if mark is None or mark["value"] is None or mark["goal"] != goal.text:
-            yield goal.name, goal.text, "", "", "", "not measured"
-            continue
-        spread = _spread([mark["least"], mark["most"]], ".3g")
-        reference = "" if mark["reference"] is None else _number(mark["reference"])
-        met = "yes" if mark["met"] else "no"
-        yield goal.name, goal.text, f"{mark['value']:.3g}", spread, reference, met
-
-
-def _sources(report: Report) -> Iterable[Sequence[str]]:
-    """Say of which commit the measures are, those of one together."""
-    of: dict[tuple[str, str], list[str]] = {}
-    for name, source in report["measured"].items():
-        of.setdefault((source["commit"][:7], source["on"]), []).append(f"`{name}`")
-    for (commit, day), names in of.items():
-        yield commit, day, ", ".join(names)
-
-
-def _results(book: Book) -> Iterable[Sequence[str]]:
-    def of(measure: str, contestant: str, *names: str) -> str:
-        found = book.rounds(measure, contestant)
-        medians = (median(one[name] for one in found) for name in names)
-        return ", ".join(map(_number, medians)) if found else ""
-
-    single = of("latency", "ours, relay apart", "single_p50", "single_most")
-    yield "a single event after a pause, p50 and most, ms", single, "with a relay apart"
-    relay, alone, headers = (
-        of("relay", who, "rate") for who in ("relay", "producer", "producer, headers")
-    )
-    remark = f"producer: {alone}; with headers: {headers}"
-    yield "events/s of the relay alone", relay, remark
-    pauses, without = (
-        of("dropping", who, "during_pause_ms", "before_pause_ms") for who in ("ours", "nothing")
-    )
-    yield (
-        "longest pause of consuming while retention drops, and before, ms",
-        pauses,
-        f"while it drops nothing: {without}",
-    )
-
-
-def _cores(book: Book) -> Iterable[Sequence[str]]:
-    """Say how much of a core each process was at work, and for how long for a message."""
-    for who in ("bare", "bare-orm", "ours", "ours-sql", "usual"):
-        yield who, *_core(book.rounds("throughput", f"{who}, 1,000 keys"))
-    for who in PEERS:
-        if found := book.rounds("peers", who):
-            yield who, *_core(found)
-
-
-def _core(found: Sequence[Values]) -> Iterable[str]:
-    """Yield rate, share of a core, and the µs of both processes for a message."""
-    yield _number(median(one["rate"] for one in found))
-    yield f"{median(one['rate'] * one['cpu_python'] / 1_000 for one in found):.2f}"
-    for cpu in ("cpu_python", "cpu_postgres"):
-        yield _number(1_000 * median(one[cpu] for one in found))
-
-
-def _ordinary(book: Book) -> Iterable[Sequence[str]]:
-    """Say at each rate on a dozen partitions what a message costs whom, and how long it takes."""
-    costs = ("cpu_python", "cpu_postgres")
-    for rate, who in product(RATES, (OURS, BARE_ORM)):
-        found = book.rounds("ordinary", named_at(who, rate, MANY))
-        if found:
-            of = {name: median(one[name] for one in found) for name in found[0]}
-            cells = [_number(1_000 * of[one]) for one in costs] + [f"{of['core']:.2f}"]
-            cells += [_number(of[one]) for one in ("commits", "p50", "p99")]
-            yield f"{rate:,}", who.name, *cells
-
-
-def _with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return the page with other rows in the table that begins so."""
-    lines = page.splitlines(keepends=True)
-    first = next(n for n, line in enumerate(lines) if line.startswith(header))
-    last = next(n for n in range(first, len(lines)) if not lines[n].startswith("|"))
-    head = [cell.strip() for cell in lines[first].strip().strip("|").split("|")]
-    table = [head, ["-" * len(cell) for cell in head], *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    table[1] = ["-" * width for width in widths]
-    lines[first:last] = [
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))} |\n"
-        for cells in table
-    ]
-    return "".join(lines)
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    return f"{min(values):{form}} – {max(values):{form}}"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _book_of(report: Report) -> Book:
-    return Book([Run(**run) for run in report["runs"]], series=report["series"])
+if __name__ == "__main__":
+    renew(_kept())

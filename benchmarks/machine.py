@@ -58,7 +58,6 @@ async def facts(stack: Stack, project: Path) -> dict[str, object]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
         "postgresql": postgres,
         "kafka": _first(project / "dev" / "servers" / "kafka.py", r'KAFKA_VERSION = "(.+)"'),
         "servers": _first(stack.state / "state.json", r'"mode": "(.+)"') or "elsewhere",

@@ -8,6 +8,10 @@ from typing import Literal
 
 Values = Mapping[str, float]
 """What one run has shown."""
+LEAST_IDLE = 0.15
+"""With a smaller idle share of the machine, a latency says how long processes wait for a core."""
+NOT_MEASURED = "not measured"
+SATURATED = "saturated"
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,8 @@ class Mark:
     """One of each round; none where it was not measured."""
     reference: Sequence[float] = ()
     """What it is compared with, of each round, if with something: messages/s, ms, MB."""
+    reason: str = NOT_MEASURED
+    """Why there are no values, if there are none."""
 
     @property
     def value(self) -> float | None:
@@ -108,7 +114,7 @@ class Mark:
             "least": min(self.values, default=None),
             "most": max(self.values, default=None),
             "reference": round(median(self.reference), 2) if self.reference else None,
-            "remark": "" if self.values else "not measured",
+            "remark": "" if self.values else self.reason,
         }
 
 
@@ -121,6 +127,11 @@ def ratios(ones: Sequence[Values], others: Sequence[Values], of: str = "rate") -
         return []
     pairs = zip(ones, others, strict=True)
     return [one[of] / other[of] for one, other in pairs if of in one and of in other]
+
+
+def is_saturated(values: Values) -> bool:
+    """Return whether the machine was too busy in a run for its latencies to count."""
+    return values.get("machine_idle", 1.0) < LEAST_IDLE
 
 
 def quantile(values: Sequence[float], share: float) -> float:

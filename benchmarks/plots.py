@@ -14,6 +14,7 @@ _INK, _FAINT = "#222222", "#d8d8d8"
 _TICKS = 5
 _LETTER = 7.0
 """Width of a letter, about."""
+SATURATED = "No run counts: the machine was saturated."
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,18 @@ class _Canvas:
         return tostring(self.root, encoding="unicode") + "\n"
 
 
+def note(title: str, text: str) -> str:
+    """Draw a text in place of a figure."""
+    canvas = _Canvas(title, TOP + BOTTOM)
+    canvas.text(text, 12, TOP)
+    return canvas.drawn()
+
+
 def bars(title: str, unit: str, series: Mapping[str, Sequence[Bar]]) -> str:
     """Draw lying bars, each series in its colour; whiskers show the spread."""
     every = [bar for one in series.values() for bar in one]
+    if not every:
+        return note(title, SATURATED)
     step = 24.0
     canvas = _Canvas(title, TOP + BOTTOM + step * len(every))
     left = 16 + _LETTER * max(len(bar.label) for bar in every)
@@ -133,6 +143,8 @@ def lines(
     """
     canvas = _Canvas(title)
     every = [point for drawn in (series, dashed) for one in drawn.values() for point in one]
+    if not every:
+        return note(title, SATURATED)
     xs = sorted({x for x, _ in every})
     ticks = steps(max((y for _, y in every), default=0))
     right, bottom = WIDTH - RIGHT, canvas.height - BOTTOM

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import secrets
 import sys
 import time
@@ -20,7 +19,9 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic  # type: ignore[import-
 
 from benchmarks import load
 from benchmarks.check import Check, misplaced, require
+from benchmarks.interpreter import Interpreter, environment
 from benchmarks.load import Load
+from benchmarks.usage import family_seconds, process_seconds
 from demo.evidence import Effect, ParcelRow
 from demo.processes import ProcessFailed, Service, Stack, end_holder, last_lines
 from demo.witness import PARCELS
@@ -33,8 +34,6 @@ PATIENCE = 60.0
 _LOOK_SECONDS = 0.03
 _FETCH_BYTES = 4 * 1024 * 1024
 _STATEMENT_SECONDS = 1_800.0
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MARKERS = {
     "benchmarks.ours": """
         SELECT count(*) FROM pipeline.inbox
@@ -58,8 +57,8 @@ class Contestant:
     module: str
     handler: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
-    python: str | Path = sys.executable
-    """What runs the module."""
+    python: Path | None = None
+    """What runs the module, if not the Python of all contestants."""
 
     @property
     def is_ours(self) -> bool:
@@ -110,6 +109,8 @@ class Rig:
         self.project = project
         self.folder = folder
         self.stack = stack
+        self.python = Path(sys.executable)
+        """Runs contestants that name no other."""
         self._log = folder / "setup.txt"
         self._templates: set[str] = set()
         self._inputs: set[str] = set()
@@ -118,6 +119,15 @@ class Rig:
         self._number = 0
         self._pids = 0
         self._admin: Any = None
+
+    async def environment(self, interpreter: Interpreter) -> Path:
+        """Return the Python of an environment with what the baked service requires, by hash.
+
+        Raises `ProcessFailed`.
+        """
+        requirements = str((self.project / "requirements" / "base.txt").resolve())
+        words = "--require-hashes", "-r", requirements
+        return await environment(interpreter, self.folder, "python", *words, log=self._log)
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
@@ -241,7 +251,7 @@ class Rig:
             self.folder / f"{self._pids}.pid",
             command=command,
             module=contestant.module,
-            python=contestant.python,
+            python=contestant.python or self.python,
             defaults={},  # those of the service itself
         )
 
@@ -252,12 +262,14 @@ class Rig:
 
     def servers_cpu(self) -> dict[str, float]:
         """Return the CPU seconds that the servers have spent, where they are processes here."""
+        return {name: family_seconds(pid) for name, pid in self.server_pids().items()}
+
+    def server_pids(self) -> dict[str, int]:
+        """Return the processes of the servers, where they are processes here."""
         state = self.stack.state / "state.json"
-        if not state.exists():
-            return {}
-        told = json.loads(state.read_text())
+        told = json.loads(state.read_text()) if state.exists() else {}
         pids = {name: (told.get(name) or {}).get("pid") for name in ("postgres", "kafka")}
-        return {name: family_seconds(pid) for name, pid in pids.items() if pid}
+        return {name: pid for name, pid in pids.items() if pid}
 
     async def partitions(self, topic: str) -> list[TopicPartition]:
         """Return the partitions of a topic."""
@@ -424,38 +436,3 @@ async def guarded(work: Coroutine[Any, Any, T], services: Sequence[Service]) -> 
         for task in (working, *guards):
             task.cancel()
         await asyncio.gather(working, *guards, return_exceptions=True)
-
-
-def process_seconds(pid: int) -> float:
-    """Return the CPU seconds that a process has spent, and children that have ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / _TICKS
-
-
-def family_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process and of its children, gone or not."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return 0.0
-    return process_seconds(pid) + sum(process_seconds(int(child)) for child in children)
-
-
-def resident(pid: int) -> int:
-    """Return the bytes that a process has in memory, 0 if there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-    except OSError:
-        return 0
-
-
-def peak_resident(pid: int) -> int:
-    """Return the most bytes that a process ever had in memory, 0 if there is none."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(one.split()[1]) * 1024 for one in lines if one.startswith("VmHWM:")), 0)

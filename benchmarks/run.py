@@ -22,9 +22,11 @@ from rich.table import Table
 from benchmarks import kept, machine
 from benchmarks.bench import EVENTS, FEWEST, Bench, Options
 from benchmarks.check import CheckFailed
+from benchmarks.interpreter import Interpreter, chosen
 from benchmarks.marks import Mark
 from benchmarks.measures import MEASURES
 from benchmarks.rig import Rig
+from benchmarks.tables import Report
 from demo.display import say
 from demo.flights import DataUnavailable
 from demo.processes import NAME, ProcessFailed, Stack, bake
@@ -49,7 +51,11 @@ FAILURES = (
 
 
 async def benchmark(
-    measures: Sequence[str], options: Options, folder: Path, console: Console
+    measures: Sequence[str],
+    options: Options,
+    folder: Path,
+    console: Console,
+    interpreter: Interpreter,
 ) -> Bench:
     """Take the measures on a freshly baked service; what is found is written as it comes."""
     clear(folder)
@@ -58,8 +64,12 @@ async def benchmark(
     logging.basicConfig(filename=folder / "clients.txt", force=True)
     await bake(folder, folder / "bake.txt")
     bench = Bench(rig_in(folder), options, console)
+    colour = "" if interpreter.is_optimised else "[yellow]"
+    say(console, "python", f"{colour}{interpreter}")
+    bench.rig.python = await bench.rig.environment(interpreter)
     async with bench.rig.started():
         facts = source | await machine.facts(bench.rig.stack, bench.rig.project)
+        facts["python"] = str(interpreter)
         say(console, "servers", WHERE[str(facts["servers"])])
         try:
             for name in measures:
@@ -82,10 +92,14 @@ def clear(folder: Path) -> None:
         old.unlink(missing_ok=True)
 
 
-def report_of(bench: Bench, facts: Mapping[str, object]) -> kept.Report:
+def report_of(bench: Bench, facts: Mapping[str, object]) -> Report:
     """Return what was measured so far, and what is to be known of it."""
     source = {"commit": facts["commit"], "on": f"{datetime.now(UTC):%Y-%m-%d}"}
-    measured = {run.measure: source for run in bench.book.runs}
+    measured = {
+        run.measure: source
+        | {"python": bench.book.interpreters.get(run.measure, facts.get("python"))}
+        for run in bench.book.runs
+    }
     return {
         "machine": facts,
         "options": as_json(bench.options),
@@ -112,7 +126,7 @@ def show(marks: Sequence[Mark], console: Console) -> None:
         if mark.value is not None:
             told = [f"{one:,.3g}" for one in (mark.value, min(mark.values), max(mark.values))]
         told.append(f"{median(mark.reference):,.1f}" if mark.reference else "")
-        met = "[green]yes[/]" if mark.is_met else "[red]no[/]" if mark.values else "not measured"
+        met = "[green]yes[/]" if mark.is_met else "[red]no[/]" if mark.values else mark.reason
         table.add_row(mark.goal.name, *told, mark.goal.text, met)
     console.print()
     console.print(table)
@@ -120,10 +134,16 @@ def show(marks: Sequence[Mark], console: Console) -> None:
 
 
 async def bench(
-    measures: Sequence[str], options: Options, folder: Path, console: Console, *, keep_plots: bool
+    measures: Sequence[str],
+    options: Options,
+    folder: Path,
+    console: Console,
+    interpreter: Interpreter,
+    *,
+    keep_plots: bool,
 ) -> bool:
     """Measure and tell; a mark that is missed is told and fails nothing."""
-    done = await benchmark(measures, options, folder, console)
+    done = await benchmark(measures, options, folder, console, interpreter)
     show(done.book.marks, console)
     if options.events < EVENTS / 2:
         short_runs = (
@@ -185,47 +205,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="put what is measured into docs/performance; it must be committed",
     )
+    parser.add_argument(
+        "--python",
+        metavar="COMMAND",
+        help="runs what is measured; by default the first that was built with optimisation",
+    )
     add_into(parser, "bench")
     parser.add_argument(
         "--stop", action="store_true", help="stop what a killed run has left running, and end"
     )
-    chosen = parser.parse_args(arguments)
-    measures = [name for name in MEASURES if name in chosen.only.split(",")]
-    unknown = set(chosen.only.split(",")) - {*MEASURES, ""}
+    given = parser.parse_args(arguments)
+    measures = [name for name in MEASURES if name in given.only.split(",")]
+    unknown = set(given.only.split(",")) - {*MEASURES, ""}
     if unknown or not measures:
         no_such = ", ".join(sorted(unknown)) or "none named"
         parser.error(f"no such measures: {no_such}; there are {', '.join(MEASURES)}")
-    if chosen.events < FEWEST:
-        parser.error(f"--events is at least {FEWEST:,}, not {chosen.events:,}")
-    if chosen.rounds < 1:
-        parser.error(f"--rounds is at least 1, not {chosen.rounds}")
+    if given.events < FEWEST:
+        parser.error(f"--events is at least {FEWEST:,}, not {given.events:,}")
+    if given.rounds < 1:
+        parser.error(f"--rounds is at least 1, not {given.rounds}")
     for name in ("minutes", "seconds"):
-        if not 0 < getattr(chosen, name) < math.inf:
-            parser.error(f"--{name} is more than 0, not {getattr(chosen, name)}")
-    if chosen.keep_plots and machine.source()["dirty"]:
+        if not 0 < getattr(given, name) < math.inf:
+            parser.error(f"--{name} is more than 0, not {getattr(given, name)}")
+    if given.keep_plots and machine.source()["dirty"]:
         parser.error("--keep-plots: commit first, so that the plots can say what they are of")
-    if chosen.keep_plots and (named := [name for name in machine.ADDRESSES if name in os.environ]):
+    if given.keep_plots and (named := [name for name in machine.ADDRESSES if name in os.environ]):
         parser.error(f"--keep-plots: on servers of its own alone; unset {' and '.join(named)}")
-    wanted = frozenset(name.strip() for name in chosen.contestants.split(";") if name.strip())
+    try:
+        interpreter = chosen(given.python)
+    except ProcessFailed as failure:
+        parser.error(f"--python: {failure}")
+    if given.keep_plots and not interpreter.is_optimised:
+        parser.error(f"--keep-plots: {interpreter}; name another, make bench PYTHON=<its command>")
+    wanted = frozenset(name.strip() for name in given.contestants.split(";") if name.strip())
     options = Options(
-        events=chosen.events,
-        rounds=chosen.rounds,
-        minutes=chosen.minutes,
-        seconds=chosen.seconds,
-        warm_up=not chosen.cold,
+        events=given.events,
+        rounds=given.rounds,
+        minutes=given.minutes,
+        seconds=given.seconds,
+        warm_up=not given.cold,
         contestants=wanted,
-        again=chosen.again,
+        again=given.again,
     )
-    hindrance = kept.hindrance(measures, as_json(options)) if chosen.keep_plots else None
+    hindrance = kept.hindrance(measures, as_json(options)) if given.keep_plots else None
     if hindrance:
         parser.error(f"--keep-plots: {hindrance}")
-    folder, console = chosen.into.resolve(), Console(highlight=False)
+    folder, console = given.into.resolve(), Console(highlight=False)
     try:
         with only_one_in(folder):
-            if chosen.stop:
+            if given.stop:
                 asyncio.run(rig_in(folder).clear())
                 return 0
-            work = bench(measures, options, folder, console, keep_plots=chosen.keep_plots)
+            work = bench(
+                measures, options, folder, console, interpreter, keep_plots=given.keep_plots
+            )
             return asyncio.run(until_interrupted(work, console))
     except FAILURES as failure:
         # Cleaning up after a failure may fail as well; the first one tells more.

@@ -1,20 +1,18 @@
 """The runs that several measures are made of."""
 
-import asyncio
 import json
-import time
+import pickle
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from math import ceil
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer  # type: ignore[import-untyped]
-
+from benchmarks import probe
 from benchmarks.load import Load
-from benchmarks.marks import Values, quantile
+from benchmarks.marks import Values, is_saturated, quantile
 from benchmarks.rig import (
     PARTITIONS,
-    PATIENCE,
     Contestant,
     Count,
     Rig,
@@ -24,13 +22,12 @@ from benchmarks.rig import (
     guarded,
     running,
 )
-from demo.evidence import MOVED
-from demo.processes import ProcessFailed, Service
+from demo.flights import ROOT
+from demo.processes import ProcessFailed, Service, run
 
 PER_SECOND = 100
 """Records a second, where latency is measured."""
 _WARM_UP_SECONDS = 2
-_POLL_SECONDS = 0.01
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999, "most": 1.0}
 
 
@@ -134,6 +131,41 @@ def records(seconds: float, per_second: float = PER_SECOND) -> int:
     return ceil(_WARM_UP_SECONDS * per_second) + ceil(seconds * per_second)
 
 
+@dataclass(frozen=True)
+class Streamed:
+    """Records that were sent at a steady rate, without those that warm up, and their events."""
+
+    sent: Mapping[int, float]
+    """When, by the number of the scan."""
+    arrived: Mapping[int, float]
+    """When the first event of each scan was received."""
+    seconds: float
+    """From the first record to the last event."""
+    cpu: Mapping[str, float]
+    """CPU seconds in that time, by process: python, postgres, kafka, and probe, which sends and
+    observes."""
+    idle: float
+    """The idle share of the machine; 0 where it is unknown."""
+    late: float
+    """Milliseconds that the latest record was sent after its time."""
+
+    def values(self, **reached: Mapping[int, float]) -> Values:
+        """Return the cores that each process took, the idle share, and latencies in ms.
+
+        Latencies are quantiles from sending to arrival, and to each of the other times, with its
+        name before theirs. A saturated machine gives none.
+        """
+        busy = {f"busy_{name}": spent / self.seconds for name, spent in self.cpu.items()}
+        values = {**busy, "machine_idle": self.idle, "late_ms": self.late}
+        if is_saturated(values):
+            return values
+        for name, at in {"": self.arrived, **reached}.items():
+            took = [(at[number] - sent) * 1_000 for number, sent in self.sent.items()]
+            prefix = f"{name}_" if name else ""
+            values |= {f"{prefix}{of}": quantile(took, share) for of, share in _QUANTILES.items()}
+        return values
+
+
 async def latency(
     rig: Rig,
     site: Site,
@@ -142,93 +174,50 @@ async def latency(
     *,
     per_second: float = PER_SECOND,
 ) -> Values:
-    """Send records at a slow pace; return the milliseconds until their events arrive, as quantiles.
+    """Send records at a slow pace; return latencies until their events arrive, and CPU."""
+    return (await stream(rig, site, services, load_, per_second=per_second)).values()
+
+
+async def stream(
+    rig: Rig,
+    site: Site,
+    services: Sequence[Service],
+    load_: Load,
+    *,
+    per_second: float = PER_SECOND,
+) -> Streamed:
+    """Send records at a steady rate and observe their events, in a process for that.
 
     The processes run already, and have seen none of the load. What comes in its first seconds warms
-    up every connection and does not count.
+    up every connection and does not count. Raises `ProcessFailed` if an event never comes.
     """
-    async with AsyncExitStack() as stack:
-        consumers = []
-        # One for each partition: what has been taken from one is fetched again only when there is
-        # something in another, and would wait for that.
-        for partition in await rig.partitions(site.output):
-            consumer = AIOKafkaConsumer(bootstrap_servers=rig.stack.kafka, enable_auto_commit=False)
-            await consumer.start()
-            stack.push_async_callback(consumer.stop)
-            consumer.assign([partition])
-            await consumer.seek_to_end(partition)
-            consumers.append(consumer)
-        producer = AIOKafkaProducer(bootstrap_servers=rig.stack.kafka)
-        await producer.start()
-        stack.push_async_callback(producer.stop)
-        talk = _Talk(consumers, producer, site.input, load_, per_second)
-        return await guarded(talk.run(), services)
-
-
-class _Talk:
-    """Records and their events, matched by the number of the scan."""
-
-    def __init__(
-        self,
-        consumers: Sequence[AIOKafkaConsumer],
-        producer: AIOKafkaProducer,
-        topic: str,
-        load_: Load,
-        per_second: float,
-    ) -> None:
-        self._consumers = consumers
-        self._producer = producer
-        self._topic = topic
-        self._load = load_
-        self._per_second = per_second
-        self._sent: dict[int, float] = {}
-        self._arrived: dict[int, float] = {}
-
-    async def run(self) -> Values:
-        listening = asyncio.gather(*map(self._listen, self._consumers))
-        try:
-            began = time.monotonic()
-            for place, scan in enumerate(self._load.scans):
-                due = began + place / self._per_second
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
-                await self._send(scan.number, place)
-            await self._all_arrived()
-        finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
-        warm = self._load.scans[records(0, self._per_second) :]
-        took = [(self._arrived[scan.number] - self._sent[scan.number]) * 1_000 for scan in warm]
-        return {name: quantile(took, share) for name, share in _QUANTILES.items()}
-
-    async def _send(self, number: int, place: int) -> None:
-        scan = self._load.scans[place]
-        self._sent[number] = time.monotonic()
-        await self._producer.send(
-            self._topic,
-            scan.payload(),
-            key=scan.parcel_id.encode(),
-            headers=self._load.headers(scan),
-        )
-
-    async def _listen(self, consumer: AIOKafkaConsumer) -> None:
-        moved = ("ce_type", MOVED.encode())
-        while True:
-            fetched = await consumer.getmany(timeout_ms=1_000)
-            now = time.monotonic()
-            for records in fetched.values():
-                for record in records:
-                    if moved in record.headers:
-                        self._arrived.setdefault(json.loads(record.value)["number"], now)
-
-    async def _all_arrived(self) -> None:
-        count = len(self._load.scans)
-        try:
-            async with asyncio.timeout(PATIENCE):
-                while len(self._arrived) < count:  # noqa: ASYNC110  # it may look between two sends
-                    await asyncio.sleep(_POLL_SECONDS)
-        except TimeoutError:
-            missing = count - len(self._arrived)
-            raise ProcessFailed(f"{missing:,} of {count:,} events never came") from None
+    warm_up = records(0, per_second)
+    servers = {name: [pid] for name, pid in rig.server_pids().items()}
+    plan = probe.Plan(
+        bootstrap_servers=rig.stack.kafka,
+        input=site.input,
+        output=site.output,
+        records=[
+            (scan.parcel_id.encode(), scan.payload(), load_.headers(scan)) for scan in load_.scans
+        ],
+        warm_up=warm_up,
+        per_second=per_second,
+        events=load_.events,
+        processes={"python": [service.pid or 0 for service in services], **servers},
+    )
+    paths = rig.folder / "probe.pickle", rig.folder / "probe.json"
+    paths[0].write_bytes(pickle.dumps(vars(plan)))
+    command = [sys.executable, "-m", "benchmarks.probe", *map(str, paths)]
+    await guarded(run(command, log=rig.folder / "probe.txt", cwd=ROOT), services)
+    told = json.loads(paths[1].read_text("utf-8"))
+    arrived = {int(number): at for number, at in told["arrived"].items()}
+    numbers = [scan.number for scan in load_.scans]
+    if missing := set(numbers) - set(arrived):
+        raise ProcessFailed(f"{len(missing):,} of {len(numbers):,} scans have no event")
+    sent = dict(zip(numbers[warm_up:], told["sent"][warm_up:], strict=True))
+    return Streamed(
+        sent, arrived, told["seconds"], told["cpu"], told["idle"] or 0.0, told["late"] * 1_000
+    )
 
 
 async def ready(site: Site, services: Sequence[Service]) -> None:

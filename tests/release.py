@@ -1,20 +1,28 @@
 """`make release`: the last commit of a release, with a dump of its database, and its tag.
 
 The version is that of `cookiecutter.json` and of the changelog's first heading. The commit is
-neither pushed nor tested: docs/contributing.md says what comes before and after.
+neither pushed nor tested: docs/contributing.md says what comes before and after. A release whose
+figures of throughput and latency are of an older engine is refused.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
+
+from benchmarks import engine
 
 from tests.baked import RAW, ROOT
 
 DUMPS = ROOT / "tests" / "releases"
 CHANGELOG = ROOT / "CHANGELOG.md"
+REPORT = ROOT / "docs" / "performance" / "report.json"
+REQUIRED = ("throughput", "latency")
+"""The measures that a release must have of its own engine, nearly."""
 
 
 def git(*arguments: str) -> str:
@@ -52,6 +60,27 @@ def with_day(version: str, changelog: str, day: str) -> str:
     return changelog.replace(heading, f"\n## {version} ({day})\n")
 
 
+def require_figures(report: Mapping[str, Any], root: Path = ROOT) -> None:
+    """Raise `SystemExit` if a required measure is missing, or of an engine that is too old."""
+    for name in REQUIRED:
+        commit = report["measured"].get(name, {}).get("commit")
+        changes = engine.changes_since(commit, root) if commit else None
+        if commit is None:
+            fault = f"{name} was not measured"
+        elif changes is None:
+            fault = (
+                f"{name} was measured on {commit[:7]}, which is not in the history of this commit"
+            )
+        elif changes > engine.OLDEST:
+            fault = (
+                f"{name} was measured on {commit[:7]}: {changes} commits have changed the engine"
+                f" since, at most {engine.OLDEST} may"
+            )
+        else:
+            continue
+        raise SystemExit(f"{fault}; run make bench ONLY={','.join(REQUIRED)} KEEP_PLOTS=1")
+
+
 def main() -> None:
     """Make the release."""
     version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
@@ -59,6 +88,7 @@ def main() -> None:
         raise SystemExit("there are changes that are not committed")
     if git("tag", "--list", f"v{version}"):
         raise SystemExit(f"there is a tag v{version} already")
+    require_figures(json.loads(REPORT.read_text("utf-8")))
     changelog = with_day(version, CHANGELOG.read_text("utf-8"), f"{datetime.now(UTC):%Y-%m-%d}")
     (DUMPS / f"{version}.sql").write_text(dumps("make", version), "utf-8")
     CHANGELOG.write_text(changelog, "utf-8")

@@ -15,6 +15,7 @@ from benchmarks.measures.old_tables import old_tables
 from benchmarks.measures.ordinary import ordinary
 from benchmarks.measures.peers import peers
 from benchmarks.measures.relay import relay
+from benchmarks.measures.streamed import streamed
 from benchmarks.measures.telemetry import telemetry
 from benchmarks.measures.throughput import throughput
 
@@ -26,6 +27,7 @@ MEASURES: dict[str, Callable[[Bench], Awaitable[None]]] = {
         layers,
         relay,
         latency,
+        streamed,
         ordinary,
         duplicates,
         deferred,

@@ -6,8 +6,9 @@ from functools import partial
 
 from benchmarks.bench import Bench
 from benchmarks.marks import Values
-from benchmarks.rig import OURS, process_seconds, running
+from benchmarks.rig import OURS, running
 from benchmarks.runs import ready
+from benchmarks.usage import process_seconds
 
 _SETTLE_SECONDS = 5.0
 _LONGER = 1.5

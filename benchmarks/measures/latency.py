@@ -7,9 +7,10 @@ from benchmarks import load
 from benchmarks.bench import Bench
 from benchmarks.load import Load
 from benchmarks.marks import Values
-from benchmarks.rig import BARE, OURS, Contestant, process_seconds, running
+from benchmarks.rig import BARE, OURS, Contestant, running
 from benchmarks.runs import latency as measured
 from benchmarks.runs import ready, records
+from benchmarks.usage import process_seconds
 
 SELDOM = 0.7
 """Records a second where each comes after a pause: an idle relay looks less and less often."""
@@ -21,12 +22,12 @@ async def latency(bench: Bench) -> None:
         "latency",
         {"bare": partial(_latency, bench, BARE), "ours": partial(_latency, bench, OURS)},
         {"ours, relay apart": partial(_apart, bench)},
+        warm_up=False,  # the first records of each run do
     )
-    ours, apart = bench.found("latency", "ours"), bench.found("latency", "ours, relay apart")
     bench.compare("latency, p99", "ours", "bare", of="p99")
-    bench.mark("latency, p50", [one["p50"] for one in ours])
-    bench.mark("relay apart, p50", [one["p50"] for one in apart])
-    bench.mark("relay apart, idle", [one["idle"] for one in apart])
+    bench.mark_figure("latency, p50", "ours", "p50")
+    bench.mark_figure("relay apart, p50", "ours, relay apart", "p50")
+    bench.mark_figure("relay apart, idle", "ours, relay apart", "idle")
 
 
 async def _latency(bench: Bench, who: Contestant) -> Values:
@@ -55,7 +56,7 @@ async def _apart(bench: Bench) -> Values:
             share = (process_seconds(relay) - before) / seconds * 100
             single = await measured(rig, site, both, few, per_second=SELDOM)
         await rig.check(site, many, few)
-    singles = {f"single_{name}": single[name] for name in ("p50", "most")}
+    singles = {f"single_{name}": single[name] for name in ("p50", "most") if name in single}
     return {**values, **singles, "idle": round(share, 3)}
 
 

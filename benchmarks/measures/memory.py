@@ -13,8 +13,9 @@ from benchmarks.bench import RUN_SECONDS, Bench
 from benchmarks.check import require
 from benchmarks.load import Load
 from benchmarks.marks import Values, ratios
-from benchmarks.rig import OURS, guarded, peak_resident, resident, running
+from benchmarks.rig import OURS, guarded, running
 from benchmarks.runs import ready
+from benchmarks.usage import peak_resident, resident
 from demo.processes import Service
 
 PER_SECOND = 5_000

@@ -4,9 +4,9 @@ from functools import partial
 
 from benchmarks import load
 from benchmarks.bench import Bench
-from benchmarks.marks import Values, ratios
-from benchmarks.rig import BARE_ORM, OURS, USUAL, Contestant, process_seconds, running
-from benchmarks.runs import asking, latency, ready, records
+from benchmarks.marks import Values
+from benchmarks.rig import BARE_ORM, OURS, USUAL, Contestant, running
+from benchmarks.runs import asking, latency, ready, records, stream
 
 RATES = (30, 100, 300, 1_000, 3_000)
 FEW, MANY = 1, 12
@@ -57,12 +57,14 @@ def hold_against_goals(bench: Bench) -> None:
         (3_000, "p50"),
         (100, "p50"),
     ):
-        found = bench.found("ordinary", named(OURS, rate, MANY))
-        bench.mark(f"{rate:,}/s, {of}", [one[of] for one in found])
-    bare_p99s = [one["p99"] for one in bench.found("ordinary", named(BARE_ORM, 100, MANY))]
-    at_most = [max(_P99_BEFORE, one) for one in bare_p99s]
-    found = bench.found("ordinary", named(OURS, 100, MANY))
-    bench.mark("100/s, p99", ratios(found, [{"p99": one} for one in at_most], "p99"), at_most)
+        bench.mark_figure(f"{rate:,}/s, {of}", named(OURS, rate, MANY), of)
+    bench.compare(
+        "100/s, p99",
+        named(OURS, 100, MANY),
+        named(BARE_ORM, 100, MANY),
+        of="p99",
+        at_least=_P99_BEFORE,
+    )
 
 
 def named(who: Contestant, rate: int, partitions: int) -> str:
@@ -87,16 +89,13 @@ async def _measured(bench: Bench, who: Contestant, rate: int, partitions: int) -
             await ready(site, [service])
             await latency(rig, site, [service], first, per_second=rate)
 
-            def spent() -> dict[str, float]:
-                return {"python": process_seconds(service.pid or 0), **rig.servers_cpu()}
-
-            before, committed, number = spent(), await commits(), len(sent.scans)
-            values = await latency(rig, site, [service], sent, per_second=rate)
-            took = {name: one - before.get(name, 0.0) for name, one in spent().items()}
+            committed, number = await commits(), len(sent.scans)
+            streamed = await stream(rig, site, [service], sent, per_second=rate)
             committed = await commits() - committed
         await rig.check(site, first, sent)
-    cpu = {f"cpu_{name}": one / number * 1_000 for name, one in took.items()}
-    if "cpu_postgres" in cpu:  # in a container nobody sees it
+    counted = len(streamed.sent)
+    cpu = {f"cpu_{name}": spent / counted * 1_000 for name, spent in streamed.cpu.items()}
+    if "cpu_postgres" in cpu:  # a container's is unknown
         cpu["cpu"] = cpu["cpu_python"] + cpu["cpu_postgres"]
-    core = took["python"] / number * rate
-    return {**values, **cpu, "core": core, "commits": committed / number}
+    core = streamed.cpu["python"] / counted * rate
+    return {**streamed.values(), **cpu, "core": core, "commits": committed / number}

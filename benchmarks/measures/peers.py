@@ -1,20 +1,18 @@
 """Peers: other packages for inbox and outbox beside ours, in an environment of their own."""
 
-import os
-import shutil
-import sys
-from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import load
 from benchmarks.bench import Bench, Book, Runner
+from benchmarks.interpreter import Interpreter, chosen, environment
 from benchmarks.marks import Values, ratios
 from benchmarks.measures.throughput import USUAL_SCANS
 from benchmarks.rig import OURS, Contestant
 from benchmarks.runs import Throughput
-from demo.processes import ProcessFailed, run
+from demo.processes import ProcessFailed
 
 PEERS = {
     "omni-box": "0.3.1",
@@ -30,16 +28,21 @@ _OLDEST = (3, 12)
 
 
 async def peers(bench: Bench) -> None:
-    """Compare ours with the fastest of them."""
+    """Compare ours with the fastest of them, both with the same Python."""
     try:
-        python = await installed(bench.rig.folder)
+        interpreter = chosen(None, _OLDEST)
+        python = await installed(bench.rig.folder, interpreter)
+        ours = await bench.rig.environment(interpreter)
     except ProcessFailed as failure:
         bench.say("peers", f"left out: {failure}")
         bench.mark("against the best peer", [])
         return
+    bench.book.interpreters["peers"] = str(interpreter)
+    bench.say("peers", str(interpreter))
     few = load.make(KEYS, min(USUAL_SCANS, max(1, bench.options.events // 10)))
+    many = load.make(KEYS, bench.options.events)
     group: dict[str, Runner] = {
-        "ours": partial(Throughput(OURS, load.make(KEYS, bench.options.events)), bench.rig)
+        "ours": partial(Throughput(replace(OURS, python=ours), many), bench.rig)
     }
     for name in PEERS:
         who = Contestant(name, f"benchmarks.peers.{name.replace('-', '_')}", python=python)
@@ -56,33 +59,8 @@ def best(book: Book) -> list[Values]:
     return [max(ones, key=lambda one: one["rate"]) for ones in zip(*found, strict=True)]
 
 
-async def installed(folder: Path) -> Path:
+async def installed(folder: Path, interpreter: Interpreter) -> Path:
     """Return the Python of an environment that has the peers. Raises `ProcessFailed`."""
-    log = folder / "peers.txt"
-    environment = folder / "peers"
-    python = environment / "bin" / "python"
-    await run([await _found(log), "-m", "venv", environment], log=log)
     wanted = PEERS | {name: version(name) for name in SAME}
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    await run([*pip, *(f"{name}=={one}" for name, one in wanted.items())], log=log)
-    return python
-
-
-async def _found(log: Path) -> str:
-    """Return a Python that is new enough. Raises `ProcessFailed` if there is none."""
-    check = f"import sys; sys.exit(sys.version_info < {_OLDEST})"
-    for python in _pythons():
-        try:
-            await run([python, "-c", check], log=log)
-        except (ProcessFailed, OSError):
-            continue
-        return python
-    raise ProcessFailed(f"no Python {'.'.join(map(str, _OLDEST))} or newer was found")
-
-
-def _pythons() -> Iterable[str]:
-    """Yield ours, those that are called by their version, and those of pyenv."""
-    yield sys.executable
-    yield from filter(None, (shutil.which(f"python3.{minor}") for minor in (14, 13, 12)))
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    yield from map(str, pyenv.glob("versions/3.*/bin/python"))
+    words = (f"{name}=={one}" for name, one in wanted.items())
+    return await environment(interpreter, folder, "peers", *words, log=folder / "peers.txt")

@@ -1,0 +1,224 @@
+"""The tables of docs/performance.md, written from what is shown of the report that is kept."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from statistics import median
+from typing import Any
+
+from benchmarks.bench import Book, Run
+from benchmarks.marks import GOALS, NOT_MEASURED, SATURATED, Values, is_saturated
+from benchmarks.measures import MEASURES
+from benchmarks.measures.growth import VARIED, name
+from benchmarks.measures.ordinary import MANY, RATES, named
+from benchmarks.measures.peers import PEERS
+from benchmarks.measures.streamed import PER_SECOND as STREAMED
+from benchmarks.rig import BARE_ORM, OURS
+from benchmarks.runs import PER_SECOND
+
+EARLIER = " †"
+"""Marks figures of an earlier engine."""
+LEFT_OUT = "not measured on this engine"
+
+Report = Mapping[str, Any]
+
+
+def book_of(report: Report) -> Book:
+    """Return what a report holds, as measures note it."""
+    return Book([Run(**run) for run in report["runs"]], series=report["series"])
+
+
+def told(page: str, report: Report) -> str:
+    """Return the page with the tables of what is shown of a report."""
+    book = book_of(report)
+
+    def of(measure: str, rows: Iterable[Sequence[str]]) -> Iterable[Sequence[str]]:
+        """Mark the rows of a measure of an earlier engine."""
+        sign = EARLIER if measure in report["earlier"] else ""
+        return [(f"{first}{sign}", *cells) for first, *cells in rows]
+
+    cores = [*of("throughput", _cores(book)), *of("peers", _peers(book))]
+    tables: dict[str, Iterable[Sequence[str]]] = {
+        "| mark ": _marks(report),
+        "| commit ": _sources(report),
+        "| what ": [
+            row
+            for name in ("latency", "relay", "dropping")
+            for row in of(name, _results(book, name))
+        ],
+        "| contestant, 1,000 keys ": cores,
+        "| latency ": [
+            row for name in ("latency", "streamed") for row in of(name, _latencies(book, name))
+        ],
+        "| records/s ": of("ordinary", _ordinary(book)),
+        "| layer ": of("layers", _layers(book)),
+        "| varied ": of("growth", _growth(book)),
+    }
+    for header, rows in tables.items():
+        page = _with_table(page, header, rows)
+    return page
+
+
+def _marks(report: Report) -> Iterable[Sequence[str]]:
+    marks = {mark["name"]: mark for mark in report["marks"]}
+    for goal in GOALS:
+        mark = marks.get(goal.name)
+        # A mark of another goal says nothing of this one.
+        if mark is None or mark["goal"] != goal.text:
+            yield goal.name, goal.text, "", "", "", NOT_MEASURED
+            continue
+        name = goal.name + (EARLIER if goal.measure in report["earlier"] else "")
+        if mark["value"] is None:
+            yield name, goal.text, "", "", "", mark["remark"]
+            continue
+        spread = _spread([mark["least"], mark["most"]], ".3g")
+        reference = "" if mark["reference"] is None else _number(mark["reference"])
+        met = "yes" if mark["met"] else "no"
+        yield name, goal.text, f"{mark['value']:.3g}", spread, reference, met
+
+
+def _sources(report: Report) -> Iterable[Sequence[str]]:
+    """Say of which commit, engine and Python the measures are, those of one together."""
+    of: dict[tuple[str, ...], list[str]] = {}
+    for measure, one in report["measured"].items():
+        which = f"an earlier one{EARLIER}" if measure in report["earlier"] else "this one"
+        source: tuple[str, ...] = (
+            one["commit"][:7],
+            one["on"],
+            which,
+            one.get("python") or "unknown",
+        )
+        of.setdefault(source, []).append(f"`{measure}`")
+    for source, names in of.items():
+        yield *source, ", ".join(names)
+    if others := [f"`{name}`" for name in MEASURES if name not in report["measured"]]:
+        yield LEFT_OUT, "", "", "", ", ".join(others)
+
+
+def _results(book: Book, measure: str) -> Iterable[Sequence[str]]:
+    def of(contestant: str, *names: str) -> str:
+        found = book.rounds(measure, contestant)
+        return ", ".join(_median(found, name) for name in names) if found else ""
+
+    row: Sequence[str]
+    match measure:
+        case "latency":
+            single = of("ours, relay apart", "single_p50", "single_most")
+            row = "a single event after a pause, p50 and most, ms", single, "with a relay apart"
+        case "relay":
+            alone, headers = of("producer", "rate"), of("producer, headers", "rate")
+            remark = f"producer: {alone}; with headers: {headers}"
+            row = "events/s of the relay alone", of("relay", "rate"), remark
+        case _:
+            pauses, without = (
+                of(who, "during_pause_ms", "before_pause_ms") for who in ("ours", "nothing")
+            )
+            what = "longest pause of consuming while retention drops, and before, ms"
+            row = what, pauses, f"while it drops nothing: {without}"
+    if row[1]:
+        yield row
+
+
+def _cores(book: Book) -> Iterable[Sequence[str]]:
+    """Say how much of a core each process was at work, and for how long for a message."""
+    for who in ("bare", "bare-orm", "ours", "ours-sql", "usual"):
+        if found := book.rounds("throughput", f"{who}, 1,000 keys"):
+            yield who, *_core(found)
+
+
+def _peers(book: Book) -> Iterable[Sequence[str]]:
+    for who in ("ours", *PEERS):
+        if found := book.rounds("peers", who):
+            yield ("ours, with the peers' Python" if who == "ours" else who), *_core(found)
+
+
+def _core(found: Sequence[Values]) -> Iterable[str]:
+    """Yield rate, share of a core, and the µs of both processes for a message."""
+    yield _number(median(one["rate"] for one in found))
+    yield f"{median(one['rate'] * one['cpu_python'] / 1_000 for one in found):.2f}"
+    for cpu in ("cpu_python", "cpu_postgres"):
+        yield _number(1_000 * median(one[cpu] for one in found))
+
+
+def _latencies(book: Book, measure: str) -> Iterable[Sequence[str]]:
+    """Say how long events take, and what each process took meanwhile."""
+    names = dict.fromkeys(run.contestant for run in book.runs if run.measure == measure)
+    per_second = PER_SECOND if measure == "latency" else STREAMED
+    for who in names:
+        if found := book.rounds(measure, who):
+            times = [_median(found, of) for of in ("commit_p50", "commit_p99", "p50", "p99")]
+            if measure == "latency":
+                times[:2] = "", ""
+            yield f"{per_second:,}/s, {who}", *times, *_busy(found)
+
+
+def _busy(found: Sequence[Values]) -> Iterable[str]:
+    """Yield the cores that each process took, and the idle share of the machine."""
+    for process in ("python", "postgres", "kafka", "probe"):
+        busy = [one[f"busy_{process}"] for one in found if f"busy_{process}" in one]
+        yield f"{median(busy):.2f}" if busy else ""
+    idle = [one["machine_idle"] for one in found if "machine_idle" in one]
+    yield f"{median(idle):.0%}" if idle else ""
+
+
+def _ordinary(book: Book) -> Iterable[Sequence[str]]:
+    """Say at each rate on a dozen partitions what a message costs whom, and how long it takes."""
+    for rate, who in product(RATES, (OURS, BARE_ORM)):
+        found = book.rounds("ordinary", named(who, rate, MANY))
+        if found:
+            costs = [_median(found, one, 1_000) for one in ("cpu_python", "cpu_postgres")]
+            cells = [_median(found, one) for one in ("commits", "p50", "p99")]
+            yield f"{rate:,}", who.name, *costs, *cells, *_busy(found)
+
+
+def _layers(book: Book) -> Iterable[Sequence[str]]:
+    """Say how many µs of Python each layer takes for a message."""
+    of = {who: book.rounds("layers", who) for who in ("ours", "ours-sql", "bare")}
+    for layer in of["ours"][0] if of["ours"] else ():
+        yield (
+            layer,
+            *(
+                _median(found, layer) if found and layer in found[0] else ""
+                for found in of.values()
+            ),
+        )
+
+
+def _growth(book: Book) -> Iterable[Sequence[str]]:
+    for kind, points in VARIED.items():
+        for point in points:
+            if found := book.rounds("growth", name(kind, point)):
+                of = ("rate", "p50", "p99", "marker_bytes", "event_bytes", "wal_bytes")
+                yield f"{kind} {getattr(point, kind):,}", *(_median(found, one) for one in of)
+
+
+def _median(found: Sequence[Values], of: str, times: float = 1) -> str:
+    """Return the median of a figure in the rounds that have it, and why none has if so."""
+    values = [one[of] * times for one in found if of in one]
+    if values:
+        return _number(median(values))
+    return SATURATED if any(map(is_saturated, found)) else ""
+
+
+def _with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
+    """Return the page with other rows in the table that begins so."""
+    lines = page.splitlines(keepends=True)
+    first = next(n for n, line in enumerate(lines) if line.startswith(header))
+    last = next(n for n in range(first, len(lines)) if not lines[n].startswith("|"))
+    head = [cell.strip() for cell in lines[first].strip().strip("|").split("|")]
+    nothing = [[f"{LEFT_OUT}", *[""] * (len(head) - 1)]]
+    table = [head, ["-" * len(cell) for cell in head], *(list(rows) or nothing)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table[1] = ["-" * width for width in widths]
+    lines[first:last] = [
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))} |\n"
+        for cells in table
+    ]
+    return "".join(lines)
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    return f"{min(values):{form}} – {max(values):{form}}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
