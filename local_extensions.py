@@ -44,7 +44,17 @@ TAKEN = BUILT | {
 }
 """Names of folders and modules in the four folders that mypy and pytest import from."""
 
-FEATURES = tuple(json.loads((SERVICE / ".features.json").read_text("utf-8")))
+EXAMPLES = ("parcels", "payments", "none")
+
+OLD_EXAMPLES = ("yes", "no")
+"""Answers of services of 1.0, which mean parcels and none: in all files, as `make update` gives
+them, and cruft does with the filters of the old version."""
+
+FEATURES = tuple(
+    name
+    for name in json.loads((SERVICE / ".features.json").read_text("utf-8"))
+    if name not in EXAMPLES
+)
 """Questions with the answers yes and no."""
 
 LONGEST_NAME = 40
@@ -234,6 +244,12 @@ def _author(answer: str) -> str | None:
     return None
 
 
+def _example(answer: str) -> str | None:
+    if answer not in EXAMPLES + OLD_EXAMPLES:
+        return "must be parcels, payments or none"
+    return None
+
+
 def _yes_or_no(answer: str) -> str | None:
     return None if answer in ("yes", "no") else "must be yes or no"
 
@@ -243,6 +259,7 @@ CHECKS: dict[str, Callable[[str], str | None]] = {
     "package_name": _package_name,
     "description": _description,
     "author": _author,
+    "worked_example": _example,
     **dict.fromkeys(FEATURES, _yes_or_no),
 }
 

@@ -159,7 +159,7 @@ async def trace_of_a_scan(folder: Path) -> list[Span]:
     """
     log = folder / "setup.log"
     first = await bake(folder, log)
-    second = await bake(folder, log, service_name=SECOND, worked_example="no")
+    second = await bake(folder, log, service_name=SECOND, worked_example="none")
     source = second / "src" / "notice_board"
     (source / "events.py").write_text(EVENTS, "utf-8")
     (source / "handlers.py").write_text(HANDLERS, "utf-8")

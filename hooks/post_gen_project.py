@@ -120,9 +120,11 @@ def make_repository() -> str:
 
 # Features may share files and requirements, so all are collected before any is removed. A file is
 # removed if one of its features is not chosen, a requirement if none of them is.
+example = {"yes": "parcels", "no": "none"}.get(ANSWERS["worked_example"], ANSWERS["worked_example"])
 named: dict[str, set[str]] = {"yes": set(), "no": set()}
 for feature, names in json.loads(MANIFEST.read_text("utf-8")).items():
-    named[ANSWERS[feature]].update(names)
+    is_chosen = feature == example or ANSWERS.get(feature) == "yes"
+    named["yes" if is_chosen else "no"].update(names)
 unwanted = sorted(named["no"])
 required = [
     each.removeprefix("requirements: ")

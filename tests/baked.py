@@ -21,7 +21,7 @@ DEFAULTS = {
     "package_name": "parcel_tracker",
     "description": "An event-driven service with an inbox and an outbox",
     "author": "Your Team <team@example.org>",
-    "worked_example": "yes",
+    "worked_example": "parcels",
     "outside_calls": "yes",
     "object_store": "yes",
     "schema_registry": "no",
@@ -34,22 +34,42 @@ DEFAULTS = {
 """The answers of `--no-input`."""
 
 
+EXAMPLES = ("parcels", "payments", "none")
+"""The answers about the worked example."""
+
+
+def manifest() -> dict[str, list[str]]:
+    """Return what goes when an optional feature, or a worked example, is not chosen."""
+    read: dict[str, list[str]] = json.loads((RAW / ".features.json").read_text("utf-8"))
+    return read
+
+
 def features() -> dict[str, list[str]]:
-    """Return the manifest of optional features: what goes when one is not chosen."""
-    manifest: dict[str, list[str]] = json.loads((RAW / ".features.json").read_text("utf-8"))
-    return manifest
+    """Return the part of the manifest for optional features, which are chosen by yes and no."""
+    return {name: paths for name, paths in manifest().items() if name not in EXAMPLES}
+
+
+def is_chosen(name: str, answers: Mapping[str, str]) -> bool:
+    """Return whether answers choose an entry of the manifest."""
+    return answers["worked_example"] == name if name in EXAMPLES else answers[name] == "yes"
 
 
 def variants() -> Iterator[dict[str, str]]:
     """Yield answers: every optional feature, and each without the others.
 
     Of three and more any two are seen together, one without the other, and both missing. Every
-    combination would be twice as many for each feature, and each takes a minute.
+    combination would be twice as many for each feature, and each takes a minute. A worked example
+    counts as a feature. That of payments also comes with each feature that it makes use of.
     """
     names = features()
-    yield dict.fromkeys(names, "yes")
+    without = dict.fromkeys(names, "no")
+    for example in ("parcels", "payments"):
+        yield {"worked_example": example, **dict.fromkeys(names, "yes")}
+        yield {"worked_example": example, **without}
     for chosen in names:
-        yield {name: "yes" if name == chosen else "no" for name in names}
+        yield {"worked_example": "none", **without, chosen: "yes"}
+    for used in ("outside_calls", "http_api"):
+        yield {"worked_example": "payments", **without, used: "yes"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from cookiecutter.exceptions import FailedHookException
 import local_extensions
 from local_extensions import CHECKS, LIBRARIES, LONGEST_LINE, LONGEST_NAME, mistakes
 
-from tests.baked import DEFAULTS, RAW, ROOT, Template, features
+from tests.baked import DEFAULTS, EXAMPLES, RAW, ROOT, Template, features
 
 TEXTS = ["service_name", "package_name", "description", "author"]
-QUESTIONS = [*TEXTS, *features()]
+QUESTIONS = [*TEXTS, "worked_example", *features()]
 
 CANARY = "canary"
 """A file that code in an answer would leave behind, wherever it is run."""
@@ -277,6 +277,29 @@ def test_a_feature_is_chosen_by_yes_or_no(feature: str, answer: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("answer", ["maybe", "", "Parcels", "payment", "y", "none "])
+def test_a_worked_example_is_chosen_by_its_name(answer: str) -> None:
+    # Those of services of 1.0 are accepted, too: see below.
+    for accepted in (*EXAMPLES, "yes", "no"):
+        assert mistakes({**DEFAULTS, "worked_example": accepted}) == []
+    assert mistakes({**DEFAULTS, "worked_example": answer}) == [
+        f"worked_example must be parcels, payments or none; it is {answer!r}."
+    ]
+
+
+@pytest.mark.parametrize(("old", "new"), [("yes", "parcels"), ("no", "none")])
+def test_an_old_answer_about_the_worked_example_makes_the_same_service(
+    template: Template, output: Path, old: str, new: str
+) -> None:
+    answers = {**DEFAULTS, "outside_calls": "yes", "http_api": "yes"}
+    before = template.bake(output / "old", **{**answers, "worked_example": old})
+    after = template.bake(output / "new", **{**answers, "worked_example": new})
+
+    assert before.files() == after.files()
+    record = json.loads(before.read(".cookiecutter.json"))
+    assert record["cookiecutter"]["worked_example"] == new
+
+
 @pytest.mark.parametrize("feature", features())
 def test_a_feature_that_is_neither_chosen_nor_left_out_is_refused(
     feature: str, template: Template, output: Path
@@ -327,7 +350,7 @@ def test_every_question_is_asked_in_words_and_can_be_left_at_its_default(
 
 
 def test_a_feature_is_declined_by_typing_no(template: Template, output: Path) -> None:
-    typed = ["" for _ in TEXTS] + ["no" for _ in features()]
+    typed = ["" for _ in [*TEXTS, "worked_example"]] + ["no" for _ in features()]
 
     done = template.cookiecutter(output, typed="".join(f"{line}\n" for line in typed))
 
@@ -336,7 +359,7 @@ def test_a_feature_is_declined_by_typing_no(template: Template, output: Path) ->
 
 
 def test_a_feature_that_is_typed_wrongly_is_refused(template: Template, output: Path) -> None:
-    typed = ["" for _ in TEXTS] + ["perhaps" for _ in features()]
+    typed = ["" for _ in [*TEXTS, "worked_example"]] + ["perhaps" for _ in features()]
 
     done = template.cookiecutter(output, typed="".join(f"{line}\n" for line in typed))
 

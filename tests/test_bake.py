@@ -29,7 +29,18 @@ from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 
 from website.sources import links
 
-from tests.baked import DEFAULTS, RAW, BakedProject, Template, clean_environment, features, variants
+from tests.baked import (
+    DEFAULTS,
+    EXAMPLES,
+    RAW,
+    BakedProject,
+    Template,
+    clean_environment,
+    features,
+    is_chosen,
+    manifest,
+    variants,
+)
 from tests.programs import require
 
 COPIED = (
@@ -97,6 +108,9 @@ def test_any_two_features_meet_in_a_variant_in_all_ways() -> None:
     for one, other in combinations(features(), 2):
         met = {(answers[one], answers[other]) for answers in baked}
         assert met == set(product(("yes", "no"), repeat=2)), (one, other)
+    for one in features():
+        met = {(answers["worked_example"], answers[one]) for answers in baked}
+        assert met == set(product(EXAMPLES, ("yes", "no"))), one
 
 
 @pytest.mark.full
@@ -134,17 +148,17 @@ def test_what_checks_and_tests_leave_behind_is_ignored_by_git(variant: BakedProj
 def test_the_manifest_says_what_a_variant_goes_without(variant: BakedProject) -> None:
     unwanted = {
         path
-        for feature, paths in features().items()
+        for feature, paths in manifest().items()
         for path in paths
-        if variant.answers[feature] == "no"
+        if not is_chosen(feature, variant.answers)
     }
     wanted = {
         path
-        for feature, paths in features().items()
+        for feature, paths in manifest().items()
         for path in paths
-        if variant.answers[feature] == "yes"
+        if is_chosen(feature, variant.answers)
     }
-    for path in {path for paths in features().values() for path in paths}:
+    for path in {path for paths in manifest().values() for path in paths}:
         is_wanted = path not in unwanted
         if path.startswith("requirements: "):  # one feature that needs it is enough
             is_wanted = path in wanted

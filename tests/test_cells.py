@@ -75,9 +75,8 @@ class Cells:
 
 def project(template: Template, folder: Path) -> dict[str, BakedProject]:
     """Return both services, generated and changed as the page says."""
-    without = dict.fromkeys(
-        ("worked_example", "outside_calls", "object_store", "operations_page"), "no"
-    )
+    without = dict.fromkeys(("outside_calls", "object_store", "operations_page"), "no")
+    without["worked_example"] = "none"
     projects = {
         "parcel_tracker": template.bake(folder),
         "scan_splitter": template.bake(folder, service_name="scan-splitter", **without),

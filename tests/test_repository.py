@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pip._internal.models.index import PyPI
 
-from tests.baked import DEFAULTS, RAW, ROOT, features
+from tests.baked import DEFAULTS, EXAMPLES, RAW, ROOT, features, manifest
 
 BASE = RAW / "requirements" / "base.txt"
 DEV = RAW / "requirements" / "dev.txt"
@@ -86,8 +86,8 @@ def test_every_question_has_a_readable_prompt() -> None:
         assert len(sentence.split()) >= 4
 
 
-def test_every_feature_is_a_question_with_yes_and_no_and_what_it_takes_away_exists() -> None:
-    for feature, paths in features().items():
+def test_every_feature_is_a_question_with_yes_and_no() -> None:
+    for feature in features():
         # Text: Cookiecutter ends with a traceback when a choice that is not offered is given.
         assert QUESTIONS[feature] in ("yes", "no")
         assert QUESTIONS[feature] == DEFAULTS[feature]
@@ -95,6 +95,18 @@ def test_every_feature_is_a_question_with_yes_and_no_and_what_it_takes_away_exis
         assert re.match(r" +yes: \w", yes)
         assert re.match(r" +no: \w", no)
         assert typed.split() == ["Type", "yes", "or", "no"]
+
+
+def test_the_worked_example_is_a_question_with_the_names_of_the_examples() -> None:
+    _, *examples, typed = QUESTIONS["__prompts__"]["worked_example"].splitlines()
+
+    assert QUESTIONS["worked_example"] == DEFAULTS["worked_example"] == EXAMPLES[0]
+    assert [one.strip().partition(": ")[0] for one in examples] == [*EXAMPLES]
+    assert typed.split() == ["Type", "parcels,", "payments", "or", "none"]
+
+
+def test_what_the_manifest_takes_away_exists() -> None:
+    for paths in manifest().values():
         asked = [path for path in paths if not path.startswith("requirements: ")]
         assert [path for path in asked if not (RAW / path).exists()] == []
 

@@ -472,7 +472,7 @@ def test_other_answers_are_merged_at_the_recorded_version(history: History, outp
 def test_the_worked_example_is_taken_out_as_the_read_me_says(
     history: History, output: Path
 ) -> None:
-    fresh = history.bake(output / "fresh", history.old, worked_example="no")
+    fresh = history.bake(output / "fresh", history.old, worked_example="none")
     project = history.bake(output, history.old)
     for name, value in ADA.items():
         project.run("git", "config", name, value)

@@ -4,7 +4,7 @@ Revision ID: service_0001
 Revises:
 """
 
-# <% if cookiecutter.worked_example == "yes" %>
+# <% if cookiecutter.worked_example not in ("none", "no") %>
 import sqlalchemy as sa
 from alembic import op
 
@@ -17,7 +17,7 @@ depends_on = None
 
 def upgrade() -> None:
     """Apply it."""
-    # <% if cookiecutter.worked_example == "yes" %>
+    # <% if cookiecutter.worked_example in ("parcels", "yes") %>
     op.create_table(
         "parcel",
         sa.Column("id", sa.Text, nullable=False),
@@ -27,11 +27,57 @@ def upgrade() -> None:
         sa.Column("version", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("id", name="parcel_pkey"),
     )
+    # <% elif cookiecutter.worked_example == "payments" %>
+    op.create_table(
+        "account",
+        sa.Column("id", sa.Text, nullable=False),
+        sa.Column("balance", sa.BigInteger, nullable=False),
+        sa.Column("version", sa.BigInteger, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="account_pkey"),
+        sa.CheckConstraint(
+            "balance >= 0 OR starts_with(id, 'bank:')", name="account_balance_check"
+        ),
+    )
+    op.create_table(
+        "entry",
+        sa.Column("id", sa.BigInteger, sa.Identity(), nullable=False),
+        sa.Column("account_id", sa.Text, nullable=False),
+        sa.Column("amount", sa.BigInteger, nullable=False),
+        sa.Column("reference", sa.Text, nullable=False),
+        sa.Column(
+            "added_at",
+            sa.DateTime(timezone=True),
+            server_default=sa.func.current_timestamp(),
+            nullable=False,
+        ),
+        sa.PrimaryKeyConstraint("id", name="entry_pkey"),
+        sa.ForeignKeyConstraint(["account_id"], ["account.id"], name="entry_account_id_fkey"),
+    )
+    op.create_index("ix_entry_account_id", "entry", ["account_id"])
+    op.create_table(
+        "payment",
+        sa.Column("id", sa.Text, nullable=False),
+        sa.Column("customer", sa.Text, nullable=False),
+        sa.Column("merchant", sa.Text, nullable=False),
+        sa.Column("authorized", sa.BigInteger, nullable=False),
+        sa.Column("captured", sa.BigInteger, nullable=False),
+        sa.Column("refunded", sa.BigInteger, nullable=False),
+        sa.Column("version", sa.BigInteger, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="payment_pkey"),
+        sa.CheckConstraint(
+            "0 <= refunded AND refunded <= captured AND captured <= authorized",
+            name="payment_amounts_check",
+        ),
+    )
     # <% endif %>
 
 
 def downgrade() -> None:
     """Take it back."""
-    # <% if cookiecutter.worked_example == "yes" %>
+    # <% if cookiecutter.worked_example in ("parcels", "yes") %>
     op.drop_table("parcel")
+    # <% elif cookiecutter.worked_example == "payments" %>
+    op.drop_table("payment")
+    op.drop_table("entry")
+    op.drop_table("account")
     # <% endif %>

@@ -1,11 +1,17 @@
 """The HTTP API: requests that handlers answer. `service api` serves it."""
 
-# <% if cookiecutter.worked_example == "yes" %>
+# <% if cookiecutter.worked_example in ("parcels", "yes") %>
 from pydantic import BaseModel
 
 from http_api.app import Idempotent, create_app
 
 from .events import ScanRecorded
+# <% elif cookiecutter.worked_example == "payments" %>
+from pydantic import BaseModel
+
+from http_api.app import Idempotent, create_app
+
+from .events import Reason, RequestPayment
 # <% else %>
 from http_api.app import create_app
 
@@ -13,7 +19,7 @@ from http_api.app import create_app
 from .main import service
 
 app = create_app(service)
-# <% if cookiecutter.worked_example == "yes" %>
+# <% if cookiecutter.worked_example in ("parcels", "yes") %>
 
 
 class ParcelPlace(BaseModel):
@@ -28,4 +34,20 @@ class ParcelPlace(BaseModel):
 async def post_scan(scan: ScanRecorded, request: Idempotent) -> ParcelPlace:
     """Record a scan. Anyone may: authenticate callers, and pass their name as `scope=`."""
     return ParcelPlace.model_validate(await request.receive(scan, consumer="answer-scan"))
+# <% elif cookiecutter.worked_example == "payments" %>
+
+
+class RequestedPayment(BaseModel):
+    """A payment that was requested, and why it is not authorized if it is not."""
+
+    payment_id: str
+    is_authorized: bool
+    reason: Reason | None
+
+
+@app.post("/payments")
+async def post_payment(payment: RequestPayment, request: Idempotent) -> RequestedPayment:
+    """Authorize a payment. Anyone may: authenticate callers, and pass their name as `scope=`."""
+    answer = await request.receive(payment, consumer="answer-payment")
+    return RequestedPayment.model_validate(answer)
 # <% endif %>

@@ -1,6 +1,6 @@
 """What the service does with each event."""
 
-# <% if cookiecutter.worked_example == "yes" %>
+# <% if cookiecutter.worked_example in ("parcels", "yes") %>
 # <% if cookiecutter.outside_calls == "yes" %>
 import httpx2
 from opentelemetry.instrumentation.httpx import HTTPX2ClientInstrumentor
@@ -13,6 +13,46 @@ from pipeline import Handlers, Transaction
 
 from .events import ParcelDelayed, ParcelMoved, ScanRecorded
 from .tables import Parcel
+# <% elif cookiecutter.worked_example == "payments" %>
+# <% if cookiecutter.http_api == "yes" %>
+from uuid import NAMESPACE_URL, uuid5
+
+# <% endif %>
+# <% if cookiecutter.outside_calls == "yes" %>
+import httpx2
+from opentelemetry.instrumentation.httpx import HTTPX2ClientInstrumentor
+from pydantic import SecretStr
+from pydantic_settings import BaseSettings
+
+from effects import Call, Effects
+from pipeline import Handlers, Policy, Retry, Transaction
+# <% else %>
+from pipeline import Handlers, Policy, Transaction
+# <% endif %>
+
+from .events import (
+    AuthorizePayment,
+    CapturePayment,
+    DepositReceived,
+    PaymentAuthorized,
+    PaymentCaptured,
+    PaymentCommand,
+    PaymentRefunded,
+    PaymentRefused,
+    # <% if cookiecutter.outside_calls == "yes" %>
+    PayoutMade,
+    PayoutRefused,
+    # <% endif %>
+    Reason,
+    RefundPayment,
+    # <% if cookiecutter.http_api == "yes" %>
+    RequestPayment,
+    # <% endif %>
+    # <% if cookiecutter.outside_calls == "yes" %>
+    RequestPayout,
+    # <% endif %>
+)
+from .tables import Account, Entry, Payment, move
 # <% else %>
 # <% if cookiecutter.outside_calls == "yes" %>
 from effects import Effects
@@ -24,7 +64,7 @@ handlers = Handlers()
 # <% if cookiecutter.outside_calls == "yes" %>
 effects = Effects(handlers)
 # <% endif %>
-# <% if cookiecutter.worked_example == "yes" %>
+# <% if cookiecutter.worked_example in ("parcels", "yes") %>
 
 LATE = 60
 """Minutes from which a parcel counts as delayed."""
@@ -93,5 +133,243 @@ async def answer_scan(scan: ScanRecorded, tx: Transaction) -> dict[str, object]:
     await record_scan(scan, tx)
     parcel = await tx.load_or_create(Parcel, scan.parcel_id)
     return {"parcel_id": parcel.id, "place": parcel.place, "scans": parcel.scans}
+# <% endif %>
+# <% elif cookiecutter.worked_example == "payments" %>
+# With money no command may be skipped, and none may overtake a failed one of its payment.
+handlers.topic("payments", demands_types=True)
+IN_ORDER = Policy(after_death="hold")
+# <% if cookiecutter.outside_calls == "yes" %>
+
+
+class Outside(BaseSettings):
+    """Settings of called services: environment variables of these names."""
+
+    bank_url: SecretStr | None = None
+    """URL of the bank; unset: payouts are refused."""
+
+
+bank = Outside().bank_url
+# A connection for each call: on a kept one, a late answer would be taken for that of the next call.
+client = httpx2.AsyncClient(timeout=5.0, limits=httpx2.Limits(max_keepalive_connections=0))
+# Passes the trace on. Its type hints lack httpx2 if httpx is installed as well.
+HTTPX2ClientInstrumentor.instrument_client(client)  # type: ignore[arg-type, unused-ignore]
+# <% endif %>
+
+
+@handlers.on(
+    DepositReceived,
+    topic="payments",
+    consumer="ledger",
+    policy=IN_ORDER,
+    loads=[Account.by("customer"), Account.by("bank_account")],
+)
+async def add_deposit(deposit: DepositReceived, tx: Transaction) -> None:
+    """Add money from a bank to a customer's account."""
+    bank_account = await tx.load_or_create(Account, deposit.bank_account)
+    customer = await tx.load_or_create(Account, deposit.customer)
+    add(move(deposit.amount, bank_account, customer, deposit.deposit_id), tx)
+
+
+# All commands of a payment have the same consumer: between consumers there is no order. What a
+# handler returns is stored with the inbox marker: `service inbox show` prints it.
+@handlers.on(
+    AuthorizePayment,
+    topic="payments",
+    consumer="ledger",
+    policy=IN_ORDER,
+    loads=[Payment.by("payment_id"), Account.by("payment_id"), Account.by("customer")],
+)
+async def authorize_payment(command: AuthorizePayment, tx: Transaction) -> Reason | None:
+    """Reserve money. The merchant's account is not locked, as many payments share it."""
+    payment = await tx.load_or_create(Payment, command.payment_id)
+    reserved = await tx.load_or_create(Account, command.payment_id)
+    customer = await tx.load_or_create(Account, command.customer)
+    entries = payment.authorize(command, customer, reserved)
+    if isinstance(entries, str):
+        return refuse(command, entries, payment, tx)
+    add(entries, tx)
+    tx.publish(PaymentAuthorized(**command.model_dump()), of=payment)
+    return None
+
+
+@handlers.on(
+    CapturePayment,
+    topic="payments",
+    consumer="ledger",
+    policy=IN_ORDER,
+    loads=[
+        Payment.by("payment_id"),
+        Account.by("payment_id"),
+        Account.by("customer"),
+        Account.by("merchant"),
+    ],
+)
+async def capture_payment(command: CapturePayment, tx: Transaction) -> Reason | None:
+    """Give the merchant reserved money."""
+    payment = await tx.load_or_create(Payment, command.payment_id)
+    reserved = await tx.load_or_create(Account, command.payment_id)
+    customer = await tx.load_or_create(Account, command.customer)
+    merchant = await tx.load_or_create(Account, command.merchant)
+    entries = payment.capture(command.amount, customer, merchant, reserved)
+    if isinstance(entries, str):
+        return refuse(command, entries, payment, tx)
+    add(entries, tx)
+    returned = payment.authorized - payment.captured
+    captured = PaymentCaptured(payment_id=payment.id, amount=command.amount, returned=returned)
+    tx.publish(captured, of=payment)
+    return None
+
+
+@handlers.on(
+    RefundPayment,
+    topic="payments",
+    consumer="ledger",
+    policy=IN_ORDER,
+    loads=[Payment.by("payment_id"), Account.by("customer"), Account.by("merchant")],
+)
+async def refund_payment(command: RefundPayment, tx: Transaction) -> Reason | None:
+    """Give the customer captured money back."""
+    payment = await tx.load_or_create(Payment, command.payment_id)
+    customer = await tx.load_or_create(Account, command.customer)
+    merchant = await tx.load_or_create(Account, command.merchant)
+    entries = payment.refund(command.amount, customer, merchant)
+    if isinstance(entries, str):
+        return refuse(command, entries, payment, tx)
+    add(entries, tx)
+    refunded = payment.refunded
+    event = PaymentRefunded(payment_id=payment.id, amount=command.amount, refunded=refunded)
+    tx.publish(event, of=payment)
+    return None
+
+
+def add(entries: list[Entry], tx: Transaction) -> None:
+    """Insert entries when the batch is written."""
+    for entry in entries:
+        tx.add(entry)
+
+
+def refuse(command: PaymentCommand, reason: Reason, payment: Payment, tx: Transaction) -> Reason:
+    """Publish that a command is refused, and return the reason."""
+    refused = PaymentRefused(
+        payment_id=payment.id,
+        command=command.__event_type__,
+        amount=command.amount,
+        reason=reason,
+    )
+    tx.publish(refused, of=payment)
+    return reason
+# <% if cookiecutter.http_api == "yes" %>
+
+
+@handlers.on(RequestPayment, topic=None, consumer="answer-payment", loads=Account.by("customer"))
+async def answer_payment(request: RequestPayment, tx: Transaction) -> dict[str, object]:
+    """Authorize a payment that is requested by HTTP.
+
+    Its id is made from the request's key. So it is the same for a repeat that comes when the stored
+    answer is deleted already, which is then refused and not paid twice.
+    """
+    id = uuid5(NAMESPACE_URL, f"{tx.message.source} {tx.message.id}")
+    command = AuthorizePayment(payment_id=f"payment:{id}", **request.model_dump())
+    reason = await authorize_payment(command, tx)
+    return {"payment_id": command.payment_id, "is_authorized": reason is None, "reason": reason}
+# <% endif %>
+# <% if cookiecutter.outside_calls == "yes" %>
+
+
+@handlers.on(
+    RequestPayout,
+    topic="payments",
+    consumer="ledger",
+    policy=IN_ORDER,
+    loads=[Account.by("payout_id"), Account.by("merchant")],
+)
+async def start_payout(command: RequestPayout, tx: Transaction) -> Reason | None:
+    """Reserve the money, in an account that has the payout's id, and stage the bank's call."""
+    merchant = await tx.load_or_create(Account, command.merchant)
+    reason: Reason | None = None
+    if await tx.load(Account, command.payout_id) is not None:
+        reason = "already requested"
+    elif merchant.balance < command.amount:
+        reason = "insufficient funds"
+    elif bank is None:
+        reason = "no bank"
+    if reason is not None:
+        tx.publish(payout_refused(command, reason), key=command.payout_id)
+        return reason
+    reserved = await tx.load_or_create(Account, command.payout_id)
+    add(move(command.amount, merchant, reserved, command.payout_id), tx)
+    tx.call(command, of=reserved)
+    return None
+
+
+async def end_payout(command: RequestPayout, tx: Transaction, is_accepted: bool | None) -> None:
+    """Move the money to the bank account, or back; None: `is_at_bank` has found the transfer."""
+    reserved = await tx.load_or_create(Account, command.payout_id)
+    if is_accepted is False:
+        target = await tx.load_or_create(Account, command.merchant)
+        tx.publish(payout_refused(command, "refused by the bank"), of=reserved)
+    else:
+        target = await tx.load_or_create(Account, command.bank_account)
+        made = PayoutMade(
+            payout_id=command.payout_id, merchant=command.merchant, amount=command.amount
+        )
+        tx.publish(made, of=reserved)
+    add(move(command.amount, reserved, target, command.payout_id), tx)
+
+
+def payout_refused(command: RequestPayout, reason: Reason) -> PayoutRefused:
+    """Return the event of a payout that is refused."""
+    return PayoutRefused(
+        payout_id=command.payout_id,
+        merchant=command.merchant,
+        amount=command.amount,
+        reason=reason,
+    )
+
+
+async def is_at_bank(command: RequestPayout, call: Call) -> bool:
+    """Return whether the bank has the transfer. It does not keep those that it refuses."""
+    answer = await client.get(transfers(), params={"reference": command.payout_id})
+    check(answer)
+    return bool(answer.json())
+
+
+@effects.on(
+    RequestPayout,
+    consumer="pay-out",
+    repeatable=False,  # the bank would make a repeated transfer twice
+    ask=is_at_bank,
+    then=end_payout,
+    # Only what `then` usually changes: a lock of the merchant's row would delay its payments.
+    loads=[Account.by("payout_id"), Account.by("bank_account")],
+)
+async def pay_out(command: RequestPayout, call: Call) -> bool:
+    """Send the transfer to the bank; return whether it is accepted."""
+    transfer = {
+        "reference": command.payout_id,
+        "to": command.bank_account,
+        "amount": command.amount,
+    }
+    try:
+        answer = await client.post(transfers(), json=transfer)
+    except httpx2.ConnectError as error:
+        raise Retry("the bank was not reached") from error
+    if answer.status_code == 422:
+        return False
+    check(answer)
+    return True
+
+
+def transfers() -> str:
+    """Return the URL of the bank's transfers."""
+    if bank is None:
+        raise Retry("BANK_URL is not set")
+    return f"{bank.get_secret_value()}/transfers"
+
+
+def check(answer: httpx2.Response) -> None:
+    """Raise an error for an unsuccessful answer, without the URL that raise_for_status() adds."""
+    if not answer.is_success:
+        raise httpx2.HTTPError(f"the bank answered {answer.status_code}")
 # <% endif %>
 # <% endif %>

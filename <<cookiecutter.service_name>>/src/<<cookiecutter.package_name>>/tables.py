@@ -1,12 +1,22 @@
 """The tables of the service, as SQLAlchemy maps them."""
 
-# <% if cookiecutter.worked_example == "yes" %>
+# <% if cookiecutter.worked_example in ("parcels", "yes") %>
 from datetime import datetime
 
 from sqlalchemy import DateTime, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate
+
+# <% elif cookiecutter.worked_example == "payments" %>
+from datetime import datetime
+
+from sqlalchemy import BigInteger, CheckConstraint, DateTime, ForeignKey, Identity, Text, func
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pipeline import Aggregate
+
+from .events import AuthorizePayment, Reason
 
 # <%- else %>
 from sqlalchemy.orm import DeclarativeBase
@@ -18,7 +28,7 @@ class Base(DeclarativeBase):
     """Every table of the service derives from it, so that migrations see it."""
 
 
-# <%- if cookiecutter.worked_example == "yes" +%>
+# <%- if cookiecutter.worked_example in ("parcels", "yes") +%>
 
 
 class Parcel(Aggregate, Base):
@@ -42,6 +52,124 @@ class Parcel(Aggregate, Base):
         if self.last_scanned_at is None or scanned_at >= self.last_scanned_at:
             self.place = place
             self.last_scanned_at = scanned_at
+
+
+# <%- elif cookiecutter.worked_example == "payments" +%>
+
+
+class Account(Aggregate, Base):
+    """Money of a customer or a merchant, reserved for a payment, or at a bank.
+
+    It is created by the first command that names it. A bank account is outside of the ledger: the
+    money that came from there makes its balance negative.
+    """
+
+    __tablename__ = "account"
+    __table_args__ = (
+        CheckConstraint("balance >= 0 OR starts_with(id, 'bank:')", name="account_balance_check"),
+    )
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    balance: Mapped[int] = mapped_column(BigInteger)
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.balance = 0
+
+
+class Entry(Base):
+    """A change of an account's balance. Rows are added only, never changed or deleted."""
+
+    __tablename__ = "entry"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
+    account_id: Mapped[str] = mapped_column(ForeignKey("account.id"), index=True)
+    amount: Mapped[int] = mapped_column(BigInteger)
+    reference: Mapped[str] = mapped_column(Text)
+    """Id of the deposit, payment or payout. The entries of a reference add up to 0."""
+    added_at: Mapped[datetime] = mapped_column(
+        DateTime(timezone=True), server_default=func.current_timestamp()
+    )
+
+    def __init__(self, account: Account, amount: int, reference: str) -> None:
+        self.account_id = account.id
+        self.amount = amount
+        self.reference = reference
+
+
+def move(amount: int, source: Account, target: Account, reference: str) -> list[Entry]:
+    """Move money from one account to another; return the two entries, which add up to 0."""
+    source.balance -= amount
+    target.balance += amount
+    return [Entry(source, -amount, reference), Entry(target, amount, reference)]
+
+
+class Payment(Aggregate, Base):
+    """How much of a payment is authorized, captured and refunded.
+
+    Its methods return the entries to add, or the reason why they have changed nothing.
+    """
+
+    __tablename__ = "payment"
+    __table_args__ = (
+        CheckConstraint(
+            "0 <= refunded AND refunded <= captured AND captured <= authorized",
+            name="payment_amounts_check",
+        ),
+    )
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    # No foreign keys: they would lock the row of a merchant, which many payments share.
+    customer: Mapped[str] = mapped_column(Text)
+    merchant: Mapped[str] = mapped_column(Text)
+    authorized: Mapped[int] = mapped_column(BigInteger)
+    captured: Mapped[int] = mapped_column(BigInteger)
+    refunded: Mapped[int] = mapped_column(BigInteger)
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.customer = self.merchant = ""
+        self.authorized = self.captured = self.refunded = 0
+
+    def authorize(
+        self, command: AuthorizePayment, customer: Account, reserved: Account
+    ) -> list[Entry] | Reason:
+        """Reserve the amount, in an account that has the payment's id."""
+        if self.authorized > 0:
+            return "already authorized"
+        if customer.balance < command.amount:
+            return "insufficient funds"
+        self.customer = command.customer
+        self.merchant = command.merchant
+        self.authorized = command.amount
+        return move(command.amount, customer, reserved, self.id)
+
+    def capture(
+        self, amount: int, customer: Account, merchant: Account, reserved: Account
+    ) -> list[Entry] | Reason:
+        """Give the merchant the amount, and the customer the rest of what is reserved."""
+        if (self.customer, self.merchant) != (customer.id, merchant.id):
+            return "unknown authorization"
+        if self.captured > 0:
+            return "already captured"
+        if amount > self.authorized:
+            return "more than authorized"
+        self.captured = amount
+        entries = move(amount, reserved, merchant, self.id)
+        if reserved.balance > 0:
+            entries += move(reserved.balance, reserved, customer, self.id)
+        return entries
+
+    def refund(self, amount: int, customer: Account, merchant: Account) -> list[Entry] | Reason:
+        """Give the customer the amount back, which the merchant must still have."""
+        if (self.customer, self.merchant) != (customer.id, merchant.id):
+            return "unknown authorization"
+        if amount > self.captured - self.refunded:
+            return "more than captured"
+        if amount > merchant.balance:
+            return "insufficient funds"
+        self.refunded += amount
+        return move(amount, merchant, customer, self.id)
 
 
 # <%- endif +%>

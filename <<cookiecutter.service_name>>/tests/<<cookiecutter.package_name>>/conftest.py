@@ -19,11 +19,18 @@ def master_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set a master key of the tests' own."""
     monkeypatch.setenv("PIPELINE_PERSONAL_KEYS", "dGhpcyBtYXN0ZXIga2V5IGlzIGZvciB0ZXN0cyBvbmw=")
 # <% endif %>
-# <% if cookiecutter.worked_example == "yes" and cookiecutter.outside_calls == "yes" %>
+# <% if cookiecutter.worked_example in ("parcels", "yes") and cookiecutter.outside_calls == "yes" %>
 
 
 @pytest.fixture(autouse=True)
 def no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignore the webhook of the environment: a test that needs one sets its own."""
     monkeypatch.setattr("<<cookiecutter.package_name>>.handlers.webhook", None)
+# <% elif cookiecutter.worked_example == "payments" and cookiecutter.outside_calls == "yes" %>
+
+
+@pytest.fixture(autouse=True)
+def no_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignore the bank of the environment: a test that needs one sets its own."""
+    monkeypatch.setattr("<<cookiecutter.package_name>>.handlers.bank", None)
 # <% endif %>
