@@ -23,7 +23,7 @@ from benchmarks.bench import Bench, Book, Options, Run
 from benchmarks.check import Check, CheckFailed, misplaced, require
 from benchmarks.clock import Clock
 from benchmarks.load import SAMPLED
-from benchmarks.marks import GOALS, Mark, Values, quantile, ratios
+from benchmarks.marks import GOALS, LEAST_IDLE, Mark, Values, quantile, ratios
 from benchmarks.measures import MEASURES
 from benchmarks.measures.dropping import longest_pause
 from benchmarks.measures.growth import SHARDS, VARIED, name
@@ -734,6 +734,14 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     for measure in ("throughput", "relay", "duplicates", "deferred", "old_tables", "telemetry"):
         assert all(one["values"]["rate"] > 0 for one in found[measure])
     assert all(one["values"]["commits"] > 0 for one in found["ordinary"])
+    for one in (*found["latency"], *found["streamed"], *found["ordinary"]):
+        assert one["values"]["busy_probe"] > 0
+        is_saturated = one["values"]["machine_idle"] < LEAST_IDLE
+        assert is_saturated or one["values"]["p99"] >= one["values"]["p50"] > 0
+    for one in found["streamed"]:
+        values = one["values"]
+        assert "p50" not in values or 0 < values["commit_p50"] < values["p50"]
+    assert all(one["python"].startswith("CPython 3.") for one in report["measured"].values())
     # Every layer was at work; in so short a run the clocks may differ by more than it takes.
     layers = {one["contestant"]: one["values"] for one in found["layers"]}
     bare, ours = layers.pop("bare"), list(layers["ours"])
@@ -749,7 +757,12 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
 
     # What servers in containers take cannot be seen.
     seen = report["machine"]["servers"] == "process"
-    marks = {one["name"] for one in report["marks"] if one["value"] is not None}
+    # A machine that is busy gives no latencies.
+    marks = {
+        one["name"]
+        for one in report["marks"]
+        if one["value"] is not None or one["remark"] == "saturated"
+    }
     of_cpu = {goal.name for goal in GOALS if goal.measure == "idle" or "CPU" in goal.name}
     taken = {goal.name for goal in GOALS if goal.measure not in without}
     assert marks == taken - (set() if seen else of_cpu)
