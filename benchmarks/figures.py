@@ -7,6 +7,7 @@ from statistics import median
 from benchmarks.bench import Book
 from benchmarks.measures.growth import VARIED, name
 from benchmarks.measures.ordinary import CONTESTANTS, FEW, MANY, RATES, named
+from benchmarks.measures.xmin import SIDES, series_name
 from benchmarks.plots import Bar, Points, bars, lines
 
 ACROSS = {
@@ -49,6 +50,12 @@ def draw(book: Book) -> dict[str, str]:
     if series_ := book.series.get("memory over time"):
         title = "Memory of the service under a steady load"
         figures["memory.svg"] = lines(title, "seconds", "MB", {"resident": series_})
+    if "xmin" in taken:
+        title = "Latency, p50, while a transaction is open, and without it"
+        figures["xmin.svg"] = lines(title, "minutes", "ms", _by_minute(book, "p50"))
+        title = "Positions, cursor and lanes while a transaction is open, and without it"
+        sizes = _by_minute(book, "hot_bytes", unit=1e-6)
+        figures["xmin-size.svg"] = lines(title, "minutes", "MB", sizes)
     return figures
 
 
@@ -90,6 +97,12 @@ def _ordinary_latency(book: Book) -> str:
     title = "Latency on 1 and on 12 partitions, p50 (p99 dashed)"
     p50, p99 = (_by_rate(book, of) for of in ("p50", "p99"))
     return lines(title, "messages/s", "ms", p50, dashed=p99, logarithmic=True)
+
+
+def _by_minute(book: Book, of: str, *, unit: float = 1.0) -> dict[str, Points]:
+    """Return a figure over time, of each side that was run."""
+    found = {who: book.series.get(series_name(who, of), []) for who in SIDES}
+    return {who: [(x, y * unit) for x, y in points] for who, points in found.items() if points}
 
 
 def _points(book: Book, kind: str, of: str) -> Points:

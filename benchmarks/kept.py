@@ -13,11 +13,14 @@ from typing import Any
 
 from benchmarks import figures
 from benchmarks.bench import Book, Run
-from benchmarks.marks import GOALS, Values
+from benchmarks.marks import GOALS, Values, ratios
 from benchmarks.measures import MEASURES
 from benchmarks.measures.ordinary import MANY, RATES
 from benchmarks.measures.ordinary import named as named_at
 from benchmarks.measures.peers import PEERS
+from benchmarks.measures.poison import KEYS, KINDS, SHARES
+from benchmarks.measures.poison import named as named_failing
+from benchmarks.measures.xmin import CLOSED, LENGTH, MOMENTS, SIDES
 from benchmarks.rig import BARE_ORM, OURS
 from demo.flights import ROOT
 
@@ -97,6 +100,10 @@ def told(page: str, report: Report) -> str:
     page = _with_table(page, "| contestant, 1,000 keys ", _cores(book))
     if "ordinary" in report["measured"]:
         page = _with_table(page, "| records/s ", _ordinary(book))
+    if "poison" in report["measured"]:
+        page = _with_table(page, "| failing ", _poison(book))
+    if "xmin" in report["measured"]:
+        page = _with_table(page, "| minute ", _xmin(book, report["options"]["minutes"]))
     return page
 
 
@@ -159,6 +166,11 @@ def _core(found: Sequence[Values]) -> Iterable[str]:
     """Yield rate, share of a core, and the µs of both processes for a message."""
     yield _number(median(one["rate"] for one in found))
     yield f"{median(one['rate'] * one['cpu_python'] / 1_000 for one in found):.2f}"
+    yield from _costs(found)
+
+
+def _costs(found: Sequence[Values]) -> Iterable[str]:
+    """Yield the µs of both processes for a message."""
     for cpu in ("cpu_python", "cpu_postgres"):
         yield _number(1_000 * median(one[cpu] for one in found))
 
@@ -173,6 +185,40 @@ def _ordinary(book: Book) -> Iterable[Sequence[str]]:
             cells = [_number(1_000 * of[one]) for one in costs] + [f"{of['core']:.2f}"]
             cells += [_number(of[one]) for one in ("commits", "p50", "p99")]
             yield f"{rate:,}", who.name, *cells
+
+
+def _poison(book: Book) -> Iterable[Sequence[str]]:
+    """Say what a message costs where some fail, and the rate by CPU as a share of that of none."""
+    for kind, share in (("", 0.0), *product(KINDS, SHARES)):
+        runs = {keys: book.rounds("poison", named_failing(keys, kind, share)) for keys in KEYS}
+        cells = [f"{share * 100:g} % {KINDS[kind]}" if kind else "none"]
+        cells.append(_number(runs[KEYS[0]][0]["scans"]))
+        for keys, found in runs.items():
+            shares = ratios(found, book.rounds("poison", named_failing(keys)), "per_cpu")
+            cells += [f"{median(shares):.2g}", *_costs(found)]
+        yield cells
+
+
+_XMIN = {
+    **dict.fromkeys(("rate", "p50", "p99"), 1),
+    **dict.fromkeys(("cpu_python", "cpu_postgres"), 1000),
+    **{f"{table}_bytes": 1e-3 for table in ("position", "outbox_cursor", "backlog_lane", "parcel")},
+    **{f"{table}_bytes": 1e-6 for table in ("inbox", "outbox")},
+}
+"""What the table says of each moment, and in which unit: 1/s, ms, µs, kB and MB."""
+
+
+def _xmin(book: Book, minutes: float) -> Iterable[Sequence[str]]:
+    """Say how figures change beside an open transaction, and without one."""
+    sides = {who: book.rounds("xmin", who)[0] for who in SIDES}
+    for moment, (who, found) in product(MOMENTS, sides.items()):
+        state = "ended" if SIDES[who] and moment > CLOSED else who
+        cells = (found[f"{of} at {moment}"] * unit for of, unit in _XMIN.items())
+        yield f"{moment * minutes * LENGTH / MOMENTS[-1]:g}", state, *map(_number, cells)
+    for who, found in sides.items():
+        slopes = (found[f"{of} a minute"] * unit for of, unit in _XMIN.items())
+        # 0 is added because it would be written as -0 otherwise.
+        yield "each", who, *(_number(round(one, 2) + 0.0) for one in slopes)
 
 
 def _with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
