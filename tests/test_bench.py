@@ -573,7 +573,7 @@ def page_with(measure: str, runs: list[Run]) -> str:
     others = [one for one in report["runs"] if one["measure"] != measure]
     measured = report["measured"] | {measure: report["measured"]["idle"]}
     new = {"runs": others + [asdict(one) for one in runs], "measured": measured}
-    return kept.told(kept.PAGE.read_text("utf-8"), report | new)
+    return tables.told(kept.PAGE.read_text("utf-8"), {**report, **new, "earlier": []})
 
 
 def cells_of(page: str, first: str) -> list[list[str]]:
