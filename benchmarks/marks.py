@@ -66,6 +66,7 @@ GOALS = (
     Goal("ordinary", "100/s, p99", "≤", 1, "of bare-orm, or of 10 ms"),
     Goal("duplicates", "duplicates only", "≥", 2, "times new messages"),
     Goal("deferred", "deferred mode", "≥", 0.6, "of inline"),
+    Goal("ledger", "ledger, two processes, CPU", "≥", 0.9, "of one process"),
     Goal("old_tables", "old tables", "≥", 0.95, "of empty"),
     Goal(
         "dropping",

@@ -10,6 +10,7 @@ from benchmarks.measures.growth import growth
 from benchmarks.measures.idle import idle
 from benchmarks.measures.latency import latency
 from benchmarks.measures.layers import layers
+from benchmarks.measures.ledger import ledger
 from benchmarks.measures.memory import memory
 from benchmarks.measures.old_tables import old_tables
 from benchmarks.measures.ordinary import ordinary
@@ -31,6 +32,7 @@ MEASURES: dict[str, Callable[[Bench], Awaitable[None]]] = {
         ordinary,
         duplicates,
         deferred,
+        ledger,
         old_tables,
         dropping,
         telemetry,
