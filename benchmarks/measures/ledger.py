@@ -14,7 +14,7 @@ from benchmarks.rig import Contestant, Rig, running
 from benchmarks.runs import rate, ready
 from demo.processes import bake
 
-MESSAGES = 3_000
+MESSAGES = 2_000
 WARM_UP = 200
 """Messages that are handled before all others are written; they do not count."""
 OURS = Contestant("ours", "benchmarks.ours_payments", service=SERVICE)
