@@ -10,6 +10,7 @@ from benchmarks.measures.growth import growth
 from benchmarks.measures.idle import idle
 from benchmarks.measures.latency import latency
 from benchmarks.measures.layers import layers
+from benchmarks.measures.ledger import ledger
 from benchmarks.measures.memory import memory
 from benchmarks.measures.old_tables import old_tables
 from benchmarks.measures.ordinary import ordinary
@@ -34,6 +35,7 @@ MEASURES: dict[str, Callable[[Bench], Awaitable[None]]] = {
         duplicates,
         deferred,
         poison,
+        ledger,
         old_tables,
         dropping,
         telemetry,
