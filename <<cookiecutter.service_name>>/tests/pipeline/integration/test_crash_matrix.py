@@ -33,8 +33,8 @@ from .languages import boundary_of
 from .processes import environment
 from .wire import Wire
 from .worlds import PATIENCE, LetGo, Servers, World
-from .zygote import zygote
 from tests.servers.waiting import eventually
+from tests.servers.zygote import Zygote
 
 pytestmark = pytest.mark.full
 
@@ -99,11 +99,15 @@ async def servers(
     """Return the servers, and a zygote for the processes."""
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
     await admin.start()
+    bank, logs = (
+        Bank(deposits="none", balances="none", name="none"),
+        tmp_path_factory.mktemp("logs"),
+    )
+    zygote = Zygote(environment(bank), f"{__package__}.zygote")
     try:
-        async with zygote(environment(Bank(deposits="none", balances="none", name="none"))) as one:
-            logs = tmp_path_factory.mktemp("logs")
-            yield Servers(server_url, template, kafka, admin, one, logs, used_databases)
+        yield Servers(server_url, template, kafka, admin, zygote, logs, used_databases)
     finally:
+        zygote.close()
         await admin.close()
 
 
