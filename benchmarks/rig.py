@@ -115,8 +115,9 @@ class Rig:
         self.project = project
         self.folder = folder
         self.stack = stack
+        self.interpreter: Interpreter | None = None
         self.python = Path(sys.executable)
-        """Runs contestants that name no other."""
+        """Runs contestants that name no other, in an environment of the interpreter's."""
         self._log = folder / "setup.txt"
         self._templates: set[str] = set()
         self._inputs: set[str] = set()

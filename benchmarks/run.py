@@ -66,6 +66,7 @@ async def benchmark(
     bench = Bench(rig_in(folder), options, console)
     colour = "" if interpreter.is_optimised else "[yellow]"
     say(console, "python", f"{colour}{interpreter}")
+    bench.rig.interpreter = interpreter
     bench.rig.python = await bench.rig.environment(interpreter)
     async with bench.rig.started():
         facts = source | await machine.facts(bench.rig.stack, bench.rig.project)
@@ -157,8 +158,8 @@ async def bench(
     return True
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark with the options of the command line; return the exit code."""
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     defaults = Options()
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument(
@@ -214,12 +215,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stop", action="store_true", help="stop what a killed run has left running, and end"
     )
-    given = parser.parse_args(arguments)
-    measures = [name for name in MEASURES if name in given.only.split(",")]
-    unknown = set(given.only.split(",")) - {*MEASURES, ""}
-    if unknown or not measures:
-        no_such = ", ".join(sorted(unknown)) or "none named"
-        parser.error(f"no such measures: {no_such}; there are {', '.join(MEASURES)}")
+    return parser
+
+
+def _options(given: argparse.Namespace) -> Options:
+    """Return the options of the command line."""
+    wanted = frozenset(name.strip() for name in given.contestants.split(";") if name.strip())
+    return Options(
+        events=given.events,
+        rounds=given.rounds,
+        minutes=given.minutes,
+        seconds=given.seconds,
+        warm_up=not given.cold,
+        contestants=wanted,
+        again=given.again,
+    )
+
+
+def _require(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End with an error if the options cannot be."""
     if given.events < FEWEST:
         parser.error(f"--events is at least {FEWEST:,}, not {given.events:,}")
     if given.rounds < 1:
@@ -231,22 +245,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--keep-plots: commit first, so that the plots can say what they are of")
     if given.keep_plots and (named := [name for name in machine.ADDRESSES if name in os.environ]):
         parser.error(f"--keep-plots: on servers of its own alone; unset {' and '.join(named)}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with the options of the command line; return the exit code."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    measures = [name for name in MEASURES if name in given.only.split(",")]
+    unknown = set(given.only.split(",")) - {*MEASURES, ""}
+    if unknown or not measures:
+        no_such = ", ".join(sorted(unknown)) or "none named"
+        parser.error(f"no such measures: {no_such}; there are {', '.join(MEASURES)}")
+    _require(given, parser)
     try:
         interpreter = chosen(given.python)
     except ProcessFailed as failure:
         parser.error(f"--python: {failure}")
     if given.keep_plots and not interpreter.is_optimised:
         parser.error(f"--keep-plots: {interpreter}; name another, make bench PYTHON=<its command>")
-    wanted = frozenset(name.strip() for name in given.contestants.split(";") if name.strip())
-    options = Options(
-        events=given.events,
-        rounds=given.rounds,
-        minutes=given.minutes,
-        seconds=given.seconds,
-        warm_up=not given.cold,
-        contestants=wanted,
-        again=given.again,
-    )
+    options = _options(given)
     hindrance = kept.hindrance(measures, as_json(options)) if given.keep_plots else None
     if hindrance:
         parser.error(f"--keep-plots: {hindrance}")

@@ -281,6 +281,20 @@ def test_the_engine_is_copied_byte_for_byte(template: Template, output: Path) ->
     }
 
 
+def test_the_payments_that_a_read_me_sends_are_in_its_contracts(variant: BakedProject) -> None:
+    block = r"^\.venv/bin/python dev/send\.py payments (\S+) --key (\S+) .*\n +'(.*)'$"
+    sent = re.findall(block, variant.read("README.md"), re.MULTILINE)
+    contracts = json.loads(variant.read("contracts/events.json"))["taken"].get("payments", {})
+
+    assert len(sent) == (3 if variant.answers["worked_example"] == "payments" else 0)
+    for type, key, payload in sent:
+        schema, given = contracts[type]["validation"], json.loads(payload)
+        assert set(given) == set(schema["required"])
+        assert key in given.values()
+        for name, value in given.items():
+            assert re.search(schema["properties"][name].get("pattern", ""), str(value)), name
+
+
 def test_alerts_are_on_the_services_own_job(unusual: BakedProject) -> None:
     rules = unusual.read("deploy/prometheus/alerts.yaml")
 

@@ -993,6 +993,29 @@ def test_a_service_of_an_old_commit_or_release_is_updated(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("old", "new"), [("yes", "parcels"), ("no", "none")])
+def test_a_service_of_1_0_keeps_its_worked_example_or_goes_without(
+    grown: History, output: Path, old: str, new: str
+) -> None:
+    """Until 1.0 the question was answered by yes or no."""
+    asked = '-S"worked_example": "yes"'
+    changed = git(ROOT, "log", "-1", "--format=%H", asked, "--", "cookiecutter.json").strip()
+    fresh = grown.bake(output / "fresh", grown.new, worked_example=new)
+    project = grown.bake(output, f"{changed}^", worked_example=old)
+    for name, value in ADA.items():
+        project.run("git", "config", name, value)
+    recorded = json.loads(project.read(".cookiecutter.json"))["cookiecutter"]
+    assert recorded["worked_example"] == old
+
+    updater = str(project.path / "dev/update.py")
+    location = (f"--template={grown.template.path}", f"--to={grown.new}")
+    outcome = run(project.path, sys.executable, updater, *location)
+
+    assert outcome.code == 0, outcome.said
+    assert project.files() == fresh.files()
+
+
+@pytest.mark.full
 def test_a_service_of_an_old_commit_with_an_edited_engine_is_updated(
     grown: History, output: Path
 ) -> None:

@@ -30,7 +30,9 @@ _OLDEST = (3, 12)
 async def peers(bench: Bench) -> None:
     """Compare ours with the fastest of them, both with the same Python."""
     try:
-        interpreter = chosen(None, _OLDEST)
+        interpreter = bench.rig.interpreter
+        if interpreter is None or interpreter.version < _OLDEST:
+            interpreter = chosen(None, _OLDEST)
         python = await installed(bench.rig.folder, interpreter)
         ours = await bench.rig.environment(interpreter)
     except ProcessFailed as failure:

@@ -265,8 +265,8 @@ def refuse(command: PaymentCommand, reason: Reason, payment: Payment, tx: Transa
 async def answer_payment(request: RequestPayment, tx: Transaction) -> dict[str, object]:
     """Authorize a payment that is requested by HTTP.
 
-    Its id is made from the request's key. So it is the same for a repeat that comes when the stored
-    answer is deleted already, which is then refused and not paid twice.
+    Its id is made from the request's key. A repeat has the same id, even if the stored answer was
+    deleted in the meantime; then it is refused instead of paid twice.
     """
     id = uuid5(NAMESPACE_URL, f"{tx.message.source} {tx.message.id}")
     command = AuthorizePayment(payment_id=f"payment:{id}", **request.model_dump())

@@ -119,7 +119,7 @@ class Payment(Aggregate, Base):
     )
 
     id: Mapped[str] = mapped_column(Text, primary_key=True)
-    # No foreign keys: they would lock the row of a merchant, which many payments share.
+    # No foreign keys: the account of a new merchant is created by the first capture.
     customer: Mapped[str] = mapped_column(Text)
     merchant: Mapped[str] = mapped_column(Text)
     authorized: Mapped[int] = mapped_column(BigInteger)
