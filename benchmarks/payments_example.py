@@ -1,7 +1,7 @@
-"""The generated payments example, from which BENCH_WITHOUT removes `entries`, `checks` or both.
+"""The generated payments example, from which BENCH_WITHOUT removes `entries`, `CHECK` or both.
 
-Without entries a move of money changes balances alone. Without checks the classes have no CHECK;
-`ledger` removes them from the tables.
+Without entries a move of money only changes balances. Without CHECK the mapped classes have none;
+the measure `ledger` removes it from the tables.
 """
 
 import os
@@ -36,6 +36,6 @@ def _move_without_entries(amount: int, source: Any, target: Any, reference: str)
 WITHOUT = frozenset(os.environ.get("BENCH_WITHOUT", "").split())
 if "entries" in WITHOUT:
     tables.move = _move_without_entries
-if "checks" in WITHOUT:
+if "CHECK" in WITHOUT:
     for table in TABLES.tables.values():
         table.constraints -= {one for one in table.constraints if isinstance(one, CheckConstraint)}

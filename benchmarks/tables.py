@@ -1,6 +1,7 @@
 """The tables of docs/performance.md, written from what is shown of the report that is kept."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any
@@ -9,6 +10,8 @@ from benchmarks.bench import Book, Run
 from benchmarks.marks import GOALS, NOT_MEASURED, SATURATED, Values, is_saturated, ratios
 from benchmarks.measures import MEASURES
 from benchmarks.measures.growth import VARIED, name
+from benchmarks.measures.ledger import BARE_ORM as BARE
+from benchmarks.measures.ledger import SIDES as LEDGER
 from benchmarks.measures.ordinary import MANY, RATES, named
 from benchmarks.measures.peers import PEERS
 from benchmarks.measures.poison import KEYS, KINDS, SHARES
@@ -56,6 +59,7 @@ def told(page: str, report: Report) -> str:
         "| layer ": of("layers", _layers(book)),
         "| varied ": of("growth", _growth(book)),
         "| failing ": of("poison", _poison(book)),
+        "| payments ": of("ledger", _ledger(book)),
         "| minute ": of("xmin", _xmin(book, report["options"]["minutes"])),
     }
     for header, rows in tables.items():
@@ -206,6 +210,17 @@ def _poison(book: Book) -> Iterable[Sequence[str]]:
             shares = ratios(found, book.rounds("poison", named_failing(keys)), "per_cpu")
             cells += [f"{median(shares):.2g}", *_costs(found)]
         yield cells
+
+
+def _ledger(book: Book) -> Iterable[Sequence[str]]:
+    """Say what a message of the payments costs, and the rate by CPU as a share of bare-orm's."""
+    for side in LEDGER:
+        if found := book.rounds("ledger", side.name):
+            bare = book.rounds("ledger", replace(side, contestant=BARE, processes=1).name)
+            shares = ratios(found, bare, "per_cpu") if side.contestant is not BARE else []
+            share = f"{median(shares):.2g}" if shares else ""
+            rates = [_median(found, of) for of in ("rate", "per_cpu")]
+            yield side.name, *rates, share, *_costs(found)
 
 
 _XMIN = {

@@ -848,7 +848,8 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     # Peers need another Python and their packages.
     without = set() if found["peers"] else {"peers"}
     assert {measure for measure, runs in found.items() if not runs} == without
-    for measure in ("throughput", "relay", "duplicates", "deferred", "old_tables", "telemetry"):
+    rates = ("throughput", "relay", "duplicates", "deferred", "ledger", "old_tables", "telemetry")
+    for measure in rates:
         assert all(one["values"]["rate"] > 0 for one in found[measure])
     assert all(one["values"]["commits"] > 0 for one in found["ordinary"])
     for one in (*found["latency"], *found["streamed"], *found["ordinary"]):

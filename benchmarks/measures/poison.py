@@ -80,10 +80,7 @@ async def _measured(bench: Bench, keys: int, kind: str = "", share: float = 0.0)
             samples += await rig.watch([service], settled, 1)
         await rig.check(site, fine)
         await _check_dead(site, work, share, ATTEMPTS.get(kind, 0))
-    values = rate(samples, len(work.scans)) | {"scans": len(work.scans)}
-    if "cpu_postgres" in values:  # in a container nobody sees it
-        values["per_cpu"] = 1_000 / (values["cpu_python"] + values["cpu_postgres"])
-    return values
+    return rate(samples, len(work.scans)) | {"scans": len(work.scans)}
 
 
 def _contestant(kind: str, share: float) -> Contestant:
