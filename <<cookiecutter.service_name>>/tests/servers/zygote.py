@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from .databases import HOME
 from .waiting import eventually
@@ -74,6 +75,9 @@ class Zygote:
             stdout=subprocess.PIPE,
         )
         self._ordering = threading.Lock()
+        self._folder = TemporaryDirectory()
+        self.logs = Path(self._folder.name)
+        """A folder for logs, which is there until `close`."""
         atexit.register(self.close)
 
     def start(
@@ -102,6 +106,7 @@ class Zygote:
         """End it, and the processes that still run."""
         atexit.unregister(self.close)
         self._process.communicate()
+        self._folder.cleanup()
 
 
 def _code_of(log: Path) -> Path:
