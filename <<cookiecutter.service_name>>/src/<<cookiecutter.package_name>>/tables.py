@@ -8,7 +8,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate
 
-# <% elif cookiecutter.worked_example == "payments" %>
+# <%- elif cookiecutter.worked_example == "payments" %>
 from datetime import datetime
 
 from sqlalchemy import BigInteger, CheckConstraint, DateTime, ForeignKey, Identity, Text, func
