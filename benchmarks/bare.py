@@ -19,10 +19,10 @@ What it can't survive:
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import asyncpg  # type: ignore[import-untyped]
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition  # type: ignore[import-untyped]
@@ -31,9 +31,6 @@ from aiokafka.producer.message_accumulator import BatchBuilder  # type: ignore[i
 from benchmarks.bare_orm import OrmHandler
 from benchmarks.bare_sql import SqlHandler
 from benchmarks.work import (
-    DELAYED,
-    MOVED,
-    SCAN,
     Place,
     collect_hardly_ever,
     constant_headers,
@@ -51,8 +48,7 @@ FETCH_BYTES = 4 * 1024 * 1024
 COMMIT_SECONDS = 1.0
 WAIT_MS = 100
 
-TABLES = """
-    CREATE TABLE marker (id bytea PRIMARY KEY);
+PARCELS = """
     CREATE TABLE parcel (
         id text PRIMARY KEY,
         place text NOT NULL,
@@ -60,6 +56,9 @@ TABLES = """
         last_scanned_at timestamptz,
         version bigint NOT NULL
     ) WITH (fillfactor = 50);
+"""
+OWN_TABLES = """
+    CREATE TABLE marker (id bytea PRIMARY KEY);
     CREATE TABLE outbox (
         id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
         created_at timestamptz NOT NULL DEFAULT now(),
@@ -86,6 +85,9 @@ class Handler(Protocol):
     """What a lane works with."""
 
     connection: asyncpg.Connection
+    consumes: ClassVar[Collection[bytes]]
+    """Types of the events that it takes."""
+    publishes: ClassVar[Collection[bytes]]
 
     @classmethod
     async def connect(cls, place: Place) -> Self: ...
@@ -134,7 +136,8 @@ class Consume:
         connection = handler.connection
         transaction = connection.transaction()
         await transaction.start()
-        staged = await handler.handle(await _new(connection, records))
+        taken = await _new(connection, records, handler.consumes)
+        staged = await handler.handle(taken)
         async with self._in_order:
             await connection.copy_records_to_table(
                 "outbox", columns=("key", "type", "sequence", "payload"), records=staged
@@ -153,13 +156,13 @@ class Consume:
 
 
 async def _new(
-    connection: asyncpg.Connection, records: Sequence[ConsumerRecord]
+    connection: asyncpg.Connection, records: Sequence[ConsumerRecord], types: Collection[bytes]
 ) -> Sequence[ConsumerRecord]:
     """Leave markers; return the records whose markers were not there."""
     marked = []
     for record in records:
         headers = dict(record.headers)
-        if headers["ce_type"] == SCAN:
+        if headers["ce_type"] in types:
             marked.append((headers["ce_source"] + b"\0" + headers["ce_id"], record))
     ids = sorted([id for id, _ in marked])
     new = await connection.fetch(MARK, ids)
@@ -178,16 +181,18 @@ class Relay:
     """Publishes the outbox in the order of its ids."""
 
     def __init__(
-        self, connection: asyncpg.Connection, producer: AIOKafkaProducer, topic: str
+        self,
+        connection: asyncpg.Connection,
+        producer: AIOKafkaProducer,
+        topic: str,
+        types: Collection[bytes],
     ) -> None:
         self._connection = connection
         self._producer = producer
         self._topic = topic
         self._cursor: int | None = None
         self._woken = asyncio.Event()
-        self._constant = {
-            type: constant_headers("/benchmarks/bare", type) for type in (MOVED, DELAYED)
-        }
+        self._constant = {type: constant_headers("/benchmarks/bare", type) for type in types}
 
     def wake(self) -> None:
         """Say that there are rows."""
@@ -274,19 +279,20 @@ def consumer_for(place: Place) -> AIOKafkaConsumer:
     )
 
 
-async def prepare(place: Place) -> None:
+async def prepare(place: Place, tables: str = OWN_TABLES + PARCELS) -> None:
     """Create the tables."""
     connection = await asyncpg.connect(place.dsn)
     try:
-        await connection.execute(TABLES)
+        await connection.execute(tables)
     finally:
         await connection.close()
 
 
-async def run(place: Place) -> None:
-    """Work until SIGTERM, then finish what was begun."""
+async def run(place: Place, kind: type[Handler] | None = None) -> None:
+    """Work until SIGTERM, then finish what was begun. The handler is that of BENCH_HANDLER if no
+    kind is given."""
     stopping, ending = until_terminated(), asyncio.Event()
-    kind = HANDLERS[os.environ.get("BENCH_HANDLER", "sql")]
+    kind = kind or HANDLERS[os.environ.get("BENCH_HANDLER", "sql")]
     async with AsyncExitStack() as stack:
         handlers = [await kind.connect(place) for _ in range(LANES)]
         for handler in handlers:
@@ -301,7 +307,7 @@ async def run(place: Place) -> None:
         await consumer.start()
         stack.push_async_callback(consumer.stop)
 
-        relay = Relay(connection, producer, place.output)
+        relay = Relay(connection, producer, place.output, kind.publishes)
         consume = Consume(consumer, relay)
         collect_hardly_ever()
         async with asyncio.TaskGroup() as tasks:

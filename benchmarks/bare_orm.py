@@ -1,7 +1,7 @@
 """The handler of `bare` with SQLAlchemy's ORM: objects fetched at once, changed one by one."""
 
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Self
 
 import asyncpg  # type: ignore[import-untyped]
 from aiokafka import ConsumerRecord  # type: ignore[import-untyped]
@@ -10,7 +10,7 @@ from sqlalchemy import ARRAY, Text, bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 
 from benchmarks.models import Parcel, ScanRecorded, events_of
-from benchmarks.work import Place
+from benchmarks.work import DELAYED, MOVED, SCAN, Place
 
 # An array, not an IN list: the statement is the same for every number of parcels.
 LOCK = (
@@ -23,6 +23,9 @@ LOCK = (
 
 class OrmHandler:
     """Handles a batch in the transaction that is open on its connection."""
+
+    consumes: ClassVar[Collection[bytes]] = (SCAN,)
+    publishes: ClassVar[Collection[bytes]] = MOVED, DELAYED
 
     def __init__(self, shell: AsyncConnection, connection: asyncpg.Connection) -> None:
         self._shell = shell

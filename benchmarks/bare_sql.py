@@ -1,14 +1,14 @@
 """The handler of `bare`, by hand: one statement reads the parcels of a batch, one writes them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import asyncpg  # type: ignore[import-untyped]
 import orjson
 from aiokafka import ConsumerRecord  # type: ignore[import-untyped]
 
-from benchmarks.work import DELAYED, LATE, MOVED, Place
+from benchmarks.work import DELAYED, LATE, MOVED, SCAN, Place
 
 LOCK = """
     SELECT id, place, scans, last_scanned_at, version FROM parcel
@@ -25,6 +25,9 @@ NEVER = datetime.fromisoformat("0001-01-02T00:00:00Z")
 
 class SqlHandler:
     """Handles a batch in the transaction that is open on its connection."""
+
+    consumes: ClassVar[Collection[bytes]] = (SCAN,)
+    publishes: ClassVar[Collection[bytes]] = MOVED, DELAYED
 
     def __init__(self, connection: asyncpg.Connection) -> None:
         self.connection = connection

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from benchmarks.bench import Book
 from benchmarks.measures.growth import VARIED, name
 from benchmarks.measures.ordinary import CONTESTANTS, FEW, MANY, RATES, named
+from benchmarks.measures.xmin import SIDES, series_name
 from benchmarks.plots import Bar, Points, bars, lines
 
 ACROSS = {
@@ -74,6 +75,12 @@ def draw(book: Book, sources: Mapping[str, str] = MappingProxyType({})) -> dict[
     if watched := book.series.get("memory over time"):
         title = titled("memory", "Memory of the service under a steady load")
         figures["memory.svg"] = lines(title, "seconds", "MB", {"resident": watched})
+    if "xmin" in taken:
+        title = titled("xmin", "Latency, p50, while a transaction is open, and without it")
+        figures["xmin.svg"] = lines(title, "minutes", "ms", _by_minute(book, "p50"))
+        title = titled("xmin", "Positions, cursor and lanes while a transaction is open")
+        sizes = _by_minute(book, "hot_bytes", unit=1e-6)
+        figures["xmin-size.svg"] = lines(title, "minutes", "MB", sizes)
     return figures
 
 
@@ -103,6 +110,12 @@ def _by_rate(book: Book, of: str) -> dict[str, Points]:
         if points := [(float(rate), median(values)) for rate, values in found.items() if values]:
             series[f"{who.name}, {partitions}"] = points
     return series
+
+
+def _by_minute(book: Book, of: str, *, unit: float = 1.0) -> dict[str, Points]:
+    """Return a figure over time, of each side that was run."""
+    found = {who: book.series.get(series_name(who, of), []) for who in SIDES}
+    return {who: [(x, y * unit) for x, y in points] for who, points in found.items() if points}
 
 
 def _points(book: Book, kind: str, of: str) -> Points:

@@ -91,7 +91,11 @@ def shown(report: Report, ages: Mapping[str, int | None]) -> Report:
         "measured": {name: one for name, one in report["measured"].items() if name in staying},
         "marks": [one for one in report["marks"] if of_goal.get(one["name"]) in staying],
         "runs": [one for one in report["runs"] if one["measure"] in staying],
-        "series": report["series"] if "memory" in staying else {},
+        "series": {
+            name: points
+            for name, points in report["series"].items()
+            if name.startswith(tuple(staying))
+        },
         "earlier": sorted(name for name in staying if ages[name]),
     }
 

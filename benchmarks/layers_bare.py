@@ -39,7 +39,7 @@ async def layers() -> dict[str, float]:
         producer = bare.producer_for(place)
         await producer.start()
         stack.push_async_callback(producer.stop)
-        relay = bare.Relay(connection, producer, place.output)
+        relay = bare.Relay(connection, producer, place.output, handler.publishes)
         consume = bare.Consume(consumer, relay)
         for records in batches:
             await consume.apply(records, handler)

@@ -1,8 +1,8 @@
 """What the contestants are fed with: topics full of scans, with the keys of one kind or another."""
 
 import random
-from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -18,6 +18,8 @@ from demo.flights import Scan
 FLIGHTS = "flights"
 """The keys of the flights of 2013, as skewed as aircraft are busy."""
 Keys = int | str
+Record = tuple[bytes, bytes, list[tuple[str, bytes]]]
+"""Key, payload and headers."""
 SAMPLED = 100
 """One trace in so many is recorded, where records carry a trace."""
 _BATCH_BYTES = 256 * 1024
@@ -38,6 +40,10 @@ class Load:
     scans: Sequence[Scan]
     traced: bool = False
     """Whether each record carries a trace of its own, of which a few are recorded."""
+
+    def records(self) -> Iterator[Record]:
+        """Yield the records of the scans."""
+        return ((one.parcel_id.encode(), one.payload(), self.headers(one)) for one in self.scans)
 
     @cached_property
     def per_parcel(self) -> Counter[str]:
@@ -125,24 +131,22 @@ def make(
     return Load(f"{keys}-keys{size}{'-traced' if traced else ''}", scans, traced)
 
 
-async def fill(producer: AIOKafkaProducer, topic: str, load: Load) -> None:
-    """Write a load to a topic, each key to the partition that every client chooses for it."""
+async def fill(producer: AIOKafkaProducer, topic: str, records: Iterable[Record]) -> None:
+    """Write records to a topic, each key to the partition that every client chooses for it."""
     partitions = len(await producer.partitions_for(topic))
-    parts: list[list[Scan]] = [[] for _ in range(partitions)]
-    for scan in load.scans:
-        parts[partition_of(scan.parcel_id.encode(), partitions)].append(scan)
-    for partition, scans in enumerate(parts):
-        rest = deque(scans)
-        while rest:
-            batch = producer.create_batch()
-            while rest and batch.append(
-                key=rest[0].parcel_id.encode(),
-                value=rest[0].payload(),
-                timestamp=None,
-                headers=load.headers(rest[0]),
-            ):
-                rest.popleft()
-            await (await producer.send_batch(batch, topic, partition=partition))
+    batches = [producer.create_batch() for _ in range(partitions)]
+
+    async def send(partition: int) -> None:
+        await (await producer.send_batch(batches[partition], topic, partition=partition))
+
+    for key, value, headers in records:
+        partition = partition_of(key, partitions)
+        while not batches[partition].append(key=key, value=value, timestamp=None, headers=headers):
+            await send(partition)
+            batches[partition] = producer.create_batch()
+    for partition, batch in enumerate(batches):
+        if batch.record_count():
+            await send(partition)
 
 
 def producer(bootstrap_servers: str) -> AIOKafkaProducer:

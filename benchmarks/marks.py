@@ -66,6 +66,9 @@ GOALS = (
     Goal("ordinary", "100/s, p99", "≤", 1, "of bare-orm, or of 10 ms"),
     Goal("duplicates", "duplicates only", "≥", 2, "times new messages"),
     Goal("deferred", "deferred mode", "≥", 0.6, "of inline"),
+    Goal("poison", "1 % rejected, CPU", "≥", 0.6, "of none failing"),
+    Goal("poison", "1 % that raise, CPU", "≥", 0.45, "of none failing"),
+    Goal("ledger", "ledger, two processes, CPU", "≥", 0.9, "of one process"),
     Goal("old_tables", "old tables", "≥", 0.95, "of empty"),
     Goal(
         "dropping",

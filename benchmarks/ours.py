@@ -2,11 +2,14 @@
 
 `python -m benchmarks.ours <command>` is the command `service`. BENCH_HANDLER says which handler:
 `orm` is the worked example's own, `deferred` the same through the backlog, `sql` one that does the
-same by sets.
+same by sets. `rejects`, `raises` and `flush` are the worked example's, but fail for a share of the
+scans, BENCH_POISON: they raise `Reject`, or an error, or let the flush fail. The delays of their
+retries are those of the default policy, divided by BENCH_FASTER.
 """
 
 import os
 import sys
+from dataclasses import replace
 
 import sqlalchemy as sa
 from parcel_tracker.events import ParcelDelayed, ParcelMoved, ScanRecorded  # type: ignore[import-not-found]
@@ -14,11 +17,14 @@ from parcel_tracker.handlers import LATE, record_scan  # type: ignore[import-not
 from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 
 from operate.commands import command_line
-from pipeline import EventBatch, Handlers, Service
+from pipeline import EventBatch, Handlers, Policy, Reject, Service, Transaction
 from pipeline.relay import cursor
 from pipeline.retention import days
 
-KINDS = ("orm", "deferred", "sql")
+from benchmarks.work import is_poison
+
+FAILING = ("rejects", "raises", "flush")
+KINDS = ("orm", "deferred", "sql", *FAILING)
 KIND = os.environ["BENCH_HANDLER"]
 if KIND not in KINDS:
     sys.exit(f"BENCH_HANDLER is {KIND!r}; there are {', '.join(KINDS)}")
@@ -74,6 +80,25 @@ async def record_scans(batch: EventBatch[ScanRecorded]) -> None:
     await batch.session.execute(WRITE, dict(zip(names, map(list, columns), strict=True)))
 
 
+async def record_or_fail(scan: ScanRecorded, tx: Transaction) -> None:
+    """Do what the worked example does; then fail if the scan is one of those that do."""
+    await record_scan(scan, tx)
+    if not is_poison(scan.number, float(os.environ["BENCH_POISON"])):
+        return
+    if KIND == "flush":  # in a row of its own, which no other scan can put right
+        nowhere = Parcel(f"of scan {scan.number}")
+        nowhere.place = None
+        tx.add(nowhere)
+        return
+    raise Reject("poison") if KIND == "rejects" else ValueError("poison")
+
+
+def faster(policy: Policy) -> Policy:
+    """Return the policy with shorter delays."""
+    schedule = [delay / float(os.environ["BENCH_FASTER"]) for delay in policy.schedule]
+    return replace(policy, schedule=schedule)
+
+
 if KIND == "sql":
     handlers.on_batch(ScanRecorded, topic=TOPIC, consumer=CONSUMER)(record_scans)
 else:
@@ -83,7 +108,8 @@ else:
         consumer=CONSUMER,
         loads=Parcel.by("parcel_id"),
         mode="deferred" if KIND == "deferred" else "immediate",
-    )(record_scan)
+        policy=faster(Policy()) if KIND in FAILING else Policy(),
+    )(record_or_fail if KIND in FAILING else record_scan)
 
 for event in (ParcelMoved, ParcelDelayed):
     event.__event_topic__ = os.environ["BENCH_OUTPUT"]

@@ -23,7 +23,7 @@ from benchmarks.interpreter import Interpreter, environment
 from benchmarks.load import Load
 from benchmarks.usage import family_seconds, process_seconds
 from demo.evidence import Effect, ParcelRow
-from demo.processes import ProcessFailed, Service, Stack, end_holder, last_lines
+from demo.processes import NAME, ProcessFailed, Service, Stack, end_holder, last_lines
 from demo.witness import PARCELS
 
 T = TypeVar("T")
@@ -34,11 +34,15 @@ PATIENCE = 60.0
 _LOOK_SECONDS = 0.03
 _FETCH_BYTES = 4 * 1024 * 1024
 _STATEMENT_SECONDS = 1_800.0
+_OF_OURS = """
+    SELECT count(*) FROM pipeline.inbox
+     WHERE generation = (SELECT current FROM pipeline.inbox_generation)
+"""
 _MARKERS = {
-    "benchmarks.ours": """
-        SELECT count(*) FROM pipeline.inbox
-         WHERE generation = (SELECT current FROM pipeline.inbox_generation)""",
+    "benchmarks.ours": _OF_OURS,
+    "benchmarks.ours_payments": _OF_OURS,
     "benchmarks.bare": "SELECT count(*) FROM marker",
+    "benchmarks.bare_payments": "SELECT count(*) FROM marker",
     "benchmarks.usual": "SELECT count(*) FROM inbox",
     "benchmarks.peers.omni_box": "SELECT count(*) FROM inbox_events WHERE status = 'completed'",
     "benchmarks.peers.faststream_outbox": "SELECT count(*) FROM inbox",
@@ -59,11 +63,13 @@ class Contestant:
     settings: Mapping[str, str] = field(default_factory=dict)
     python: Path | None = None
     """What runs the module, if not the Python of all contestants."""
+    service: str = NAME
+    """The baked service whose packages the module imports, a folder beside the parcel tracker."""
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is the baked service, which tells when it is ready."""
-        return self.module == "benchmarks.ours"
+        """Whether it is a baked service, which tells when it is ready."""
+        return self.module in ("benchmarks.ours", "benchmarks.ours_payments")
 
 
 OURS = Contestant("ours", "benchmarks.ours", "orm")
@@ -165,7 +171,7 @@ class Rig:
         if name not in self._inputs:
             await self.topic(name, partitions)
             async with self.producer() as producer:
-                await load.fill(producer, name, load_)
+                await load.fill(producer, name, load_.records())
             self._inputs.add(name)
         return name
 
@@ -237,7 +243,7 @@ class Rig:
         url = site.database.replace("postgresql://", "postgresql+asyncpg://", 1)
         self._pids += 1
         return Service(
-            self.project,
+            self.folder / contestant.service,
             {
                 "PIPELINE_DATABASE_URL": url,
                 "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": self.stack.kafka,

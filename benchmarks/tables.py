@@ -1,17 +1,23 @@
 """The tables of docs/performance.md, written from what is shown of the report that is kept."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any
 
 from benchmarks.bench import Book, Run
-from benchmarks.marks import GOALS, NOT_MEASURED, SATURATED, Values, is_saturated
+from benchmarks.marks import GOALS, NOT_MEASURED, SATURATED, Values, is_saturated, ratios
 from benchmarks.measures import MEASURES
 from benchmarks.measures.growth import VARIED, name
+from benchmarks.measures.ledger import BARE_ORM as BARE
+from benchmarks.measures.ledger import SIDES as LEDGER
 from benchmarks.measures.ordinary import MANY, RATES, named
 from benchmarks.measures.peers import PEERS
+from benchmarks.measures.poison import KEYS, KINDS, SHARES
+from benchmarks.measures.poison import named as named_failing
 from benchmarks.measures.streamed import PER_SECOND as STREAMED
+from benchmarks.measures.xmin import CLOSED, LENGTH, MOMENTS, SIDES
 from benchmarks.rig import BARE_ORM, OURS
 from benchmarks.runs import PER_SECOND
 
@@ -52,6 +58,9 @@ def told(page: str, report: Report) -> str:
         "| records/s ": of("ordinary", _ordinary(book)),
         "| layer ": of("layers", _layers(book)),
         "| varied ": of("growth", _growth(book)),
+        "| failing ": of("poison", _poison(book)),
+        "| payments ": of("ledger", _ledger(book)),
+        "| minute ": of("xmin", _xmin(book, report["options"]["minutes"])),
     }
     for header, rows in tables.items():
         page = _with_table(page, header, rows)
@@ -135,8 +144,7 @@ def _core(found: Sequence[Values]) -> Iterable[str]:
     """Yield rate, share of a core, and the µs of both processes for a message."""
     yield _number(median(one["rate"] for one in found))
     yield f"{median(one['rate'] * one['cpu_python'] / 1_000 for one in found):.2f}"
-    for cpu in ("cpu_python", "cpu_postgres"):
-        yield _number(1_000 * median(one[cpu] for one in found))
+    yield from _costs(found)
 
 
 def _latencies(book: Book, measure: str) -> Iterable[Sequence[str]]:
@@ -165,9 +173,8 @@ def _ordinary(book: Book) -> Iterable[Sequence[str]]:
     for rate, who in product(RATES, (OURS, BARE_ORM)):
         found = book.rounds("ordinary", named(who, rate, MANY))
         if found:
-            costs = [_median(found, one, 1_000) for one in ("cpu_python", "cpu_postgres")]
             cells = [_median(found, one) for one in ("commits", "p50", "p99")]
-            yield f"{rate:,}", who.name, *costs, *cells, *_busy(found)
+            yield f"{rate:,}", who.name, *_costs(found), *cells, *_busy(found)
 
 
 def _layers(book: Book) -> Iterable[Sequence[str]]:
@@ -189,6 +196,61 @@ def _growth(book: Book) -> Iterable[Sequence[str]]:
             if found := book.rounds("growth", name(kind, point)):
                 of = ("rate", "p50", "p99", "marker_bytes", "event_bytes", "wal_bytes")
                 yield f"{kind} {getattr(point, kind):,}", *(_median(found, one) for one in of)
+
+
+def _poison(book: Book) -> Iterable[Sequence[str]]:
+    """Say what a message costs where some fail, and the rate by CPU as a share of that of none."""
+    if not any(run.measure == "poison" for run in book.runs):
+        return
+    for kind, share in (("", 0.0), *product(KINDS, SHARES)):
+        runs = {keys: book.rounds("poison", named_failing(keys, kind, share)) for keys in KEYS}
+        cells = [f"{share * 100:g} % {KINDS[kind]}" if kind else "none"]
+        cells.append(_number(runs[KEYS[0]][0]["scans"]))
+        for keys, found in runs.items():
+            shares = ratios(found, book.rounds("poison", named_failing(keys)), "per_cpu")
+            cells += [f"{median(shares):.2g}", *_costs(found)]
+        yield cells
+
+
+def _ledger(book: Book) -> Iterable[Sequence[str]]:
+    """Say what a message of the payments costs, and the rate by CPU as a share of bare-orm's."""
+    for side in LEDGER:
+        if found := book.rounds("ledger", side.name):
+            bare = book.rounds("ledger", replace(side, contestant=BARE, processes=1).name)
+            shares = ratios(found, bare, "per_cpu") if side.contestant is not BARE else []
+            share = f"{median(shares):.2g}" if shares else ""
+            rates = [_median(found, of) for of in ("rate", "per_cpu")]
+            yield side.name, *rates, share, *_costs(found)
+
+
+_XMIN = {
+    **dict.fromkeys(("rate", "p50", "p99"), 1),
+    **dict.fromkeys(("cpu_python", "cpu_postgres"), 1000),
+    **{f"{table}_bytes": 1e-3 for table in ("position", "outbox_cursor", "backlog_lane", "parcel")},
+    **{f"{table}_bytes": 1e-6 for table in ("inbox", "outbox")},
+}
+"""What the table says of each moment, and in which unit: 1/s, ms, µs, kB and MB."""
+
+
+def _xmin(book: Book, minutes: float) -> Iterable[Sequence[str]]:
+    """Say how figures change beside an open transaction, and without one."""
+    if not any(run.measure == "xmin" for run in book.runs):
+        return
+    sides = {who: book.rounds("xmin", who)[0] for who in SIDES}
+    for moment, (who, found) in product(MOMENTS, sides.items()):
+        state = "ended" if SIDES[who] and moment > CLOSED else who
+        cells = (found[f"{of} at {moment}"] * unit for of, unit in _XMIN.items())
+        yield f"{moment * minutes * LENGTH / MOMENTS[-1]:g}", state, *map(_number, cells)
+    for who, found in sides.items():
+        slopes = (found[f"{of} a minute"] * unit for of, unit in _XMIN.items())
+        # 0 is added because it would be written as -0 otherwise.
+        yield "each", who, *(_number(round(one, 2) + 0.0) for one in slopes)
+
+
+def _costs(found: Sequence[Values]) -> Iterable[str]:
+    """Yield the µs of both processes for a message."""
+    for cpu in ("cpu_python", "cpu_postgres"):
+        yield _median(found, cpu, 1_000)
 
 
 def _median(found: Sequence[Values], of: str, times: float = 1) -> str:

@@ -6,6 +6,7 @@ import re
 import subprocess
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
@@ -95,6 +96,17 @@ ACCEPTED = [
     pytest.param({"author": "Łukasz Ñuñez–Ó’Dálaigh & Söhne (Team 7)"}, id="letters of Europe"),
     pytest.param({"author": "अदिति <a@b.c>"}, id="letters with marks"),
 ]
+
+
+def sparsely(cases: list[Any], *kept: str) -> list[Any]:
+    """Leave the cases with other ids to `make test-full`: each starts cookiecutter."""
+    return [
+        one
+        if one.id in kept
+        else pytest.param(*one.values, id=one.id, marks=[*one.marks, pytest.mark.full])
+        for one in cases
+    ]
+
 
 NO_AUTHOR = [
     "Ada <ada>",
@@ -238,7 +250,19 @@ def test_a_service_is_not_named_as_a_library_that_it_would_replace() -> None:
     assert accepted == set()
 
 
-@pytest.mark.parametrize("answer", [each for each in HOSTILE if each.id != "half a character"])
+@pytest.mark.parametrize(
+    "answer",
+    sparsely(
+        [each for each in HOSTILE if each.id != "half a character"],
+        *(
+            "nothing",
+            "a shell command",
+            "another folder",
+            "Python behind a quote",
+        ),
+        *("a line break", "too much"),
+    ),
+)
 def test_hostile_answers_on_the_command_line_are_all_refused_at_once(
     answer: str, template: Template, output: Path
 ) -> None:
@@ -249,7 +273,9 @@ def test_hostile_answers_on_the_command_line_are_all_refused_at_once(
     assert_refused(done, output, template, *QUESTIONS)
 
 
-@pytest.mark.parametrize("answer", TEMPLATES)
+@pytest.mark.parametrize(
+    "answer", sparsely(TEMPLATES, "an expression", "a shell command", "behind one of ours")
+)
 @pytest.mark.parametrize("question", ["service_name", "author"])
 def test_an_answer_is_never_run_as_a_template(
     question: str, answer: str, template: Template, output: Path
@@ -300,7 +326,9 @@ def test_an_old_answer_about_the_worked_example_makes_the_same_service(
     assert record["cookiecutter"]["worked_example"] == new
 
 
-@pytest.mark.parametrize("feature", features())
+@pytest.mark.parametrize(
+    "feature", sparsely([pytest.param(one, id=one) for one in features()], "outside_calls")
+)
 def test_a_feature_that_is_neither_chosen_nor_left_out_is_refused(
     feature: str, template: Template, output: Path
 ) -> None:
@@ -367,7 +395,7 @@ def test_a_feature_that_is_typed_wrongly_is_refused(template: Template, output: 
     assert_refused(done, output, template, *refused)
 
 
-@pytest.mark.parametrize("answer", TEMPLATES)
+@pytest.mark.parametrize("answer", sparsely(TEMPLATES, "an expression", "Python in a block"))
 def test_what_is_typed_is_refused_as_well(answer: str, template: Template, output: Path) -> None:
     typed = ["", "", answer, *("" for _ in QUESTIONS[3:])]
 

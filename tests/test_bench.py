@@ -30,11 +30,17 @@ from benchmarks.measures.growth import SHARDS, VARIED, name
 from benchmarks.measures.memory import growth_of
 from benchmarks.measures.ordinary import RATES, SIDES, hold_against_goals, named
 from benchmarks.measures.peers import PEERS, best, peers
+from benchmarks.measures.poison import KEYS, KINDS, SHARES, undead
+from benchmarks.measures.poison import named as named_failing
 from benchmarks.measures.relay import REQUIRED_HEADERS, event_of
+from benchmarks.measures.xmin import MOMENTS, SERIES, TABLES, place_of, series_name, summary
+from benchmarks.measures.xmin import SIDES as TRANSACTIONS
+from benchmarks.measures.xmin import windows as windows_of
 from benchmarks.plots import Bar, bars, lines, steps
 from benchmarks.rig import BARE_ORM, OURS, USUAL, Sample
 from benchmarks.run import rig_in
 from benchmarks.runs import rate, records
+from benchmarks.work import is_poison
 from demo.evidence import DELAYED, MOVED, Effect
 from demo.flights import Scan
 from demo.processes import ProcessFailed
@@ -317,6 +323,69 @@ def test_memory_grows_as_a_line_through_what_comes_after_the_first_third() -> No
     assert growth_of([*warming_up, *((at, 50.0) for at, _ in noisy)]) == 0
 
 
+@pytest.mark.parametrize("share", [0.01, 0.1])
+def test_the_scans_that_fail_are_always_the_same_and_scattered(share: float) -> None:
+    failing = [number for number in range(20_000) if is_poison(number, share)]
+    assert len(failing) == pytest.approx(20_000 * share, rel=0.2)
+    assert failing == [number for number in range(20_000) if is_poison(number, share)]
+    halves = [sum(number < 10_000 for number in failing), sum(number % 2 for number in failing)]
+    assert halves == pytest.approx([len(failing) / 2] * 2, rel=0.2)
+    assert not any(is_poison(number, 0) for number in range(20_000))
+
+
+FAILING = [str(number) for number in range(1_000) if is_poison(number, 0.01)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        pytest.param([(id, 6, True) for id in FAILING], "", id="all are dead"),
+        pytest.param([(id, 6, True) for id in FAILING[1:]], "in the backlog", id="one is missing"),
+        pytest.param(
+            [(id, 6, True) for id in [*FAILING, FAILING[0]]],
+            "in the backlog",
+            id="one is there twice",
+        ),
+        pytest.param(
+            [(id, 6, True) for id in [*FAILING[1:], "0"]],
+            "scan 0 is in one",
+            id="another one is dead",
+        ),
+        pytest.param(
+            [(id, 6, id != FAILING[0]) for id in FAILING],
+            "is waiting after 6",
+            id="one still waits",
+        ),
+        pytest.param([(id, 5, True) for id in FAILING], "dead after 5", id="dead too early"),
+    ],
+)
+def test_each_scan_that_fails_is_dead_once_after_all_its_attempts(
+    rows: list[tuple[str, int, bool]], said: str
+) -> None:
+    assert not is_poison(0, 0.01)
+    found = "; ".join(undead(rows, load.make(10, 1_000), 0.01, 6))
+    assert said in found if said else found == ""
+
+
+@pytest.mark.parametrize(("seconds", "count", "size"), [(900, 90, 10_000), (6, 5, 2_100)])
+def test_windows_hold_the_scans_of_their_time_and_more_than_those_that_warm_up(
+    seconds: float, count: int, size: int
+) -> None:
+    works = windows_of(seconds)
+    assert [len(one.scans) for one in works] == [size] * count
+    assert len({scan.number for one in works for scan in one.scans}) == count * size
+
+
+def test_figures_beside_an_open_transaction_are_those_of_the_windows_that_end_then() -> None:
+    assert [place_of(minute, 90) for minute in MOMENTS] == [5, 29, 59, 71, 89]
+    found = [{"rate": 1.0, "p50": n / 6, "p99": float(n > 72)} for n in range(1, 91)]
+    values = summary(found, 900)
+    assert [values[f"p50 at {minute}"] for minute in MOMENTS] == pytest.approx(list(MOMENTS))
+    assert values["p50 a minute"] == pytest.approx(1)
+    # What follows upon the end of the transaction is no growth.
+    assert [values[f"{of} a minute"] for of in ("rate", "p99")] == [0, 0]
+
+
 @pytest.mark.parametrize("per_second", [0.7, 100])
 def test_however_short_the_time_is_there_are_records_behind_those_that_warm_up(
     per_second: float,
@@ -365,13 +434,16 @@ def test_every_measure_has_its_figures() -> None:
     book.runs += ordinary_runs(values | {"cpu": 2.0})
     for kind, points in VARIED.items():
         book.runs += [Run("growth", name(kind, point), 1, values) for point in points]
+    book.runs += [Run("xmin", who, 1, values) for who in TRANSACTIONS]
+    book.series |= {series_name(who, of): [(1, 2), (2, 3)] for who in TRANSACTIONS for of in SERIES}
     drawn = figures.draw(book)
-    assert len(drawn) == 7 + 3 * len(VARIED)
+    assert len(drawn) == 9 + 3 * len(VARIED)
     for svg in drawn.values():
         ElementTree.fromstring(svg)
     assert figures.draw(Book()) == {}
     # A line for each contestant and number of partitions, and two where it has two quantiles.
-    for plot, count in {"ordinary": 6, "ordinary-latency": 12}.items():
+    counts = {"ordinary": 6, "ordinary-latency": 12, "xmin": 2, "xmin-size": 2}
+    for plot, count in counts.items():
         root = ElementTree.fromstring(drawn[f"{plot}.svg"])
         assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == count
     assert drawn["ordinary-latency.svg"].count("stroke-dasharray") == 6
@@ -404,7 +476,7 @@ def test_ordinary_traffic_is_held_against_its_goals() -> None:
     del bench.book.marks[:], values["cpu"]
     hold_against_goals(bench)
     assert {one.goal.name for one in bench.book.marks if not one.values} == {
-        goal.name for goal in GOALS if "CPU" in goal.name
+        goal.name for goal in GOALS if goal.measure == "ordinary" and "CPU" in goal.name
     }
 
 
@@ -493,6 +565,51 @@ def test_the_page_says_what_ordinary_traffic_costs() -> None:
     assert [one[0] for one in rows] == [f"{rate:,}" for rate in RATES]
     cells = ["1,500", "250", "0.05", "7", "9.5", "0.25", "0.50", "0.75", "0.10", "40%"]
     assert [[cell.strip() for cell in one[1].split("|")] for one in rows] == [cells] * len(rows)
+
+
+def page_with(measure: str, runs: list[Run]) -> str:
+    """The page after a report that has these runs of a measure instead of its own."""
+    report = kept_report()
+    others = [one for one in report["runs"] if one["measure"] != measure]
+    measured = report["measured"] | {measure: report["measured"]["idle"]}
+    new = {"runs": others + [asdict(one) for one in runs], "measured": measured}
+    return tables.told(kept.PAGE.read_text("utf-8"), {**report, **new, "earlier": []})
+
+
+def cells_of(page: str, first: str) -> list[list[str]]:
+    """The cells of the rows of a page that begin so, without the first."""
+    rows = re.findall(rf"^\| {first} +\| (.+?) *\|$", page, re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
+
+
+def test_the_page_says_what_failing_messages_cost() -> None:
+    values = {"scans": 500.0, "cpu_python": 0.75, "cpu_postgres": 0.25, "per_cpu": 1_000.0}
+    none = {"scans": 20_000.0, "cpu_python": 0.1, "cpu_postgres": 0.025, "per_cpu": 8_000.0}
+    runs = [Run("poison", named_failing(keys), 1, none) for keys in KEYS]
+    runs += [
+        Run("poison", named_failing(keys, kind, share), 1, values)
+        for keys in KEYS
+        for kind in KINDS
+        for share in SHARES
+    ]
+    page = page_with("poison", runs)
+    assert cells_of(page, "none") == [["20,000", *["1", "100", "25"] * 2]]
+    for said in KINDS.values():
+        assert cells_of(page, rf"10? % {said}") == [["500", *["0.12", "750", "250"] * 2]] * 2
+
+
+def test_the_page_says_what_an_open_transaction_costs() -> None:
+    names = ["rate", "p50", "p99", "cpu_python", "cpu_postgres", *(f"{t}_bytes" for t in TABLES)]
+    values = {f"{of} at {minute}": 2_000.0 for of in names for minute in MOMENTS}
+    values |= {f"{of} a minute": -0.001 for of in names}
+    page = page_with("xmin", [Run("xmin", who, 1, values) for who in TRANSACTIONS])
+    cells = [*["2,000"] * 3, *["2,000,000"] * 2, *["2"] * 4, *["0.002"] * 2]
+    for minute in MOMENTS:
+        held, none = cells_of(page, str(minute))
+        assert held == ["ended" if minute == 15 else "open", *cells]
+        assert none == ["none", *cells]
+    slopes = [*["0"] * 3, *["-1"] * 2, *["0"] * 6]
+    assert cells_of(page, "each") == [["open", *slopes], ["none", *slopes]]
 
 
 def test_a_measure_that_was_taken_otherwise_is_not_kept_beside_the_others(
@@ -731,7 +848,8 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     # Peers need another Python and their packages.
     without = set() if found["peers"] else {"peers"}
     assert {measure for measure, runs in found.items() if not runs} == without
-    for measure in ("throughput", "relay", "duplicates", "deferred", "old_tables", "telemetry"):
+    rates = ("throughput", "relay", "duplicates", "deferred", "ledger", "old_tables", "telemetry")
+    for measure in rates:
         assert all(one["values"]["rate"] > 0 for one in found[measure])
     assert all(one["values"]["commits"] > 0 for one in found["ordinary"])
     for one in (*found["latency"], *found["streamed"], *found["ordinary"]):
@@ -742,6 +860,11 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
         values = one["values"]
         assert "p50" not in values or 0 < values["commit_p50"] < values["p50"]
     assert all(one["python"].startswith("CPython 3.") for one in report["measured"].values())
+    # No version of a row that was replaced while the transaction was open could be removed.
+    assert found["xmin"][0]["values"]["hot_dead at 12"] > 0
+    assert all(
+        len(report["series"][series_name(who, of)]) > 1 for who in TRANSACTIONS for of in SERIES
+    )
     # Every layer was at work; in so short a run the clocks may differ by more than it takes.
     layers = {one["contestant"]: one["values"] for one in found["layers"]}
     bare, ours = layers.pop("bare"), list(layers["ours"])
@@ -766,7 +889,7 @@ def test_a_small_benchmark_takes_every_measure(tmp_path: Path) -> None:
     of_cpu = {goal.name for goal in GOALS if goal.measure == "idle" or "CPU" in goal.name}
     taken = {goal.name for goal in GOALS if goal.measure not in without}
     assert marks == taken - (set() if seen else of_cpu)
-    plots = {"throughput", "relay", "latency", "ordinary-latency", "memory"}
+    plots = {"throughput", "relay", "latency", "ordinary-latency", "memory", "xmin", "xmin-size"}
     plots |= {"cpu", "ordinary"} if seen else set()
     for kind in VARIED:
         plots |= {f"growth-{kind}", f"growth-{kind}-latency", f"growth-{kind}-size"}

@@ -235,6 +235,9 @@ def fields(module: str, name: str) -> list[str]:
     raise LookupError(name)
 
 
+CACHE = {name: os.environ[name] for name in ["PYTHONPYCACHEPREFIX"] if name in os.environ}
+"""Where processes find bytecode, and write it: not into the raw tree."""
+
 AUTHORS_EXAMPLES = {
     "handling_errors": HANDLING,
     "time": TIME,
@@ -264,7 +267,7 @@ def test_the_examples_for_authors_of_handlers_work(tmp_path: Path, command: list
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=tmp_path,
-            env={"PYTHONPATH": str(RAW / "src"), "MYPYPATH": str(RAW / "src"), "PATH": ""},
+            env={"PYTHONPATH": str(RAW / "src"), "MYPYPATH": str(RAW / "src"), "PATH": ""} | CACHE,
             capture_output=True,
             text=True,
         )

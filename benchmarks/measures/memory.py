@@ -71,7 +71,7 @@ async def _over_time(bench: Bench, seconds: float) -> Values:
                 async for chunk in _chunks(seconds):
                     scans.update(chunk.per_parcel)
                     events.update(chunk.events_per_parcel)
-                    await guarded(load.fill(producer, input_, chunk), [service])
+                    await guarded(load.fill(producer, input_, chunk.records()), [service])
                 await rig.watch([service], published, events.total())
             peak = peak_resident(service.pid or 0)
         check = await rig.read(site.output)

@@ -50,6 +50,7 @@ from tests.servers.databases import (
 from tests.servers.processes import ROOT as NEW
 from tests.servers.processes import Process, environment
 from tests.servers.topics import administrator, create_topic, delete_topic, following
+from tests.servers.zygote import write_code
 
 MADE_ON = date(2026, 1, 1)
 """The day that every dump is from: days are moved there, and to today when it is restored."""
@@ -334,20 +335,27 @@ class Upgrade:
             retry_pause=0.2,
         )
         chosen["PYTHONPATH"] = os.pathsep.join(map(str, (code / "src", code / "dev", code)))
-        process = Process(
-            await asyncio.create_subprocess_exec(
+        log = self.folder / uuid4().hex
+        with log.open("wb") as output:
+            started = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "tests.contract.app", *command),
                 cwd=home,
                 env=chosen,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
             )
-        )
+        process = Process(started.pid, log)
+
+        async def note_end() -> None:
+            write_code(log, await started.wait())
+
+        noting = asyncio.create_task(note_end())
         try:
             yield process
         finally:
             await process.kill()
+            await noting
             print(process.output)
 
     async def succeed(self, code: Path, *command: str) -> str:

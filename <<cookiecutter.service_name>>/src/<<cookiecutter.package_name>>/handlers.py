@@ -141,14 +141,14 @@ IN_ORDER = Policy(after_death="hold")
 # <% if cookiecutter.outside_calls == "yes" %>
 
 
-class BankSettings(BaseSettings):
+class Bank(BaseSettings):
     """Settings of the bank: environment variables of these names."""
 
     bank_url: SecretStr | None = None
     """URL of the bank; unset: payouts are refused."""
 
 
-bank = BankSettings().bank_url
+bank = Bank().bank_url
 # A connection for each call: on a kept one, a late answer would be taken for that of the next call.
 client = httpx2.AsyncClient(timeout=5.0, limits=httpx2.Limits(max_keepalive_connections=0))
 # Passes the trace on. Its type hints lack httpx2 if httpx is installed as well.

@@ -66,7 +66,7 @@ class RequestHarness(Harness):
         consumer: str,
         key: str = "test",
         scope: str = "",
-        seconds: float = 10.0,
+        seconds: float = 60.0,
     ) -> Received:
         """Apply an event as a request with this key, by a consumer's handler.
 

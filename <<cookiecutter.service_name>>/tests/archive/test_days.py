@@ -422,11 +422,12 @@ async def test_no_other_process_begins_a_round_while_it_takes_long(
 ) -> None:
     other = await connect()
     keeping = await held_up(house, door, monkeypatch)
-    begun = "SELECT started_at > '-infinity' FROM pipeline.retention_round"
-    await eventually(lambda: other.fetchval(begun))
-    for _ in range(20):
-        assert not await begin_round(other, 3)
-        await asyncio.sleep(0.4)
+    just_now = "SELECT started_at > now() - interval '1 hour' FROM pipeline.retention_round"
+    for _ in range(3):
+        await eventually(lambda: other.fetchval(just_now))
+        assert not await begin_round(other, 3_600)
+        # As if it had begun long ago: it says again that it goes on.
+        await other.execute("UPDATE pipeline.retention_round SET started_at = '2020-01-01'")
     assert not keeping.done()
     door.go_on()
     assert (await keeping).dropped == [OLD]
@@ -448,13 +449,14 @@ async def test_a_mount_that_hangs_is_given_up_until_the_next_round(
     house: House, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(days, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(days, "STORE_SECONDS", 0.5)
     await house.fill(1)
     manifest = Path(folder, app.archive.folder(DAY), MANIFEST)
     manifest.parent.mkdir(parents=True)
     os.mkfifo(manifest)  # who opens it waits for who writes into it
-    async with asyncio.timeout(PATIENCE):
-        (held,) = (await house.keep()).held
+    with monkeypatch.context() as patch:
+        patch.setattr(days, "STORE_SECONDS", 0.5)
+        async with asyncio.timeout(PATIENCE):
+            (held,) = (await house.keep()).held
     os.close(os.open(manifest, os.O_WRONLY | os.O_NONBLOCK))
     assert held.needed_by is not None
     assert f"{folder.replace(' ', '%20')}: fetching takes longer than 0.5 s" in held.needed_by

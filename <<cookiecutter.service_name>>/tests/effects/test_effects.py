@@ -587,7 +587,7 @@ async def stopped_after_the_note(desk: Desk, then: Callable[[], Awaitable[object
         await desk.caller.work_off()
 
 
-SHORT = {"backlog_lease": 3.0, "transaction_timeout": 2.5}
+SHORT = {"backlog_lease": 3.0, "transaction_timeout": 2.5, "lock_timeout": 2}
 
 
 async def test_who_was_stopped_between_the_note_and_the_call_does_not_make_it(

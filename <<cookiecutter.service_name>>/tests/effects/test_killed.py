@@ -68,7 +68,7 @@ async def test_killed_in_a_call(
         assert await process.ended() == -signal.SIGKILL
         variables["BANK_DIES"] = ""
         await start("consume")
-        await eventually(is_settled, 60)
+        await eventually(is_settled)
 
     lines = outside.read_text().splitlines()
     told, paid = (

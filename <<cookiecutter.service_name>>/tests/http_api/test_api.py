@@ -18,7 +18,7 @@ from .cashier import NOTHING, ONE, new_key, stored
 from .routes import app_of
 from tests.contract.bank import histories
 from tests.pipeline.integration.bank import Bank
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 PROBLEM = "application/problem+json"
 
@@ -27,6 +27,7 @@ PROBLEM = "application/problem+json"
 async def app(bank: Bank, settings: Callable[..., Settings]) -> AsyncIterator[FastAPI]:
     """Return the bank's application, which lives as long as the test."""
     app = app_of(bank.service, settings())
+    app.state.seconds = PATIENCE
     async with app.router.lifespan_context(app):
         yield app
 

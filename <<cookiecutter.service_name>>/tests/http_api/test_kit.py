@@ -14,7 +14,7 @@ from tests.contract.bank import Account, Base, Deposited
 from tests.servers import databases
 from tests.servers.databases import migrations_of_the_engine
 
-BANK = cashier(timeout=0.2)
+BANK = cashier()
 
 
 @pytest.fixture(scope="session")

@@ -5,19 +5,20 @@ import http.client
 import json
 import os
 import re
-import signal
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from uuid import uuid4
 
 from .databases import HOME
 from .pooler import POOLED
-from .waiting import PATIENCE, eventually
+from .waiting import eventually
+from .zygote import Forked, Zygote
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,44 +41,8 @@ def environment(variables: Mapping[str, str], **settings: object) -> dict[str, s
     }
 
 
-class Process:
+class Process(Forked):
     """A process of a service, and what it writes."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self._reading = asyncio.create_task(self._read())
-        self.output = ""
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            self.output += line.decode()
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        self._process.send_signal(number)
-
-    @property
-    def pid(self) -> int:
-        """The operating system's number for it."""
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended yet."""
-        return self._process.returncode is None
-
-    async def ended(self) -> int:
-        """Wait for its end and return the exit code; minus the signal that ended it."""
-        code = await asyncio.wait_for(self._process.wait(), PATIENCE)
-        await self._reading
-        return code
-
-    async def kill(self) -> None:
-        """End it by kill -9."""
-        if self.is_running:
-            self.send(signal.SIGKILL)
-            await self.ended()
 
     async def says(self, text: str) -> None:
         """Wait until it has written the text."""
@@ -134,18 +99,19 @@ async def starting(
         **settings: object,
     ) -> Process:
         chosen = {"health_port": 0, "log_json": False, **common, **settings}
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", program, *command),
-            cwd=cwd,
-            env=environment(
+        log = _zygote().logs / uuid4().hex
+        forked = await asyncio.to_thread(
+            _zygote().start,
+            program,
+            *command,
+            environment=environment(
                 {**variables(), **more_variables},
                 **{name: value for name, value in chosen.items() if value is not None},
             ),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            log=log,
+            cwd=cwd,
         )
-        started.append(Process(process))
+        started.append(Process(forked.pid, log))
         return started[-1]
 
     try:
@@ -154,3 +120,9 @@ async def starting(
         for process in started:
             await process.kill()
             print(process.output)  # pytest shows it beside a failure
+
+
+@cache
+def _zygote() -> Zygote:
+    """Return the one of this process."""
+    return Zygote(environment({}))

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-PATIENCE = 120.0
+PATIENCE = 300.0
 """Seconds until a test that waits is taken for one that hangs."""
 
 

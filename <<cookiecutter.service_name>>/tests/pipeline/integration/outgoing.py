@@ -5,7 +5,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from time import monotonic
 from types import SimpleNamespace
+from typing import Any
 
 import asyncpg
 import pytest
@@ -17,6 +19,7 @@ from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
 from pipeline.observe.health import Health
 from pipeline.relay import window
+from pipeline.relay.cursor import Cursor, Fence
 from pipeline.relay.relay import Relay
 from pipeline.relay.window import Page, Progress
 from pipeline.retention import partitions
@@ -33,11 +36,13 @@ SMALL, LARGE = b"x" * 10, b"x" * 9_000
 """Payloads; topics of tests that allow 4,000 bytes don't take the second one."""
 
 
-async def let_leases_end(connection: asyncpg.Connection) -> None:
-    """Make all relays look as if they had been silent for longer than their leases."""
+async def let_leases_end(connection: asyncpg.Connection, owner: str | None = None) -> None:
+    """Make relays look as if they had been silent for longer than their leases: all, or one."""
     for table in ("outbox_cursor", "outbox_relay"):
         await connection.execute(
             f"UPDATE pipeline.{table} SET lease_until = clock_timestamp() - interval '1 second'"
+            " WHERE owner = COALESCE($1, owner)",
+            owner,
         )
 
 
@@ -177,6 +182,23 @@ class Running:
         while not self.task.done():
             self.task.cancel()
             await asyncio.wait({self.task}, timeout=1)
+
+
+class EagerCursor(Cursor):
+    """A cursor that looks for other relays all the time, however long its lease is."""
+
+    async def renew(self, driver: asyncpg.Connection, fence: Fence) -> bool:
+        has_claimed = await super().renew(driver, fence)
+        self._renew_at = monotonic() + 0.1
+        return has_claimed
+
+
+class EagerRelay(Relay):
+    """A relay that soon shares its shards, with leases that no slow machine exceeds."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._cursor = EagerCursor(self._settings, self._cursor.owner)
 
 
 @asynccontextmanager

@@ -397,7 +397,7 @@ async def test_a_lock_that_a_handler_waits_for_spends_no_attempt(
         account.balance += 1
 
     await desk.apply(Deposit(10))
-    transfers = await new_desk(bank.handlers, topic="transfers")
+    transfers = await new_desk(bank.handlers, topic="transfers", lock_timeout=0.5)
     async with db.transaction():
         await db.execute("SELECT FROM account FOR UPDATE")
         applying = asyncio.create_task(transfers.apply(Deposit(20)))

@@ -33,8 +33,8 @@ from .languages import boundary_of
 from .processes import environment
 from .wire import Wire
 from .worlds import PATIENCE, LetGo, Servers, World
-from .zygote import zygote
 from tests.servers.waiting import eventually
+from tests.servers.zygote import Zygote
 
 pytestmark = pytest.mark.full
 
@@ -94,16 +94,16 @@ async def servers(
     template: str,
     kafka: str,
     used_databases: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Servers]:
     """Return the servers, and a zygote for the processes."""
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
     await admin.start()
+    bank = Bank(deposits="none", balances="none", name="none")
+    zygote = Zygote(environment(bank), f"{__package__}.zygote")
     try:
-        async with zygote(environment(Bank(deposits="none", balances="none", name="none"))) as one:
-            logs = tmp_path_factory.mktemp("logs")
-            yield Servers(server_url, template, kafka, admin, one, logs, used_databases)
+        yield Servers(server_url, template, kafka, admin, zygote, zygote.logs, used_databases)
     finally:
+        zygote.close()
         await admin.close()
 
 

@@ -43,7 +43,7 @@ from tests.servers.processes import Start
 from tests.servers.waiting import eventually
 
 HOLDING = Policy(attempts=1, after_death="hold")
-PATIENCE = 10.0
+PATIENCE = 300.0
 EVERYTHING = Selection()
 
 
@@ -558,7 +558,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     async with blocker.transaction():
         await blocker.execute("SELECT FROM pipeline.backlog_lane WHERE lane = 16 FOR UPDATE")
         killed = await start(*command)
-        await eventually(lambda: somebody_waits(db, blocker.get_server_pid()), patience=90)
+        await eventually(lambda: somebody_waits(db, blocker.get_server_pid()))
         await killed.kill()
     redriven = await db.fetchval("SELECT count(*) FROM pipeline.backlog WHERE died_at IS NULL")
     assert 0 < redriven < count

@@ -250,7 +250,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     async with blocker.transaction():
         await blocker.execute(dead_events._HOLD_SHARD, last)
         killed = await start(*line)
-        await eventually(lambda: _somebody_waits(db, blocker.get_server_pid()), patience=90)
+        await eventually(lambda: _somebody_waits(db, blocker.get_server_pid()))
         await killed.kill()
     left = len(await numbers(db))
     assert 0 < left < count

@@ -394,7 +394,7 @@ async def test_writers_of_the_same_ids_never_apply_one_twice_while_generations_a
     new_desk: NewDesk, db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
 ) -> None:
     """Trap 9: neither a boundary nor a rotation under way makes an id new."""
-    writers, rounds, step = 24, 40, 10
+    writers, rounds, step = 12, 20, 10
     ids = (rounds + 1) * step
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     desks = [

@@ -218,9 +218,7 @@ async def test_a_stopped_process_holds_its_locks_no_longer_than_a_transaction_ma
 ) -> None:
     """Trap 35: the server ends what nobody answers for, and the successor goes on."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk = await new_desk(
-        bank.handlers, topic=bank.deposits, transaction_timeout=0.5, lock_timeout=0.4
-    )
+    desk = await new_desk(bank.handlers, topic=bank.deposits, transaction_timeout=3, lock_timeout=2)
     await desk.apply(Deposit(1))
     async with desk.engine.connect() as stopped:
         await limits.begin(stopped, limits.statement(stopped, desk.consume.settings))

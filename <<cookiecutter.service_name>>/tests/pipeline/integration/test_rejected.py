@@ -39,7 +39,7 @@ from .outgoing import (
 )
 from .test_trace import SENDER, TRACE
 from tests.servers.topics import create_topic, delete_topic, following
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 NewSettings = Callable[..., Settings]
 NewTopic = Callable[..., Awaitable[str]]
@@ -181,11 +181,11 @@ async def test_a_topic_that_rejects_many_events_of_a_page_has_to_wait_and_says_s
     with caplog.at_level(logging.WARNING, "pipeline.relay.rejected"):
         async with following(kafka, topic) as tail, relaying(quick(relay_topic_pause=0.01)):
             # Each of the twenty that are found costs a producer of its own.
-            await eventually(lambda: "x" in tail.ids, patience=120)
+            await eventually(lambda: "x" in tail.ids)
             await eventually(are_dead(db, range(30)))
             await allow(kafka, topic, 100_000)
             await redrive(db)
-            await eventually(lambda: len(set(tail.ids)) == 31, patience=120)
+            await eventually(lambda: len(set(tail.ids)) == 31)
     assert (
         f"relay: events wait: topic {topic} has rejected 20 batches of a page:"
         " see `service dead events list`"
@@ -289,7 +289,7 @@ async def test_a_relay_that_dies_before_it_has_noted_what_it_sent_leaves_repeats
         await stage(db, numbered(missing, range(150)))
         await eventually(waits(db, range(150)))
         await create_topic(kafka, missing)
-        await asyncio.wait_for(sent.wait(), 30)
+        await asyncio.wait_for(sent.wait(), PATIENCE)
         await one.kill()
     await let_leases_end(db)
     await stage(db, numbered(missing, range(150, 160)))

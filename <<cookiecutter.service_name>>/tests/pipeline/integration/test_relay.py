@@ -28,6 +28,7 @@ from .conftest import Command, complaint
 from .doors import Door
 from .kafka_wire import Wire
 from .outgoing import (
+    EagerRelay,
     all_is_written,
     event,
     let_leases_end,
@@ -192,12 +193,13 @@ async def test_a_relay_takes_over_what_a_dead_one_held_when_its_lease_has_ended(
     topic = await new_topic()
     async with (
         following(kafka, topic) as tail,
-        relaying(settings(relay_lease=1)) as first,
-        relaying(settings(relay_lease=1)),
+        relaying(settings(relay_lease=3_600), EagerRelay) as first,
+        relaying(settings(relay_lease=3_600), EagerRelay),
     ):
         await eventually(lambda: _shares_are(db, [32, 32]))
         before = await owners(db)
         await first.kill()
+        await let_leases_end(db, first.relay._cursor.owner)
         await stage(db, [event(topic, number, f"key-{number}") for number in range(200)])
         await tail.until_ids(range(200))
         await eventually(lambda: _shares_are(db, [64]))
@@ -327,7 +329,7 @@ async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_it
         async def send(
             self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
         ) -> Rejections:
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(4)
             return await super().send(events, may_send)
 
     class SlowRelay(relay.Relay):
@@ -338,9 +340,9 @@ async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_it
             self._publisher = Slow(settings, client_id="slow", owner="slow")
 
     await stage(db, numbered(topic, range(20)))
-    async with following(kafka, topic) as tail, relaying(settings(relay_lease=1), SlowRelay):
+    async with following(kafka, topic) as tail, relaying(settings(relay_lease=3), SlowRelay):
         await eventually(lambda: _shares_are(db, [64]))
-        async with relaying(settings(relay_lease=1)):
+        async with relaying(settings(relay_lease=3)):
             await tail.until_ids(range(20))
             await eventually(lambda: all_is_written(db))
     assert tail.ids == [str(number) for number in range(20)]
@@ -361,10 +363,10 @@ async def test_a_page_that_takes_longer_to_read_than_the_lease_is_sent_once(
         async def _read(
             self, driver: asyncpg.Connection, progress: Mapping[int, Progress]
         ) -> list[Page]:
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(4)
             return await super()._read(driver, progress)
 
-    async with following(kafka, topic) as tail, relaying(settings(relay_lease=1), SlowRelay):
+    async with following(kafka, topic) as tail, relaying(settings(relay_lease=3), SlowRelay):
         # The second time the producer knows the topic, and sends at once.
         for number in range(2):
             await stage(db, numbered(topic, [number]))
@@ -781,13 +783,13 @@ async def test_shards_that_change_hands_between_two_pages_lose_and_reorder_nothi
 ) -> None:
     topic = await new_topic()
     small = settings(relay_batch_events=7, relay_lease=2)
-    events = [event(topic, number, f"key-{number % 50}") for number in range(3_000)]
+    events = [event(topic, number, f"key-{number % 50}") for number in range(1_500)]
     async with following(kafka, topic) as tail, relaying(small):
         await stage(db, events)
         for _ in range(2):
             async with relaying(small):
                 await eventually(lambda: _shares_are(db, [32, 32]))
-        await tail.until_ids(range(3_000))
+        await tail.until_ids(range(1_500))
     first = dict.fromkeys(map(int, tail.ids))
     for key in range(50):
         of_key = [number for number in first if number % 50 == key]

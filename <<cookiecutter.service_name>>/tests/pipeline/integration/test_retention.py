@@ -86,6 +86,9 @@ async def test_a_second_round_changes_nothing_and_a_longer_view_adds_what_is_mis
     assert list(await made(bare, "outbox")) == days(5)
 
 
+_IS_HALF_DETACHED = "SELECT EXISTS (SELECT FROM pg_inherits WHERE inhdetachpending)"
+
+
 @pytest.mark.parametrize("is_cut_short", [False, True], ids=["detached", "half detached"])
 async def test_a_day_that_is_needed_and_was_detached_is_attached_again(
     db: asyncpg.Connection,
@@ -101,8 +104,10 @@ async def test_a_day_that_is_needed_and_was_detached_is_attached_again(
         reader = await connect()
         async with reader.transaction():
             await reader.fetch("SELECT FROM pipeline.outbox")
-            with pytest.raises(TimeoutError):
-                await db.execute(f"{detach} CONCURRENTLY", timeout=0.3)
+            detaching = asyncio.create_task(db.execute(f"{detach} CONCURRENTLY"))
+            await eventually(lambda: reader.fetchval(_IS_HALF_DETACHED))
+            detaching.cancel()
+            await asyncio.wait({detaching})
     else:
         await db.execute(detach)
     with pytest.raises(asyncpg.CheckViolationError):
@@ -255,8 +260,8 @@ async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
     """Who wants to close it waits for those who are at it, and lets the next ones wait behind."""
     busy, following = await connect(), await connect()
     enter = "SELECT pg_advisory_xact_lock_shared($1)"
-    # What it may let them wait for, and some time for a slow machine.
-    await following.execute(f"SET lock_timeout = '{generations._LONGER_WAIT_SECONDS + 2}s'")
+    # Far longer than it may let them wait, and than `busy` is at it.
+    await following.execute(f"SET lock_timeout = '{PATIENCE}s'")
     async with busy.transaction():
         await busy.execute(enter, inbox.GENERATION_LOCK)
         closing = asyncio.create_task(run_retention(db, settings(inbox_generation_age=0.001)))
@@ -269,9 +274,13 @@ async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
 
 
 async def test_a_generation_is_closed_also_where_transactions_are_long_and_overlap(
-    db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+    db: asyncpg.Connection,
+    connect: Connect,
+    settings: Callable[..., Settings],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is no tenth of a second in which none of them runs."""
+    """There is no moment in which none of them runs."""
+    monkeypatch.setattr(generations, "_LONGER_WAIT_SECONDS", PATIENCE)
     done = asyncio.Event()
 
     async def consume(one: asyncpg.Connection, delay: float) -> None:

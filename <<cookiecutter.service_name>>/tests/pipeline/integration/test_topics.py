@@ -283,7 +283,7 @@ async def test_compaction_may_drop_the_record_that_a_topic_is_recognised_by(
             consumer.seek(partition, 1)
             return bool((await consumer.getone()).offset > 1)
 
-    await eventually(is_compacted, patience=90)
+    await eventually(is_compacted)
     async with running(compacted.service, Part.CONSUME) as health:
         await eventually(lambda: 5 in compacted.calls)
         assert health.is_ready

@@ -17,7 +17,7 @@ from pipeline.settings import Settings
 
 from .outgoing import let_leases_end, numbered, relaying, shares, stage
 from tests.servers.topics import following, id_of
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 
 class Stopped(Relay):
@@ -67,7 +67,7 @@ async def test_what_a_stopped_relay_sends_late_is_refused_by_the_brokers(
     await stage(db, numbered(topic, [1, 2, 3]))
     async with following(kafka, topic) as tail, relaying(chosen, Stopped) as stopped:
         assert isinstance(stopped.relay, Stopped)
-        await asyncio.wait_for(stopped.relay.is_stopped.wait(), 30)
+        await asyncio.wait_for(stopped.relay.is_stopped.wait(), PATIENCE)
         async with relaying(chosen):
             await tail.until_ids([1, 2, 3])
             stopped.relay.sleep_or_event.set()
@@ -111,7 +111,7 @@ async def test_a_transaction_that_a_killed_relay_left_open_holds_up_nobody(
 
     async with following(kafka, topic) as tail:
         async with relaying(chosen, KilledRelay) as killed:
-            await asyncio.wait_for(sent.wait(), 30)
+            await asyncio.wait_for(sent.wait(), PATIENCE)
             await killed.kill()
         assert tail.ids == []
         await let_leases_end(db)

@@ -395,7 +395,9 @@ async def test_work_that_goes_on_after_an_error_writes_nothing_and_says_so(
     assert await told(db) == []
 
 
-@pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
+@pytest.mark.parametrize(
+    "swallows", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "swallowed"]
+)
 @pytest.mark.parametrize("end", [*ENDINGS, *SAVEPOINTS])
 async def test_work_that_ends_its_transaction_writes_nothing_and_says_so(
     writer: Writer, db: asyncpg.Connection, end: Callable[..., Awaitable[None]], swallows: bool

@@ -24,13 +24,13 @@ from pipeline.retention import partitions
 from .bank import ATTEMPTS, Bank
 from .languages import Kafka, Postgres
 from .outgoing import all_is_written, allow, event, redrive, stage
-from .processes import environment
+from .processes import APP, environment
 from .wire import Wire
-from .zygote import Forked, Zygote
 from tests.contract.bank import Deposit, histories
-from tests.servers.databases import administer, drop_databases
+from tests.servers.databases import HOME, administer, drop_databases
 from tests.servers.topics import Tail, following, id_of
 from tests.servers.waiting import eventually
+from tests.servers.zygote import Forked, Zygote
 
 PATIENCE = 120.0
 """Seconds: many worlds may have to share one core with others."""
@@ -160,7 +160,9 @@ class Servers:
                     yield world
                 except Exception as error:
                     # Printed, it would be shown beside the test that runs at the moment.
-                    error.add_note("\n".join(process.last_lines for process in world.processes))
+                    error.add_note(
+                        "\n".join(process.output[-2_000:] for process in world.processes)
+                    )
                     raise
         finally:
             await db.close()
@@ -202,22 +204,23 @@ class World:
             database_url, kafka = self.database_url, self.servers.kafka
             if wire is not None:
                 database_url, kafka = await self._through(wire, stack)
-            process = await self.servers.zygote.start(
+            process = self.servers.zygote.start(
+                APP,
                 "run",
                 environment=environment(
                     self.bank, database_url=database_url, kafka_bootstrap_servers=kafka, **SETTINGS
                 )
                 | {"BANK_FOLDER": str(self._folder)},
                 log=self.servers.logs / f"{self.bank.name}-{uuid4().hex[:4]}",
+                cwd=HOME,
             )
             self.processes.append(process)
             if wire is not None:
-                wire.lead_to(process.kill)
+                wire.lead_to(lambda: process.send(signal.SIGKILL))
             try:
                 yield process
             finally:
-                process.kill()
-                await process.ended()
+                await process.kill()
 
     @property
     def _folder(self) -> Path:

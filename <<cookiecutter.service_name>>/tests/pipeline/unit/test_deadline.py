@@ -40,7 +40,7 @@ async def test_a_shorter_call_after_a_longer_one_is_ended_at_its_own_time() -> N
 async def test_the_timer_of_an_earlier_call_ends_no_later_one() -> None:
     deadline = Deadline()
     with deadline.within(0.05):
-        await asyncio.sleep(0.03)
+        pass
     with deadline.within(LONG):
         await asyncio.sleep(0.1)
     assert not deadline.is_over

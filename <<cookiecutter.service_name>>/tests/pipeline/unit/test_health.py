@@ -24,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline.observe import health as module
 from pipeline.observe.health import CannotListen, Health, ReadinessLog, serving
 
+from tests.servers.waiting import PATIENCE
+
 HOST = "127.0.0.1"
 
 
@@ -55,7 +57,7 @@ def port(health: Health) -> Iterator[int]:
 
 
 def ask(port: int, path: str, method: str = "GET") -> tuple[int, str, bytes]:
-    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    connection = http.client.HTTPConnection(HOST, port, timeout=PATIENCE)
     try:
         connection.request(method, path)
         response = connection.getresponse()
@@ -199,7 +201,7 @@ def test_a_query_does_not_hide_a_path(health: Health, port: int) -> None:
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics", "/other"])
 def test_head_answers_like_get_without_a_body(port: int, path: str) -> None:
     status, content_type, _ = ask(port, path)
-    with socket.create_connection((HOST, port), timeout=5) as connection:
+    with socket.create_connection((HOST, port), timeout=PATIENCE) as connection:
         connection.sendall(f"HEAD {path} HTTP/1.0\r\n\r\n".encode())
         head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.0 {status} ".encode())
@@ -227,7 +229,7 @@ def test_malformed_requests_print_nothing_and_the_server_lives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    with socket.create_connection((HOST, port), timeout=5) as connection:
+    with socket.create_connection((HOST, port), timeout=PATIENCE) as connection:
         connection.sendall(request_bytes)
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65_536):
@@ -245,7 +247,7 @@ def test_a_client_that_goes_away_is_no_error(port: int, caplog: pytest.LogCaptur
         gone.wait(5)
 
     with registered(wait_until_gone):
-        client = socket.create_connection((HOST, port), timeout=5)
+        client = socket.create_connection((HOST, port), timeout=PATIENCE)
         reset_on_close = struct.pack("ii", 1, 0)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_on_close)
         client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -260,7 +262,7 @@ def test_a_client_that_goes_away_is_no_error(port: int, caplog: pytest.LogCaptur
 
 
 def test_a_client_that_says_nothing_does_not_hold_up_the_others(port: int) -> None:
-    with socket.create_connection((HOST, port), timeout=5):
+    with socket.create_connection((HOST, port), timeout=PATIENCE):
         assert answer(port, "/health/live")[0] == 200
 
 
@@ -293,7 +295,7 @@ def test_stopping_frees_the_port_and_ends_the_thread(health: Health) -> None:
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_an_ipv6_host_is_served(health: Health) -> None:
     with serving(health, host="::1", port=0) as port:
-        socket.create_connection(("::1", port), timeout=5).close()
+        socket.create_connection(("::1", port), timeout=PATIENCE).close()
 
 
 @pytest.fixture
@@ -391,7 +393,7 @@ def hang(how: str, then: str = "") -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
 
 

@@ -23,6 +23,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pipeline.events.message import Message
 from pipeline.observe import exporters, metrics, statements, traces
 
+from tests.servers.waiting import PATIENCE
+
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE}-{SPAN}-01"
@@ -310,7 +312,7 @@ class Collector:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.silent_until.wait(60)
+                collector.silent_until.wait(2 * PATIENCE)
                 collector.received.append((self.path, body))
                 self.send_response(200)
                 self.send_header("Content-Length", "0")
@@ -341,7 +343,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(Path(traces.__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
 
@@ -564,24 +566,22 @@ def test_of_traces_that_begin_here_as_many_are_recorded_as_is_chosen(
 
 
 IMPATIENT = """
-import sys, time
+import sys
 from pipeline.observe import exporters, metrics, statements, traces
 
 shutdown = exporters.configure(service_name="x", otlp_endpoint=sys.argv[1], sample_ratio=1)
 with traces.sending("routes", 0, 1, [sys.argv[2]]):
     pass
-before = time.monotonic()
 shutdown(0.2)
-print(time.monotonic() - before)
 """
 
 
 def test_a_receiver_that_does_not_answer_holds_the_shutdown_up_for_a_bounded_time(
     collector: Collector,
 ) -> None:
-    collector.silent_until.clear()
+    collector.silent_until.clear()  # until the test ends
     ended = run(IMPATIENT, collector.url, SAMPLED)
-    assert float(ended.stdout) < 2
+    assert collector.received == []
     assert "not sent in time" in ended.stderr
 
 

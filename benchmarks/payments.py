@@ -1,0 +1,245 @@
+"""The load of `ledger`: commands of the payments example, and the check of what came of them."""
+
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from benchmarks.check import require
+from benchmarks.load import Record
+from benchmarks.rig import Rig, Site, connected, place_of
+
+SERVICE = "payment-ledger"
+"""Name of the service that is generated with the example, next to the parcel tracker."""
+CUSTOMERS = 50
+MERCHANTS = 10
+AUTHORIZE = "payment.authorize.v1"
+CAPTURE = "payment.capture.v1"
+REFUND = "payment.refund.v1"
+REFUSED = "payment.refused.v1"
+CHECKS = {"account": "account_balance_check", "payment": "payment_amounts_check"}
+"""Name of the CHECK of each table."""
+_BANK = "bank:benchmark"
+_DEPOSIT = "deposit:benchmark"
+_OPEN = 100
+"""Payments whose commands are mixed."""
+_MOST_CENTS = 10_000
+_PARTLY, _TWICE, _REFUNDED = 0.1, 0.05, 0.2
+"""Shares of payments that are captured in part, captured a second time, and refunded."""
+
+
+class Command(NamedTuple):
+    """A command, by its event type."""
+
+    number: int
+    type: str
+    payment_id: str
+    customer: str
+    merchant: str
+    amount: int
+
+    def record(self) -> Record:
+        """Return key, payload and headers of the command's record."""
+        headers = {
+            "ce_specversion": "1.0",
+            "ce_id": str(self.number),
+            "ce_source": "/benchmarks/clients",
+            "ce_type": self.type,
+            "ce_time": "2026-01-01T00:00:00Z",
+            "content-type": "application/json",
+        }
+        data = {
+            "payment_id": self.payment_id,
+            "customer": self.customer,
+            "merchant": self.merchant,
+            "amount": self.amount,
+        }
+        return (
+            self.payment_id.encode(),
+            json.dumps(data).encode(),
+            [(name, value.encode()) for name, value in headers.items()],
+        )
+
+
+class Row(NamedTuple):
+    """A payment's row."""
+
+    customer: str
+    merchant: str
+    authorized: int
+    captured: int = 0
+    refunded: int = 0
+
+
+@dataclass
+class Ledger:
+    """What the tables and the topic of events hold, or must hold."""
+
+    balances: Mapping[str, int]
+    """By account."""
+    payments: Mapping[str, Row]
+    events: Mapping[str, Sequence[tuple[str, int]]]
+    """Type and amount of each event, by payment, in order."""
+    entries: Mapping[str, int]
+    """Number of entries, by reference."""
+
+
+@dataclass(frozen=True)
+class Payments:
+    """Commands of many payments. Each payment's are in order, and each publishes one event."""
+
+    commands: Sequence[Command]
+
+    @cached_property
+    def deposits(self) -> Mapping[str, int]:
+        """What each customer has first: enough for all authorizations, in whatever order."""
+        deposits = Counter[str]()
+        for one in self.commands:
+            deposits[one.customer] += one.amount if one.type == AUTHORIZE else 0
+        return deposits
+
+    def funding(self) -> Iterable[str]:
+        """Yield the statements that add the deposits, and the accounts of the merchants.
+
+        A contestant that is protected by its transaction alone can't survive that two transactions
+        create the same account.
+        """
+        balances = {_BANK: -sum(self.deposits.values()), **self.deposits}
+        balances |= {one.merchant: 0 for one in self.commands}
+        rows = ", ".join(f"('{id}', {balance}, 0)" for id, balance in balances.items())
+        yield f"INSERT INTO account (id, balance, version) VALUES {rows}"
+        yield (
+            "INSERT INTO entry (account_id, amount, reference)"
+            f" SELECT id, balance, '{_DEPOSIT}' FROM account WHERE balance <> 0"
+        )
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """What the commands must make of the deposits, in whatever order payments are handled."""
+        balances = Counter[str]({**self.deposits, _BANK: -sum(self.deposits.values())})
+        payments: dict[str, Row] = {}
+        events = defaultdict[str, list[tuple[str, int]]](list)
+        entries = Counter[str]({_DEPOSIT: len(balances)})
+
+        def move(amount: int, source: str, target: str) -> None:
+            balances[source] -= amount
+            balances[target] += amount
+            entries[payment_id] += 2
+
+        for _, type, payment_id, customer, merchant, amount in self.commands:
+            payment = payments.get(payment_id, Row(customer, merchant, amount))
+            balances[merchant] += 0
+            event = type.replace("authorize", "authorized").replace("capture", "captured")
+            if type == AUTHORIZE:
+                move(amount, customer, payment_id)
+            elif type == CAPTURE and payment.captured:
+                event = REFUSED
+            elif type == CAPTURE:
+                payment = payment._replace(captured=amount)
+                move(amount, payment_id, merchant)
+                if rest := payment.authorized - amount:
+                    move(rest, payment_id, customer)
+            else:
+                payment = payment._replace(refunded=payment.refunded + amount)
+                event = "payment.refunded.v1"
+                move(amount, merchant, customer)
+            payments[payment_id] = payment
+            events[payment_id].append((event, amount))
+        return Ledger(balances, payments, events, entries)
+
+
+def make(count: int, *, seed: int = 1) -> Payments:
+    """Return so many commands of payments of 50 customers to 10 merchants."""
+    chance = random.Random(seed)
+    commands: list[Command] = []
+    payments = _payments(chance)
+    mixed = [next(payments) for _ in range(_OPEN)]
+    while len(commands) < count:
+        place = chance.randrange(_OPEN)
+        type, *cells = mixed[place].pop(0)
+        commands.append(Command(len(commands), type, *cells))
+        if not mixed[place]:
+            mixed[place] = next(payments)
+    return Payments(commands)
+
+
+def _payments(chance: random.Random) -> Iterator[list[Any]]:
+    """Yield the commands of payment after payment."""
+    number = 0
+    while True:
+        number += 1
+        accounts = (
+            f"customer:{chance.randrange(CUSTOMERS):02}",
+            f"merchant:{chance.randrange(MERCHANTS)}",
+        )
+        amount = captured = chance.randint(2, _MOST_CENTS)
+        if chance.random() < _PARTLY:
+            captured = chance.randint(1, amount - 1)
+        amounts = [(AUTHORIZE, amount), (CAPTURE, captured)]
+        if chance.random() < _TWICE:
+            amounts.append((CAPTURE, captured))
+        if chance.random() < _REFUNDED:
+            amounts.append((REFUND, chance.randint(1, captured)))
+        yield [(type, f"payment:{number:06}", *accounts, cents) for type, cents in amounts]
+
+
+async def check(rig: Rig, site: Site, load: Payments) -> None:
+    """Compare tables, markers and events with the load. Raises `CheckFailed`."""
+    events = defaultdict[str, list[tuple[str, int]]](list)
+
+    def note(record: Any) -> tuple[str, int, None]:
+        key, sequence, _ = place_of(record)
+        type = dict(record.headers)["ce_type"].decode()
+        events[key].append((type, json.loads(record.value)["amount"]))
+        return key, sequence, None
+
+    published = await rig.read(site.output, note)
+    async with connected(site.database) as connection:
+        balances = dict(await connection.fetch("SELECT id, balance FROM account"))
+        rows = await connection.fetch(
+            "SELECT id, customer, merchant, authorized, captured, refunded FROM payment"
+        )
+        entries = await connection.fetch("SELECT account_id, amount, reference FROM entry")
+    payments = {id: Row(*row) for id, *row in rows}
+    has_entries = "entries" not in site.contestant.settings.get("BENCH_WITHOUT", "")
+    found = Ledger(balances, payments, events, Counter(one["reference"] for one in entries))
+    faults = [*unlike(load.ledger, found, has_entries=has_entries)]
+    if has_entries:
+        faults += unbalanced(balances, entries)
+    expected = Counter({id: len(told) for id, told in load.ledger.events.items()})
+    faults += published.faults(expected, {}, {})
+    if (markers := await rig.markers(site)) != len(load.commands):
+        faults.append(f"{markers:,} messages are marked, it should be {len(load.commands):,}")
+    require(faults, site.contestant.name)
+
+
+def unlike(expected: Ledger, found: Ledger, *, has_entries: bool = True) -> Iterator[str]:
+    """Yield the differences of two ledgers."""
+    yield from _differing("the balance of", expected.balances, found.balances)
+    yield from _differing("the row of", expected.payments, found.payments)
+    yield from _differing("the events of", expected.events, found.events)
+    if has_entries:
+        yield from _differing("the number of entries of", expected.entries, found.entries)
+
+
+def unbalanced(balances: Mapping[str, int], entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the sums of the ledger that are wrong."""
+    accounts, references = Counter[str](), Counter[str]()
+    for entry in entries:
+        accounts[entry["account_id"]] += entry["amount"]
+        references[entry["reference"]] += entry["amount"]
+    if total := sum(balances.values()):
+        yield f"the ledger sums to {total:,}, it should be 0"
+    yield from (f"{one} sums to {total:,}" for one, total in references.items() if total)
+    for account in sorted({*balances, *accounts}):
+        if accounts[account] != balances.get(account):
+            yield f"{account} has {balances.get(account)}, its entries sum to {accounts[account]}"
+
+
+def _differing(what: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            yield f"{what} {key} is {found.get(key)}, it should be {expected.get(key)}"
