@@ -169,6 +169,8 @@ def _become(
 ) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # A shell's job in the background ignores it, and so would this process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
