@@ -277,11 +277,12 @@ def _stopping_on_signals() -> asyncio.Event:
     numbers = (signal.SIGTERM, signal.SIGINT)
 
     def stop(number: signal.Signals) -> None:
-        log.info("%s: running batches are finished, a second signal ends at once", number.name)
         stopping.set()
         for either in numbers:
             loop.remove_signal_handler(either)
             signal.signal(either, signal.SIG_DFL)
+        # Not before: a second signal would be lost.
+        log.info("%s: running batches are finished, a second signal ends at once", number.name)
 
     for number in numbers:
         loop.add_signal_handler(number, stop, number)

@@ -422,7 +422,7 @@ async def test_a_store_that_forbids_is_waited_for_and_what_to_grant_is_said(
 
     async with await asyncio.start_server(forbid, "127.0.0.1", 0) as server:
         remote(server.sockets[0].getsockname()[1])
-        claims = opened()
+        claims = opened(timeout=PATIENCE)
         with pytest.raises(
             StoreUnavailable, match=r"fetching is forbidden: .* grant .*s3:ListBucket"
         ):
