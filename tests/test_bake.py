@@ -339,7 +339,7 @@ def test_what_lies_about_in_a_working_folder_is_not_baked(
     raw = dirty.path / RAW.name
     for folder in ("src", "src/pipeline", "src/<<cookiecutter.package_name>>", "tests", "dev", "."):
         for leftover in ("__pycache__", ".mypy_cache", ".hypothesis"):
-            (raw / folder / leftover).mkdir()
+            (raw / folder / leftover).mkdir(exist_ok=True)
             (raw / folder / leftover / "x.pyc").write_bytes(b"\x9f\x00 << # <% %>")
 
     project = dirty.bake(tmp_path / "output")
