@@ -327,7 +327,7 @@ def test_an_old_answer_about_the_worked_example_makes_the_same_service(
 
 
 @pytest.mark.parametrize(
-    "feature", sparsely([pytest.param(one, id=one) for one in features()], "worked_example")
+    "feature", sparsely([pytest.param(one, id=one) for one in features()], "outside_calls")
 )
 def test_a_feature_that_is_neither_chosen_nor_left_out_is_refused(
     feature: str, template: Template, output: Path

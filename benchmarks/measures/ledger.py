@@ -14,7 +14,7 @@ from benchmarks.rig import Contestant, Rig, running
 from benchmarks.runs import rate, ready
 from demo.processes import bake
 
-MESSAGES = 2_000
+MESSAGES = 3_000
 """Commands of a run; fewer in short runs."""
 WARM_UP = 200
 """Messages that are handled before all others are written; they do not count."""

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
@@ -100,7 +99,7 @@ async def starting(
         **settings: object,
     ) -> Process:
         chosen = {"health_port": 0, "log_json": False, **common, **settings}
-        log = Path(logs, uuid4().hex)
+        log = _zygote().logs / uuid4().hex
         forked = await asyncio.to_thread(
             _zygote().start,
             program,
@@ -115,13 +114,12 @@ async def starting(
         started.append(Process(forked.pid, log))
         return started[-1]
 
-    with TemporaryDirectory() as logs:
-        try:
-            yield start
-        finally:
-            for process in started:
-                await process.kill()
-                print(process.output)  # pytest shows it beside a failure
+    try:
+        yield start
+    finally:
+        for process in started:
+            await process.kill()
+            print(process.output)  # pytest shows it beside a failure
 
 
 @cache

@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from .databases import HOME
-from .waiting import eventually
+from .waiting import eventually, let_servers_be_slow
 
 _NEEDED = ("operate.commands", "sqlalchemy.dialects.postgresql.asyncpg", "uvloop")
 _OPTIONAL = ("http_api", "page.app")
@@ -74,6 +75,9 @@ class Zygote:
             stdout=subprocess.PIPE,
         )
         self._ordering = threading.Lock()
+        self._folder = TemporaryDirectory()
+        self.logs = Path(self._folder.name)
+        """A folder for logs, which is there until `close`."""
         atexit.register(self.close)
 
     def start(
@@ -102,6 +106,7 @@ class Zygote:
         """End it, and the processes that still run."""
         atexit.unregister(self.close)
         self._process.communicate()
+        self._folder.cleanup()
 
 
 def _code_of(log: Path) -> Path:
@@ -119,6 +124,7 @@ def serve() -> None:
     """Fork a process for every order, until there are no more."""
     for name in (*_NEEDED, *filter(_is_there, _OPTIONAL)):
         importlib.import_module(name)
+    let_servers_be_slow()
     gc.freeze()
     running: dict[int, Path] = {}
     woken, wakes = os.pipe()
@@ -163,6 +169,8 @@ def _become(
 ) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # A shell's job in the background ignores it, and so would this process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for source, target in ((nothing, 0), (output, 1), (output, 2)):

@@ -94,18 +94,14 @@ async def servers(
     template: str,
     kafka: str,
     used_databases: list[str],
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Servers]:
     """Return the servers, and a zygote for the processes."""
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
     await admin.start()
-    bank, logs = (
-        Bank(deposits="none", balances="none", name="none"),
-        tmp_path_factory.mktemp("logs"),
-    )
+    bank = Bank(deposits="none", balances="none", name="none")
     zygote = Zygote(environment(bank), f"{__package__}.zygote")
     try:
-        yield Servers(server_url, template, kafka, admin, zygote, logs, used_databases)
+        yield Servers(server_url, template, kafka, admin, zygote, zygote.logs, used_databases)
     finally:
         zygote.close()
         await admin.close()

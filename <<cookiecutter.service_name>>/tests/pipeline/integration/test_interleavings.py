@@ -35,7 +35,7 @@ sizes = st.integers(1, 4)
 
 async def begin(new_desk: NewDesk, service: Following, death: Death | None, partition: int) -> Life:
     """Start a process that has a partition, and dies like this."""
-    desk = await new_desk(service.handlers, topic=TOPIC, partition=partition, backlog_lease=60)
+    desk = await new_desk(service.handlers, topic=TOPIC, partition=partition)
     service.life = Life(desk, death)
     return service.life
 

@@ -456,7 +456,8 @@ async def test_workers_partitions_and_zombies_keep_every_key_in_order(
             return rng.choice([Retry(), ValueError(), Retry(after=0.02)])
 
     bank.errors = Flaky()
-    small = {"batch_size": 20, "breaker_keys": 1_000, "backlog_lease": 9}
+    small = {"batch_size": 20, "breaker_keys": 1_000}
+    small |= {"backlog_lease": 9, "transaction_timeout": 5, "lock_timeout": 2}
     workers = [await new_desk(bank.handlers, topic=bank.deposits, **small) for _ in range(3)]
     sent: dict[str, list[int]] = {str(key): [] for key in range(keys)}
     ended = asyncio.Event()
