@@ -7,8 +7,10 @@ which take most of valgrind's time.
 """
 
 import asyncio
+import gc
 import hashlib
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -16,7 +18,9 @@ import platform
 import shlex
 import sys
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +29,7 @@ import sqlalchemy.dialects.postgresql.asyncpg  # noqa: F401  # before the forks
 import uvloop
 
 import operate.commands  # noqa: F401
+from pipeline.relay import publisher
 from pipeline.servers import database, tasks
 from pipeline.settings import Settings
 
@@ -34,10 +39,7 @@ if TYPE_CHECKING:
     from benchmarks.single_task import SingleTask
 
 GROUP = "counted"
-VALGRIND = (
-    *("valgrind", "--quiet", "--tool=cachegrind", "--cache-sim=no"),
-    "--LL=8388608,16,64",  # not used, but valgrind warns of caches that it does not know
-)
+VALGRIND = ("valgrind", "--quiet", "--tool=cachegrind", "--cache-sim=no")
 
 
 def instructions(folder: Path) -> int:
@@ -65,12 +67,24 @@ class Job:
     counted: int
 
 
-async def measure(job: Job, folder: Path | None) -> dict[str, float]:
-    """Handle the records of a job, and return what the counted ones took."""
+class Warnings(logging.Handler):
+    """Warnings of clients: what they do about a server's failure costs instructions."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+async def measure(job: Job, folder: Path | None) -> dict[str, Any]:
+    """Handle the records of a job; return what the counted ones took, and warnings meanwhile."""
     from benchmarks.single_task import consumer_of, single_task  # it reads the environment
 
     settings = Settings()
     consumer = consumer_of(settings)
+    logging.getLogger().addHandler(warnings := Warnings())
 
     async def handle(task: "SingleTask", number: int) -> None:
         for _ in range(number // job.batch):
@@ -85,19 +99,22 @@ async def measure(job: Job, folder: Path | None) -> dict[str, float]:
         try:
             await handle(task, job.warm_up)
             Wire.sent.clear()
+            warnings.texts.clear()
+            gc.collect()  # so that equal work is interrupted by equal collections
             before = instructions(folder) if folder else 0
             await handle(task, job.counted)
             after = instructions(folder) if folder else 0
-            sent = Wire.sent.copy()
+            sent, said = Wire.sent.copy(), warnings.texts.copy()
             await handle(task, job.batch)
         finally:
             await consumer.stop()
     if folder:
-        return {"instructions": (after - before) / job.counted}
+        return {"instructions": (after - before) / job.counted, "warnings": said}
     exchanges, statements = (sum(sent[kind] for kind in kinds) for kinds in (EXCHANGES, STATEMENTS))
     return {
         "round_trips": exchanges / (job.counted // job.batch),
         "statements": statements / job.counted,
+        "warnings": said,
     }
 
 
@@ -126,6 +143,11 @@ def start(job: Job, folder: Path | None) -> Connection:
     return receiving
 
 
+def _producer(make: Callable[..., Any], **options: Any) -> Any:
+    """Return a producer that does not look for new partitions."""
+    return make(**options | {"metadata_max_age_ms": 3_600_000})
+
+
 def main(jobs: str, folder: str | None = None) -> None:
     """Run the jobs, and print what they took."""
     if folder and "IN_VALGRIND" not in os.environ:
@@ -136,6 +158,8 @@ def main(jobs: str, folder: str | None = None) -> None:
         count_messages()
     # Nothing may happen by the clock: valgrind takes forty times as long, a busy machine longer.
     tasks.SLICE_SECONDS = math.inf
+    publisher.AIOKafkaProducer = partial(_producer, publisher.AIOKafkaProducer)
+    publisher._ACKNOWLEDGEMENT_SECONDS = 3_600.0
     database._CONNECT_SECONDS = database._COMMAND_SECONDS = 3_600.0
     counts = Path(folder) if folder else None
     started = [start(Job(**job), counts) for job in json.loads(jobs)]

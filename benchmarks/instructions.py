@@ -27,13 +27,14 @@ from benchmarks.run import FAILURES, clear, rig_in
 from benchmarks.tables import with_table
 from demo.display import say
 from demo.flights import ROOT
-from demo.processes import bake
+from demo.processes import ProcessFailed, bake
 from demo.running import add_into, only_one_in, until_interrupted
 
 RECORD = ROOT / "benchmarks" / "instructions.json"
 PINS = ROOT / "<<cookiecutter.service_name>>" / "requirements" / "base.txt"
 TOLERANCE = 0.03
 """Share by which instructions may differ from the record."""
+ATTEMPTS = 3
 RENEW = "`make instructions RENEW=1` records these; commit benchmarks/instructions.json."
 
 Entry = dict[str, Any]
@@ -78,16 +79,36 @@ async def count(rig: Rig, kinds: Mapping[str, Kind] = KINDS) -> tuple[str, Entry
 
     Raises `CheckFailed` if the work was not done.
     """
-    build, wire = await _run(rig, kinds)
+    _, wire = await _undisturbed(rig, kinds)
     with TemporaryDirectory(dir=rig.folder) as folder:
-        _, instructions = await _run(rig, kinds, folder)
+        build, instructions = await _undisturbed(rig, kinds, folder)
     counts = {name: instructions[name] | wire[name] for name in kinds}
     return build, {"pins": hashlib.sha256(PINS.read_bytes()).hexdigest()[:12], "counts": counts}
 
 
-async def _run(
+async def _undisturbed(
     rig: Rig, kinds: Mapping[str, Kind], *arguments: str
 ) -> tuple[str, dict[str, dict[str, float]]]:
+    """Run each kind until no client warns of a server, which a busy machine may keep from work.
+
+    Raises `ProcessFailed` after some attempts.
+    """
+    found: dict[str, dict[str, float]] = {}
+    left = dict(kinds)
+    for _ in range(ATTEMPTS):
+        build, done = await _run(rig, left, *arguments)
+        warnings = {name: one.pop("warnings") for name, one in done.items()}
+        found |= {name: one for name, one in done.items() if not warnings[name]}
+        left = {name: kinds[name] for name in warnings if warnings[name]}
+        if not left:
+            return build, found
+    texts = "; ".join(f"{name}: {warnings[name][0]}" for name in left)
+    raise ProcessFailed(f"servers failed in all of {ATTEMPTS} attempts ({texts})")
+
+
+async def _run(
+    rig: Rig, kinds: Mapping[str, Kind], *arguments: str
+) -> tuple[str, dict[str, dict[str, Any]]]:
     """Run a job of each kind in `counted`, and check what it has done."""
     async with AsyncExitStack() as stack:
         jobs, sites = [], []

@@ -5,14 +5,18 @@ import copy
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import instructions
-from benchmarks.instructions import KINDS, Entry, count, faults, load_record, missing
+from benchmarks.instructions import KINDS, Entry, Kind, count, faults, load_record, missing
 from benchmarks.kept import PAGE
 from benchmarks.rig import Rig
+from benchmarks.run import rig_in
 from benchmarks.wire import Wire
+from demo.processes import ProcessFailed
 from demo.running import only_one_in
 
 from tests import programs
@@ -94,6 +98,26 @@ def test_messages_to_postgresql_are_counted_however_they_are_written() -> None:
     wire.writelines([query[3:], sync + sync])
     assert Wire.sent == {ord("Q"): 1, ord("S"): 2}
     assert sink.data == startup + query + sync + sync
+
+
+async def test_a_kind_is_counted_again_while_servers_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[list[str]] = []
+
+    async def run(_: Rig, kinds: dict[str, Kind]) -> tuple[str, dict[str, dict[str, Any]]]:
+        attempts.append(list(kinds))
+        fails = {"sql"} if len(attempts) == 1 else {"alone"} if len(attempts) > 2 else set()
+        return "build", {
+            name: {"instructions": len(attempts), "warnings": ["no broker"] * (name in fails)}
+            for name in kinds
+        }
+
+    monkeypatch.setattr(instructions, "_run", run)
+    rig = rig_in(Path())
+    _, found = await instructions._undisturbed(rig, {name: KINDS[name] for name in ("orm", "sql")})
+    assert found == {"orm": {"instructions": 1}, "sql": {"instructions": 2}}
+    assert attempts == [["orm", "sql"], ["sql"]]
+    with pytest.raises(ProcessFailed, match="alone: no broker"):
+        await instructions._undisturbed(rig, {"alone": KINDS["alone"]})
 
 
 @dataclass
