@@ -30,7 +30,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/build/mypy
 export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up down demo chaos chaos-selftest bench model docs test-unit test test-full
+.PHONY: help setup up down demo chaos chaos-selftest bench instructions model docs test-unit test test-full
 .PHONY: test-docker canary release
 .PHONY: test-engine test-template test-engine-full test-template-full
 .PHONY: check check-raw format requirements clean
@@ -71,6 +71,11 @@ bench: $(INSTALLED) ## measure the service and alternative implementations
 	    $(addprefix --rounds=,$(ROUNDS)) $(addprefix --minutes=,$(MINUTES)) \
 	    $(addprefix --only=,$(ONLY)) $(if $(KEEP_PLOTS),--keep-plots) \
 	    $(if $(filter-out file,$(origin PYTHON)),--python='$(PYTHON)')
+
+# RENEW=1 writes them to benchmarks/instructions.json and docs/performance.md.
+instructions: $(INSTALLED) ## count the instructions of a message, and compare with the recorded ones
+	@$(BIN)/python -m tests.programs valgrind
+	@exec $(BIN)/python -m benchmarks.instructions $(if $(RENEW),--renew)
 
 model: $(INSTALLED) ## check the protocol's model exhaustively within small bounds, also with faults
 	@$(BIN)/python -m tests.programs spin gcc

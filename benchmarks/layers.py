@@ -8,38 +8,25 @@ batches. The clocks add some of them to the layers that are called for each mess
 
 import asyncio
 import json
-import os
 
 import uvloop
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
 
 from pipeline.apply import batch, calls, inbox, limits, positions
-from pipeline.apply.breaker import Breaker
-from pipeline.apply.filters import Filters
-from pipeline.apply.positions import Slot
-from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.consume.consumer import _FETCH_BYTES
-from pipeline.consume.partition_source import PartitionBatch, PartitionSource
+from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.consume.partition_source import PartitionSource
 from pipeline.events import cloudevents, codec
 from pipeline.handlers.rows import Rows
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.transaction import UnitOfWork
-from pipeline.observe import exporters, metrics, traces
-from pipeline.observe.health import Health
+from pipeline.observe import metrics, traces
 from pipeline.relay import window
 from pipeline.relay.publisher import Publisher
-from pipeline.relay.window import Progress
-from pipeline.runtime import _collect_seldom
-from pipeline.schema import SHARDS
-from pipeline.servers import clients
-from pipeline.servers.consumer import KafkaConsumer
-from pipeline.servers.database import autocommitting, create_engine
-from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
 from benchmarks.clock import Clock, fetched
-from benchmarks.ours import handlers
+from benchmarks.single_task import consumer_of, single_task
 
 GROUP = "layers"
 
@@ -47,58 +34,13 @@ GROUP = "layers"
 async def layers() -> dict[str, float]:
     """Do the work, and return what was spent."""
     settings = Settings()
-    _collect_seldom(settings.gc_threshold)
-    shut_exporters_down = exporters.configure(
-        service_name=GROUP,
-        otlp_endpoint=settings.otlp_endpoint,
-        sample_ratio=settings.trace_sample_ratio,
-    )
-    topic = os.environ["BENCH_INPUT"]
     clock = Clock()
     watch(clock)
-    consumer = KafkaConsumer(
-        topic,
-        **clients.connection_options(settings),
-        auto_offset_reset="earliest",
-        isolation_level="read_committed",
-        max_partition_fetch_bytes=_FETCH_BYTES,
-    )
-    engine = create_engine(settings, name=GROUP)
-    publisher = Publisher(settings, client_id=GROUP, owner=GROUP)
-    try:
-        fetch, batches = await fetched(consumer, settings.batch_size)
-        breaker = Breaker(keys=20, pause=1.0, health=Health(stall_after=60))
-        consume = ConsumeTransactions(
-            engine,
-            group=GROUP,
-            source=f"/{GROUP}",
-            settings=settings,
-            breaker=breaker,
-            filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
-            handlers=handlers,
-            signals=Signals(),
-        )
-        attempts = Attempts("the batch", "PostgreSQL", unless=lambda: False, report=print)
-        async with autocommitting(engine) as driver:
-            snapshot = await driver.fetchval("SELECT pg_current_snapshot()")
-            progress = Progress(snapshot, None, 0, 0)
-            for records in batches:
-                slot = Slot(GROUP, topic, records[0].partition)
-                start = records[0].offset
-                await positions.start_at(driver, slot, start)
-                read = await batch.read(handlers, start, records)
-                work = PartitionSource([PartitionBatch(slot, read)])
-                await consume.apply(work, attempts)
-                page = await window.fresh(
-                    driver, progress, list(range(SHARDS)), settings.relay_batch_events
-                )
-                await publisher.send(page.events, lambda: True)
-                progress = page.then
-                clock.turn(len(records))
-    finally:
-        await publisher.discard()
-        await engine.dispose()
-        shut_exporters_down(5)
+    async with single_task(GROUP, settings) as task:
+        fetch, batches = await fetched(consumer_of(settings), settings.batch_size)
+        for records in batches:
+            await task.handle(records)
+            clock.turn(len(records))
     return {"fetch": round(fetch, 2), **clock.medians()}
 
 

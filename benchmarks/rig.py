@@ -240,20 +240,10 @@ class Rig:
     ) -> Service:
         """Return a process of the contestant, which is not started yet."""
         contestant = site.contestant
-        url = site.database.replace("postgresql://", "postgresql+asyncpg://", 1)
         self._pids += 1
         return Service(
             self.folder / contestant.service,
-            {
-                "PIPELINE_DATABASE_URL": url,
-                "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": self.stack.kafka,
-                "BENCH_INPUT": site.input,
-                "BENCH_OUTPUT": site.output,
-                "BENCH_NAME": site.group,
-                "BENCH_HANDLER": contestant.handler,
-                **contestant.settings,
-                **(settings or {}),
-            },
+            {**self.variables(site), **(settings or {})},
             self.folder / f"{contestant.name}.txt",
             self.folder / f"{self._pids}.pid",
             command=command,
@@ -261,6 +251,20 @@ class Rig:
             python=contestant.python or self.python,
             defaults={},  # those of the service itself
         )
+
+    def variables(self, site: Site) -> dict[str, str]:
+        """Return the environment variables of a contestant's process."""
+        return {
+            "PIPELINE_DATABASE_URL": site.database.replace(
+                "postgresql://", "postgresql+asyncpg://", 1
+            ),
+            "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": self.stack.kafka,
+            "BENCH_INPUT": site.input,
+            "BENCH_OUTPUT": site.output,
+            "BENCH_NAME": site.group,
+            "BENCH_HANDLER": site.contestant.handler,
+            **site.contestant.settings,
+        }
 
     async def seek_to_earliest(self, site: Site) -> None:
         """Let the service read its input again."""

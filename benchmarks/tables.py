@@ -63,7 +63,7 @@ def told(page: str, report: Report) -> str:
         "| minute ": of("xmin", _xmin(book, report["options"]["minutes"])),
     }
     for header, rows in tables.items():
-        page = _with_table(page, header, rows)
+        page = with_table(page, header, rows)
     return page
 
 
@@ -261,7 +261,7 @@ def _median(found: Sequence[Values], of: str, times: float = 1) -> str:
     return SATURATED if any(map(is_saturated, found)) else ""
 
 
-def _with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
+def with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
     """Return the page with other rows in the table that begins so."""
     lines = page.splitlines(keepends=True)
     first = next(n for n, line in enumerate(lines) if line.startswith(header))

@@ -26,6 +26,8 @@ PROGRAMS = (
     # What searches the models.
     service.Program("spin", "test-full", debian=("spin",)),
     service.Program("gcc", "test-full", debian=("gcc", "libc6-dev")),
+    # What counts instructions.
+    service.Program("valgrind", "test-full", debian=("valgrind",)),
     # What a page of the service reads an archive with.
     service.Program("jq", "test-full", debian=("jq",)),
     # A browser for the operations page.
