@@ -32,7 +32,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 .DEFAULT_GOAL := help
 .PHONY: help setup up down demo chaos chaos-selftest bench instructions model docs test-unit test test-full
 .PHONY: test-docker canary release
-.PHONY: test-engine test-template test-engine-full test-template-full
+.PHONY: announce-test test-engine test-template test-engine-full test-template-full
 .PHONY: check check-raw format requirements clean
 
 help: ## list the commands
@@ -88,9 +88,15 @@ test-unit: $(INSTALLED) ## run the tests that need no server
 	@cd '$(RAW)' && $(ENGINE) --numprocesses=2 -m 'not integration and not full'
 	@$(TEMPLATE) --numprocesses=2 -m 'not integration and not full and not slow'
 
-test: check ## check, and run the tests for a change, with real servers
+test: announce-test check ## check, and run the tests for a change, with real servers (10 minutes)
 	@$(BIN)/python -m tests.programs test
+	@echo "make test: now the tests of the engine and, side by side, those of the template, a new service and a demo"
 	@$(STACK) run -- $(MAKE) $(SIDE_BY_SIDE) test-engine test-template
+	@echo "make test: all passed"
+
+announce-test:
+	@echo "make test: checks the code, then runs the tests with PostgreSQL and Kafka, which it starts itself."
+	@echo "make test: about 10 minutes on 2 idle cores, longer on a busy machine; the first time it also installs them"
 
 test-full: $(INSTALLED) ## run the other tests: crashes, outages, plans, TLS, pooler, all variants (an hour)
 	@$(BIN)/python -m tests.programs test-full

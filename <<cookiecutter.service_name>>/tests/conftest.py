@@ -27,7 +27,7 @@ from .servers.databases import built, copied, drop_databases, migrations_of_the_
 from .servers.pooler import POOLED, pooling
 from .servers.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 from .servers.topics import create_topic, delete_topics
-from .servers.waiting import PATIENCE
+from .servers.waiting import PATIENCE, let_servers_be_slow
 
 # With the HTTP API the fixture `harness` has `receive`, too.
 pytest_plugins = ["http_api.testing" if find_spec("http_api") else "pipeline.testing.plugin"]
@@ -87,6 +87,12 @@ def no_settings_of_the_shell() -> Iterator[None]:
             if name.startswith("PIPELINE_") and name not in (DATABASE_URL, KAFKA):
                 patch.delenv(name)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def slow_servers() -> None:
+    """Let commands wait for slow servers."""
+    let_servers_be_slow()
 
 
 @pytest.fixture(scope="session")

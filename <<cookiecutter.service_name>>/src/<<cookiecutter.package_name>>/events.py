@@ -4,6 +4,15 @@
 from datetime import datetime
 
 from pipeline import Event
+# <%- elif cookiecutter.worked_example == "payments" +%>
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from pipeline import Event
+# <%- endif +%>
+# <%- if cookiecutter.worked_example in ("parcels", "yes") +%>
 
 
 class ScanRecorded(Event, type="scan.recorded.v1"):
@@ -37,12 +46,6 @@ class ParcelDelayed(Event, type="parcel.delayed.v1", topic="parcel-events"):
 
 
 # <%- elif cookiecutter.worked_example == "payments" +%>
-
-from typing import Annotated, Literal
-
-from pydantic import Field
-
-from pipeline import Event
 
 # An account is named after what it is for, so that no payment can take a customer's name.
 CustomerId = Annotated[str, Field(pattern="^customer:.")]
@@ -111,7 +114,9 @@ class RefundPayment(Event, type="payment.refund.v1"):
     customer: CustomerId
     merchant: MerchantId
     amount: Amount
-# <% if cookiecutter.http_api == "yes" %>
+
+
+# <%- if cookiecutter.http_api == "yes" +%>
 
 
 class RequestPayment(Event, type="payment.request.v1"):
@@ -120,8 +125,10 @@ class RequestPayment(Event, type="payment.request.v1"):
     customer: CustomerId
     merchant: MerchantId
     amount: Amount
-# <% endif %>
-# <% if cookiecutter.outside_calls == "yes" %>
+
+
+# <%- endif +%>
+# <%- if cookiecutter.outside_calls == "yes" +%>
 
 
 class RequestPayout(Event, type="payout.request.v1"):
@@ -131,11 +138,15 @@ class RequestPayout(Event, type="payout.request.v1"):
     merchant: MerchantId
     bank_account: BankAccountId
     amount: Amount
-# <% endif %>
+
+
+# <%- endif +%>
 
 
 PaymentCommand = AuthorizePayment | CapturePayment | RefundPayment
-# <% if cookiecutter.outside_calls == "yes" %>
+
+
+# <%- if cookiecutter.outside_calls == "yes" +%>
 
 
 class PayoutMade(Event, type="payout.made.v1", topic="payment-events"):
@@ -153,7 +164,9 @@ class PayoutRefused(Event, type="payout.refused.v1", topic="payment-events"):
     merchant: str
     amount: int
     reason: Reason
-# <% endif %>
+
+
+# <%- endif +%>
 
 
 class PaymentAuthorized(Event, type="payment.authorized.v1", topic="payment-events"):

@@ -120,7 +120,6 @@ async def test_a_payout_is_refused_without_a_bank(harness: Harness) -> None:
     assert await balance(harness, BOOKS) == 500
 
 
-@pytest.mark.timeout(900)
 async def test_a_payout_is_made_once_wherever_the_process_dies(
     harness: Harness, bank: Bank
 ) -> None:

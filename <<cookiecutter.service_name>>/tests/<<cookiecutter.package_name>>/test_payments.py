@@ -149,7 +149,6 @@ async def test_a_dead_command_holds_those_behind_it_of_its_payment_alone(harness
     assert letter.reason == "invalid payload"
 
 
-@pytest.mark.timeout(900)
 async def test_the_ledger_is_balanced_in_whatever_way_commands_come(harness: Harness) -> None:
     async def each_is_answered(harness: Harness) -> None:
         await ledger_is_balanced(harness)

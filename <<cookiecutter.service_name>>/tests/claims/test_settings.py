@@ -122,7 +122,7 @@ def test_what_makes_no_sense_is_refused_with_what_to_do(
     monkeypatch.setenv("PIPELINE_CLAIM_MEMORY_BYTES", "4000")
     monkeypatch.setenv(f"PIPELINE_CLAIM_{name}", value)
     with pytest.raises(Misconfigured, match=complaint) as error:
-        open_claims("desk", settings())
+        open_claims("desk", settings(transaction_timeout=5))
     assert "hunter2" not in str(error.value)
 
 

@@ -10,6 +10,7 @@ from pipeline import Event, Handlers, Reject, Transaction
 from tests.contract.bank import Account, Deposited
 from tests.pipeline.integration import desk
 from tests.pipeline.integration.test_backlog import QUICK
+from tests.servers.waiting import PATIENCE
 
 TOPIC = "deposits"
 
@@ -72,7 +73,7 @@ class Outside:
             if event.amount in self.refused:
                 raise Reject("not this one")
 
-        options: dict[str, Any] = {"policy": QUICK} | self.options
+        options: dict[str, Any] = {"policy": QUICK, "timeout": PATIENCE} | self.options
 
         @self.effects.on(Received, consumer="tell", **options)
         async def tell(event: Received, call: Call) -> str:

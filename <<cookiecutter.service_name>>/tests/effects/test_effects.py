@@ -25,7 +25,7 @@ from pipeline.servers.database import autocommitting
 from .desk import TOPIC, Desk, NewDesk, Outside, Received, desk_of
 from tests.contract.bank import Account, Deposit, Deposited, histories
 from tests.pipeline.integration.test_backlog import HOLDING, told
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 
 class Answer(Event, type="answer", topic="answers"):
@@ -186,7 +186,7 @@ async def test_effects_whose_calls_take_long_leave_a_place_for_others(
     quick: list[int] = []
     answered = asyncio.Event()
 
-    @outside.effects.on(Received, consumer="ring")
+    @outside.effects.on(Received, consumer="ring", timeout=PATIENCE)
     async def ring(event: Received, call: Call) -> None:
         slow.append(event.amount)
         await answered.wait()

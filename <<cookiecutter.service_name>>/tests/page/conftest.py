@@ -46,7 +46,7 @@ def opened(
     async def open_one(
         address: str = "127.0.0.1",
         url: str = database_url,
-        backlog_lease: float = 10.0,
+        backlog_lease: float = 120.0,
         **chosen: object,
     ) -> AsyncIterator[httpx2.AsyncClient]:
         of_service = settings(database_url=url, backlog_lease=backlog_lease)

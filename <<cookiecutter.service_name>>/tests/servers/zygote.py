@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from .databases import HOME
-from .waiting import eventually
+from .waiting import eventually, let_servers_be_slow
 
 _NEEDED = ("operate.commands", "sqlalchemy.dialects.postgresql.asyncpg", "uvloop")
 _OPTIONAL = ("http_api", "page.app")
@@ -124,6 +124,7 @@ def serve() -> None:
     """Fork a process for every order, until there are no more."""
     for name in (*_NEEDED, *filter(_is_there, _OPTIONAL)):
         importlib.import_module(name)
+    let_servers_be_slow()
     gc.freeze()
     running: dict[int, Path] = {}
     woken, wakes = os.pipe()

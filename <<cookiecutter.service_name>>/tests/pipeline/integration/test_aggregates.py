@@ -37,15 +37,6 @@ class Balance(Aggregate, Base):
     amount: Mapped[int] = mapped_column(default=0)
 
 
-class Entry(Base):
-    """One line of a ledger, which refers to an account."""
-
-    __tablename__ = "entry"
-
-    number: Mapped[int] = mapped_column(primary_key=True)
-    account: Mapped[str] = mapped_column(sa.ForeignKey(Account.id))
-
-
 class Exchanged(Event, type="deposited"):
     """Money came in, of some currency."""
 
@@ -106,6 +97,7 @@ async def test_rows_that_refer_to_a_locked_row_are_inserted_meanwhile(
 ) -> None:
     _, desk = ledger
     await desk.apply(Deposit(1, account="a"))
+    await db.execute("CREATE TABLE entry (number int, account text REFERENCES account)")
     handlers = desk.handlers = Handlers()
 
     @handlers.on(Deposited, topic="deposits", consumer="locks", loads=Account.by("account"))

@@ -63,7 +63,7 @@ async def test_what_a_stopped_relay_sends_late_is_refused_by_the_brokers(
 ) -> None:
     """Trap 5, at the brokers; without transactions it arrives, as repeats with the same ids."""
     topic = await new_topic()
-    chosen = settings(relay_lease=1, relay_transactional=transactional)
+    chosen = settings(relay_lease=3, relay_transactional=transactional)
     await stage(db, numbered(topic, [1, 2, 3]))
     async with following(kafka, topic) as tail, relaying(chosen, Stopped) as stopped:
         assert isinstance(stopped.relay, Stopped)
