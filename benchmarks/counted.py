@@ -21,6 +21,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,10 @@ class Job:
     """
 
     environment: dict[str, str]
+    module: str
+    """It has the handlers."""
+    source: str
+    """Folder of the service's packages. The engine is that of the parcel tracker for all jobs."""
     batch: int
     """Records of a transaction."""
     warm_up: int
@@ -85,6 +90,7 @@ async def measure(job: Job, folder: Path | None) -> dict[str, Any]:
     settings = Settings()
     consumer = consumer_of(settings)
     logging.getLogger().addHandler(warnings := Warnings())
+    handlers = import_module(job.module).handlers
 
     async def handle(task: "SingleTask", number: int) -> None:
         for _ in range(number // job.batch):
@@ -94,7 +100,7 @@ async def measure(job: Job, folder: Path | None) -> dict[str, Any]:
                 records += (record for each in found.values() for record in each)
             await task.handle(records)
 
-    async with single_task(GROUP, settings) as task:
+    async with single_task(GROUP, settings, handlers) as task:
         await consumer.start()
         try:
             await handle(task, job.warm_up)
@@ -135,6 +141,7 @@ def start(job: Job, folder: Path | None) -> Connection:
 
     def run() -> None:
         os.environ |= job.environment
+        sys.path.append(job.source)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             sending.send(runner.run(measure(job, folder)))
 

@@ -1,4 +1,4 @@
-"""`make instructions`: counts what a message of the worked example takes, beside the record.
+"""`make instructions`: counts what a message of the worked examples takes, beside the record.
 
 Instructions depend on the interpreter's build, so the record has those of several builds.
 """
@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks import load
+from benchmarks import load, payments
 from benchmarks.interpreter import chosen
 from benchmarks.kept import PAGE
+from benchmarks.load import Load
+from benchmarks.payments import Payments
 from benchmarks.rig import OURS, OURS_SQL, Contestant, Rig
 from benchmarks.run import FAILURES, clear, rig_in
 from benchmarks.tables import with_table
@@ -66,11 +68,24 @@ class Kind:
     warm_up: int
     counted: int
 
+    def load(self) -> Load | Payments:
+        """Return the messages, with those of a last batch."""
+        count = self.warm_up + self.counted + self.batch
+        if self.contestant.service == payments.SERVICE:
+            return payments.authorizations(count)
+        return load.make(1_000, count)
 
+
+_OF_PAYMENTS = 200, 200, 200
 KINDS = {
     "orm": Kind(OURS, 500, 1_000, 4_000),
     "sql": Kind(OURS_SQL, 500, 1_000, 4_000),
     "alone": Kind(OURS, 1, 100, 300),
+    "payments": Kind(payments.OURS, *_OF_PAYMENTS),
+    **{
+        f"payments without {part}": Kind(payments.without(payments.OURS, part), *_OF_PAYMENTS)
+        for part in ("CHECK", "entries")
+    },
 }
 
 
@@ -113,18 +128,33 @@ async def _run(
     async with AsyncExitStack() as stack:
         jobs, sites = [], []
         for kind in kinds.values():
-            load_ = load.make(1_000, kind.warm_up + kind.counted + kind.batch)
-            input_ = await rig.input(load_, 1)
-            site = await stack.enter_async_context(rig.site(OURS, input_))
-            site = replace(site, contestant=replace(kind.contestant, settings=_SETTINGS))
+            load_, who = kind.load(), kind.contestant
+            who = replace(who, settings={**who.settings, **_SETTINGS})
+            input_ = await stack.enter_async_context(rig.fresh_topic(1))
+            async with rig.producer() as producer:
+                await load.fill(producer, input_, load_.records())
+            site = await stack.enter_async_context(rig.site(who, input_))
+            if isinstance(load_, Payments):
+                await payments.prepare(rig, site, load_)
             sites.append((site, load_))
-            sizes = {"batch": kind.batch, "warm_up": kind.warm_up, "counted": kind.counted}
-            jobs.append({"environment": rig.variables(site), **sizes})
-        counted = replace(site.contestant, module="benchmarks.counted")
+            jobs.append(
+                {
+                    "environment": rig.variables(site),
+                    "module": who.module,
+                    "source": str(rig.folder / who.service / "src"),
+                    "batch": kind.batch,
+                    "warm_up": kind.warm_up,
+                    "counted": kind.counted,
+                }
+            )
+        counted = replace(OURS, module="benchmarks.counted", settings=_SETTINGS)
         process = rig.process(replace(site, contestant=counted))
         said = json.loads((await process.ask(json.dumps(jobs), *arguments)).splitlines()[-1])
-        for each in sites:
-            await rig.check(*each)
+        for site, load_ in sites:
+            if isinstance(load_, Payments):
+                await payments.check(rig, site, load_)
+            else:
+                await rig.check(site, load_)
     return said["build"], dict(zip(kinds, said["jobs"], strict=True))
 
 
@@ -200,9 +230,10 @@ def show(build: str, found: Entry, recorded: Entry | None, console: Console) -> 
 
 
 async def rig_with_service(folder: Path) -> Rig:
-    """Generate the service into a folder, with an interpreter built with optimisation."""
+    """Generate the services into a folder, with an interpreter built with optimisation."""
     clear(folder)
     await bake(folder, folder / "bake.txt")
+    await payments.generate(folder)
     rig = rig_in(folder)
     rig.python = await rig.environment(chosen(None))
     return rig

@@ -26,6 +26,7 @@ from pipeline.relay.publisher import Publisher
 from pipeline.settings import Settings
 
 from benchmarks.clock import Clock, fetched
+from benchmarks.ours import handlers
 from benchmarks.single_task import consumer_of, single_task
 
 GROUP = "layers"
@@ -36,7 +37,7 @@ async def layers() -> dict[str, float]:
     settings = Settings()
     clock = Clock()
     watch(clock)
-    async with single_task(GROUP, settings) as task:
+    async with single_task(GROUP, settings, handlers) as task:
         fetch, batches = await fetched(consumer_of(settings), settings.batch_size)
         for records in batches:
             await task.handle(records)

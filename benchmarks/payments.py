@@ -3,17 +3,21 @@
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.check import require
 from benchmarks.load import Record
-from benchmarks.rig import Rig, Site, connected, place_of
+from benchmarks.rig import Contestant, Rig, Site, connected, place_of
+from demo.processes import bake
 
 SERVICE = "payment-ledger"
 """Name of the service that is generated with the example, next to the parcel tracker."""
+OURS = Contestant("ours", "benchmarks.ours_payments", service=SERVICE)
+BARE_ORM = Contestant("bare-orm", "benchmarks.bare_payments", service=SERVICE)
 CUSTOMERS = 50
 MERCHANTS = 10
 AUTHORIZE = "payment.authorize.v1"
@@ -93,6 +97,10 @@ class Payments:
 
     commands: Sequence[Command]
 
+    def records(self) -> Iterator[Record]:
+        """Yield the records of the commands."""
+        return (one.record() for one in self.commands)
+
     @cached_property
     def deposits(self) -> Mapping[str, int]:
         """What each customer has first: enough for all authorizations, in whatever order."""
@@ -166,6 +174,12 @@ def make(count: int, *, seed: int = 1) -> Payments:
     return Payments(commands)
 
 
+def authorizations(count: int, *, seed: int = 1) -> Payments:
+    """Return so many authorizations, each of another payment."""
+    firsts = (commands[0] for commands in _payments(random.Random(seed)))
+    return Payments([Command(number, *next(firsts)) for number in range(count)])
+
+
 def _payments(chance: random.Random) -> Iterator[list[Any]]:
     """Yield the commands of payment after payment."""
     number = 0
@@ -186,6 +200,31 @@ def _payments(chance: random.Random) -> Iterator[list[Any]]:
         yield [(type, f"payment:{number:06}", *accounts, cents) for type, cents in amounts]
 
 
+async def generate(folder: Path) -> None:
+    """Generate the service into a folder. Raises `ProcessFailed`."""
+    await bake(folder, folder / "bake.txt", SERVICE, worked_example="payments")
+
+
+def without(contestant: Contestant, *parts: str) -> Contestant:
+    """Return a contestant whose example lacks parts: entries, CHECK."""
+    return replace(contestant, settings={"BENCH_WITHOUT": " ".join(parts)})
+
+
+async def prepare(rig: Rig, site: Site, load: Payments) -> None:
+    """Add the deposits; remove CHECK from the tables if the contestant is to be without."""
+    if "CHECK" in removed(site.contestant):
+        await rig.execute(
+            *(f"ALTER TABLE {table} DROP CONSTRAINT {name}" for table, name in CHECKS.items()),
+            database=site.database,
+        )
+    await rig.execute(*load.funding(), database=site.database)
+
+
+def removed(contestant: Contestant) -> Collection[str]:
+    """Return what a contestant's example lacks."""
+    return contestant.settings.get("BENCH_WITHOUT", "").split()
+
+
 async def check(rig: Rig, site: Site, load: Payments) -> None:
     """Compare tables, markers and events with the load. Raises `CheckFailed`."""
     events = defaultdict[str, list[tuple[str, int]]](list)
@@ -204,7 +243,7 @@ async def check(rig: Rig, site: Site, load: Payments) -> None:
         )
         entries = await connection.fetch("SELECT account_id, amount, reference FROM entry")
     payments = {id: Row(*row) for id, *row in rows}
-    has_entries = "entries" not in site.contestant.settings.get("BENCH_WITHOUT", "")
+    has_entries = "entries" not in removed(site.contestant)
     found = Ledger(balances, payments, events, Counter(one["reference"] for one in entries))
     faults = [*unlike(load.ledger, found, has_entries=has_entries)]
     if has_entries:

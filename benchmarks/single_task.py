@@ -1,5 +1,6 @@
 """The engine's parts in one task, batch after batch: what `layers` times and `probe` counts."""
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.consumer import _FETCH_BYTES
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
+from pipeline.handlers.registry import Handlers
 from pipeline.observe import exporters
 from pipeline.observe.health import Health
 from pipeline.relay import window
@@ -27,7 +29,7 @@ from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
-from benchmarks.ours import TOPIC, handlers
+TOPIC = os.environ["BENCH_INPUT"]
 
 
 @dataclass
@@ -36,6 +38,7 @@ class SingleTask:
 
     group: str
     settings: Settings
+    handlers: Handlers
     driver: asyncpg.Connection
     consume: ConsumeTransactions
     publisher: Publisher
@@ -46,7 +49,7 @@ class SingleTask:
         slot = Slot(self.group, TOPIC, records[0].partition)
         start = records[0].offset
         await positions.start_at(self.driver, slot, start)
-        read = await batch.read(handlers, start, records)
+        read = await batch.read(self.handlers, start, records)
         attempts = Attempts("the batch", "PostgreSQL", unless=lambda: False, report=print)
         await self.consume.apply(PartitionSource([PartitionBatch(slot, read)]), attempts)
         page = await window.fresh(
@@ -68,7 +71,9 @@ def consumer_of(settings: Settings) -> KafkaConsumer:
 
 
 @asynccontextmanager
-async def single_task(group: str, settings: Settings) -> AsyncIterator[SingleTask]:
+async def single_task(
+    group: str, settings: Settings, handlers: Handlers
+) -> AsyncIterator[SingleTask]:
     """Yield the engine's parts, set up as in a service."""
     _collect_seldom(settings.gc_threshold)
     shut_exporters_down = exporters.configure(
@@ -92,7 +97,7 @@ async def single_task(group: str, settings: Settings) -> AsyncIterator[SingleTas
         async with autocommitting(engine) as driver:
             snapshot = await driver.fetchval("SELECT pg_current_snapshot()")
             progress = Progress(snapshot, None, 0, 0)
-            yield SingleTask(group, settings, driver, consume, publisher, progress)
+            yield SingleTask(group, settings, handlers, driver, consume, publisher, progress)
     finally:
         await publisher.discard()
         await engine.dispose()

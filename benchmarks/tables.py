@@ -10,7 +10,6 @@ from benchmarks.bench import Book, Run
 from benchmarks.marks import GOALS, NOT_MEASURED, SATURATED, Values, is_saturated, ratios
 from benchmarks.measures import MEASURES
 from benchmarks.measures.growth import VARIED, name
-from benchmarks.measures.ledger import BARE_ORM as BARE
 from benchmarks.measures.ledger import SIDES as LEDGER
 from benchmarks.measures.ordinary import MANY, RATES, named
 from benchmarks.measures.peers import PEERS
@@ -18,6 +17,7 @@ from benchmarks.measures.poison import KEYS, KINDS, SHARES
 from benchmarks.measures.poison import named as named_failing
 from benchmarks.measures.streamed import PER_SECOND as STREAMED
 from benchmarks.measures.xmin import CLOSED, LENGTH, MOMENTS, SIDES
+from benchmarks.payments import BARE_ORM as BARE
 from benchmarks.rig import BARE_ORM, OURS
 from benchmarks.runs import PER_SECOND
 

@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import payments
 from benchmarks.bench import Run
-from benchmarks.measures.ledger import BARE_ORM, SIDES
+from benchmarks.measures.ledger import SIDES
+from benchmarks.payments import BARE_ORM
 from benchmarks.work import partition_of
 
 from tests.test_bench import cells_of, page_with
@@ -29,6 +30,14 @@ def test_payments_are_mixed_and_few_commands_are_refused() -> None:
     assert 0 < told[payments.REFUSED] < 100
     partitions = Counter(partition_of(one.payment_id.encode(), 4) for one in made.commands)
     assert min(partitions.values()) > 400
+
+
+def test_authorizations_are_of_payments_of_their_own() -> None:
+    made = payments.authorizations(600)
+    assert {one.type for one in made.commands} == {payments.AUTHORIZE}
+    assert len({one.payment_id for one in made.commands}) == 600
+    assert len(made.ledger.balances) == 600 + payments.CUSTOMERS + payments.MERCHANTS + 1
+    assert sum(made.ledger.balances.values()) == 0
 
 
 def test_a_load_of_payments_is_a_ledger_and_its_deposits_last() -> None:

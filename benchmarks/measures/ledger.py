@@ -1,25 +1,21 @@
 """Ledger: the payments example by CPU, beside bare-orm's loop with the same handlers."""
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from benchmarks import payments
 from benchmarks.bench import Bench
 from benchmarks.load import fill
 from benchmarks.marks import Values
-from benchmarks.payments import CHECKS, SERVICE, Payments
+from benchmarks.payments import BARE_ORM, OURS, Payments
 from benchmarks.rig import Contestant, Rig, running
 from benchmarks.runs import rate, ready
-from demo.processes import bake
 
 MESSAGES = 3_000
 """Commands of a run; fewer in short runs."""
 WARM_UP = 200
 """Messages that are handled before all others are written; they do not count."""
-OURS = Contestant("ours", "benchmarks.ours_payments", service=SERVICE)
-BARE_ORM = Contestant("bare-orm", "benchmarks.bare_payments", service=SERVICE)
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,7 @@ SIDES = (TWO, *(Side(who, without) for without in WITHOUT for who in (OURS, BARE
 
 async def ledger(bench: Bench) -> None:
     """Compare one process with two, and the example with and without entries and CHECK."""
-    folder = bench.rig.folder
-    await bake(folder, folder / "bake.txt", SERVICE, worked_example="payments")
+    await payments.generate(bench.rig.folder)
     count = max(2 * WARM_UP, min(MESSAGES, bench.options.events // 10))
     load = payments.make(count)
     await bench.rounds(
@@ -60,14 +55,14 @@ async def ledger(bench: Bench) -> None:
 
 
 async def _run(rig: Rig, side: Side, load: Payments) -> Values:
-    who = replace(side.contestant, settings={"BENCH_WITHOUT": " ".join(side.without)})
-    records = [one.record() for one in load.commands]
+    who = payments.without(side.contestant, *side.without)
+    records = list(load.records())
     async with (
         rig.fresh_topic() as input_,
         rig.producer() as producer,
         rig.site(who, input_) as site,
     ):
-        await rig.execute(*load.funding(), *_removals(side), database=site.database)
+        await payments.prepare(rig, site, load)
         await fill(producer, input_, records[:WARM_UP])
         services = [rig.process(site) for _ in range(side.processes)]
         async with running(*services), rig.counted(site.output) as count:
@@ -79,10 +74,3 @@ async def _run(rig: Rig, side: Side, load: Payments) -> Values:
             await filling
         await payments.check(rig, site, load)
     return rate(samples, len(records) - WARM_UP)
-
-
-def _removals(side: Side) -> Iterable[str]:
-    """Yield the statements that remove what the tables are to lack."""
-    if "CHECK" in side.without:
-        for table, name in CHECKS.items():
-            yield f"ALTER TABLE {table} DROP CONSTRAINT {name}"
