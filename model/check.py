@@ -92,7 +92,7 @@ class Outcome:
         return f"{self.run.breaks}, {self.depth} steps" if self.run.fault else "yes"
 
 
-PROMISES = ("NO_LOSS", "NO_DOUBLE", "IN_ORDER", "FENCED", "NO_ORPHAN")
+PROMISES = ("NO_LOSS", "NO_DOUBLE", "IN_ORDER", "FENCED", "NO_ORPHAN", "NOT_BLAMED")
 BROKEN_PROMISE = r"assertion violated \(\((\d)!=\1\)"  # the one that was asked for by BREAKS
 ERRORS = {"DEADLOCK": "invalid end state", "LIVELOCK": "non-progress cycle"}
 
@@ -100,12 +100,16 @@ QUICK = (
     Run("consume"),
     Run("consume", "TOGETHER=2 LENGTH=2"),
     Run("consume", "LENGTH=2", is_for_cycles=True),
+    Run("ladder"),
+    Run("ladder", is_for_cycles=True),
     Run("relay", "MISHAPS=1"),
     Run("relay", "MISHAPS=0", is_for_cycles=True),
     Run("backlog", "MISHAPS=0"),
     Run("backlog", "MISHAPS=0 DECISIONS=0", is_for_cycles=True),
 )
 FULL = (
+    Run("ladder"),
+    Run("ladder", is_for_cycles=True),
     Run("relay"),
     Run("relay", "ROWS=4 MISHAPS=1"),
     Run("relay", "MISHAPS=1", is_for_cycles=True),
@@ -149,6 +153,18 @@ FAULTS = (
     Run("consume", "MISHAPS=0", "MARKERS_UNSORTED", "DEADLOCK"),
     # Two processes with the same partitions wait for each other's positions.
     Run("consume", "TOGETHER=2 LENGTH=2 MISHAPS=0", "POSITIONS_UNSORTED", "DEADLOCK"),
+    # A transaction was rolled back, and its first message spends an attempt.
+    Run("ladder", "", "BLAMED_WHEN_ROLLED_BACK", "NOT_BLAMED"),
+    # An outage ends the connection of a message that is tried alone.
+    Run("ladder", "", "A_LOSS_IS_A_FAILURE", "NOT_BLAMED"),
+    # A message ends each connection, and the process that counts does not last.
+    Run("ladder", "", "LOSSES_IN_MEMORY", "LIVELOCK", is_for_cycles=True),
+    # A message whose COMMIT fails stays beside its neighbours.
+    Run("ladder", "", "SAME_RUNG_AGAIN", "LIVELOCK", is_for_cycles=True),
+    # A message whose COMMIT fails is called on the lowest rung, too.
+    Run("ladder", "", "LOWEST_RUNG_CALLS", "LIVELOCK", is_for_cycles=True),
+    # A later message of the key takes effect while the one before it is stored.
+    Run("ladder", "", "FOLLOWERS_GO_ON", "IN_ORDER"),
     # Row 2 is published, then row 1 commits. Trap 1.
     Run("relay", "PAGE=3 MISHAPS=0", "CURSOR_ON_ID", "NO_LOSS"),
     # The key's second transaction has the lower xid, and a running one lies between. Trap 2.

@@ -8,6 +8,7 @@
 #define IN_ORDER  3  /* per key, and first occurrences only */
 #define FENCED    4  /* a process without its partition, shard or lane changes nothing */
 #define NO_ORPHAN 5  /* the first row of a key is due, or is dead and holds the key */
+#define NOT_BLAMED 6 /* an attempt is spent only by a message that fails alone */
 
 #ifndef BREAKS
 #define promise(which, is_kept) assert(is_kept)
