@@ -282,13 +282,13 @@ SABOTAGES: Sequence[Sabotage] = (
         "lost connections",
         [
             Edit(
-                "apply/transactions.py",
-                "        if not await outbox.write(driver) and outcome.applied",
+                "apply/runs.py",
+                "    if not await outbox.write(driver) and outcome.applied",
                 """\
-        from pipeline.servers.database import autocommitting
-        async with autocommitting(self.engine) as elsewhere:
-            wrote = await outbox.write(elsewhere)
-        if not wrote and outcome.applied""",
+    from pipeline.servers.database import autocommitting
+    async with autocommitting(attempt.connection.engine) as elsewhere:
+        wrote = await outbox.write(elsewhere)
+    if not wrote and outcome.applied""",
             ),
             Edit("handlers/staging.py", "if not connection.is_in_transaction():", "if False:"),
         ],
@@ -456,12 +456,15 @@ reason, attempts, waited,
         "connections lost under handlers",
         [
             Edit(
-                "apply/guilt.py",
-                "return not (is_of_the_database(error) or attempt.driver.is_closed())",
-                "return True",
+                "apply/transactions.py",
+                "                        left += self._divided(piece, rung + 1)\n",
+                """\
+                        for item in piece.items if result.is_lost else ():
+                            spent = RolledBack(result.error, "failed")
+                            memory.decisions[item.key] = decide_alone(item, spent)
+                        left += self._divided(piece, rung + 1)
+""",
             ),
-            # Which fails as well when the connection is lost.
-            Edit("apply/calls.py", "if len(failures.failed) == 1:", "if False:"),
         ],
     ),
     Sabotage(

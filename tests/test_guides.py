@@ -399,6 +399,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "codecs",
         "contracts",
         "deploying",
+        "failures",
         "handling-errors",
         "how-it-works",
         "operating-errors",

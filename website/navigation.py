@@ -75,6 +75,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("security", "TLS, passwords, secrets, roles of the database"),
         _service("cloud-login", "tokens and expiring passwords: OIDC, AWS, Azure, Google"),
         _service("operating-errors", "what to watch, and what to do about a failed message"),
+        _service("failures", "when messages fail: what the service does, and what is spent"),
         _service("operations-page", "the state of the service and its dead letters in a browser"),
         _service("runbook", "causes and remedies for each alert"),
         _service("updating", "newer versions of the template, other answers"),

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import count
 from typing import Any
 
 from opentelemetry.context import get_current
@@ -19,12 +20,19 @@ from pipeline import Event, Handlers, Message, Park, Reject, Retry, Service
 from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import validated
 from pipeline.apply.breaker import Breaker
+from pipeline.apply.failures import NeedsOwnSession, RolledBack
 from pipeline.apply.filters import Filters
-from pipeline.apply.guilt import CulpritUnknown, MessagesFailed, NeedsOwnSession
 from pipeline.apply.item import Item, StoredRecord
+from pipeline.apply.ladder import BATCH
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.errors import UNSTORABLE, describe_error, is_infrastructure
+from pipeline.errors import (
+    UNSTORABLE,
+    describe_error,
+    is_contention,
+    is_infrastructure,
+    is_of_the_database,
+)
 from pipeline.events.event import Unpublishable, payload_of
 from pipeline.events.message import marker_key
 from pipeline.events.payload import payload_hash
@@ -34,7 +42,7 @@ from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.observe.traces import creation_context
 from pipeline.servers.guard import HandlerFault
-from pipeline.servers.retrying import Attempts
+from pipeline.servers.retrying import Attempts, pause
 from pipeline.settings import Settings, WriterSettings
 
 from .source import KeyReused, RequestSource
@@ -144,25 +152,29 @@ class Receiver(ConsumeTransactions):
 
     async def _receive(self, source: RequestSource, retrying: Attempts) -> BatchOutcome:
         """Apply the request. Raises what its handler has raised, or `Unavailable`."""
-        memory = Memory()
-        while True:
-            result = await self._retry(source, {}, retrying, memory)
+        memory, is_repeated = Memory(), False
+        for number in count():
+            result = await retrying(self.transact, source, BATCH, memory)
             match result:
                 case BatchOutcome():
                     return result
                 case NeedsOwnSession():
-                    self._own.add(result.consumer)
-                case MessagesFailed() if not result.decisions:
-                    pass  # tried once more
-                case MessagesFailed() | CulpritUnknown():
-                    error = result.error
-                    if isinstance(error, Retry | Park):
-                        raise Unavailable(str(error), after=error.after) from error
-                    if is_infrastructure(error):
-                        raise Unavailable(describe_error(error)) from error
-                    if isinstance(error, Exception):
-                        raise error
+                    self.needs_own_session(result)
+                case RolledBack(error) if result.is_lost or is_contention(error):
+                    await asyncio.sleep(pause(number))
+                case RolledBack() if await self._was_outage(result, retrying):
+                    pass
+                case RolledBack(error) if is_of_the_database(error) and not is_repeated:
+                    is_repeated = True  # another may have inserted the same row meanwhile
+                case RolledBack(Retry() | Park() as error):
+                    raise Unavailable(str(error), after=error.after) from error
+                case RolledBack(error) if is_infrastructure(error):
+                    raise Unavailable(describe_error(error)) from error
+                case RolledBack(Exception() as error):
+                    raise error
+                case RolledBack(error):
                     raise HandlerFault(describe_error(error)) from error  # of sys.exit()
+        raise AssertionError("unreachable")
 
     def _item(self, event: Event, key: str, consumer: str, scope: str) -> Item:
         handler = _handler(self.handlers, type(event), consumer)

@@ -6,7 +6,7 @@ the error.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import asyncpg
 
@@ -53,6 +53,7 @@ class RequestSource:
     item: Item
     answer: str | None = None
     """The stored result of a repeated request, as JSON."""
+    has_lease: ClassVar[bool] = False
     _generations: list[int] = field(default_factory=list)
 
     @property
@@ -103,7 +104,12 @@ class RequestSource:
             self.answer = await connection.fetchval(_RESULT, self._generations, key)
         return ()
 
-    def halves(self) -> Sequence[Self]:
+    @property
+    def is_alone(self) -> bool:
+        """Always: a request has a transaction for itself."""
+        return True
+
+    def pieces(self, records: float) -> Sequence[Self]:
         """Return itself."""
         return [self]
 

@@ -37,8 +37,18 @@ _INFRASTRUCTURE = (
 )
 """Error codes of PostgreSQL (Appendix A) or the beginnings of some: a class has two characters."""
 _CONTENTION = ("40001", "40P01", "55P03", "57014")
-MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError)
-"""A table or a column is missing: its migration was not written, or not applied."""
+_OF_SERVERS = ("08", "25", "53", "57", "58", "XX")
+_OF_RESOURCES = ("53", "58")
+"""Classes of errors: insufficient resources, and system error."""
+MISSING = (
+    asyncpg.InsufficientPrivilegeError,
+    asyncpg.InvalidSchemaNameError,
+    asyncpg.UndefinedColumnError,
+    asyncpg.UndefinedFunctionError,
+    asyncpg.UndefinedObjectError,
+    asyncpg.UndefinedTableError,
+)
+"""What the catalog lacks, or the role may not use: a migration was not written, or not applied."""
 _OF_THE_DATABASE = (
     sqlalchemy.exc.SQLAlchemyError,
     AsyncAdapt_asyncpg_dbapi.Error,  # in a chain between the two, or by itself, of BEGIN
@@ -95,9 +105,8 @@ def _is_infrastructure(error: BaseException) -> bool:
     error = as_raised(error)
     if isinstance(error, asyncpg.InvalidCachedStatementError):
         return True  # a migration has changed a table, and asyncpg has emptied its cache
-    if isinstance(error, asyncpg.CheckViolationError):
-        # A table of the engine lacks a partition, which retention creates ahead.
-        return error.schema_name == "pipeline" and error.constraint_name is None
+    if lacks_partition(error):
+        return True
     if isinstance(error, asyncpg.PostgresError):
         return (error.sqlstate or "").startswith(_INFRASTRUCTURE)
     if isinstance(error, asyncpg.InterfaceError):
@@ -110,6 +119,16 @@ def _is_infrastructure(error: BaseException) -> bool:
         is_bare = type(error) is asyncpg.InternalClientError
         return not is_bare or str(error).startswith("cannot switch to state")
     return isinstance(error, sqlalchemy.exc.TimeoutError | OSError | KafkaError)
+
+
+def lacks_partition(error: BaseException) -> bool:
+    """Return whether a table of the engine lacks a partition, which retention creates ahead."""
+    error = as_raised(error)
+    return (
+        isinstance(error, asyncpg.CheckViolationError)
+        and error.schema_name == "pipeline"
+        and error.constraint_name is None
+    )
 
 
 def as_raised(error: BaseException) -> BaseException:
@@ -136,6 +155,20 @@ def is_contention(error: BaseException) -> bool:
         or (isinstance(e, asyncpg.PostgresError) and e.sqlstate in _CONTENTION)
         for e in map(as_raised, leaves(error))
     )
+
+
+def may_be_outage(error: BaseException) -> bool:
+    """Return whether the error's class is that of a server which can't be used. `Probe` tells."""
+    return _has_class(error, _OF_SERVERS) and not is_contention(error)
+
+
+def is_of_resources(error: BaseException) -> bool:
+    """Return whether the server lacks disk, memory or connections for this statement."""
+    return _has_class(error, _OF_RESOURCES)
+
+
+def _has_class(error: BaseException, classes: tuple[str, ...]) -> bool:
+    return any((sqlstate_of(one) or "").startswith(classes) for one in leaves(error))
 
 
 def is_of_the_database(error: BaseException) -> bool:

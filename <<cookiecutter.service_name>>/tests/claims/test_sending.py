@@ -402,6 +402,7 @@ async def test_a_handler_that_leaves_the_store_less_than_its_time_is_at_fault(
     clerk.seconds = 1.5
     async with asyncio.timeout(PATIENCE):
         await desk.apply(Deposit(1_000), Deposit(1, account="bob"))
+        await desk.work_off()
     assert await desk.park() == {("state", 0): "takes too long"}
     (row,) = await desk.backlog()
     assert "takes longer than 1 s and leaves the object store less than 8 s" in row["error"]

@@ -2,24 +2,28 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Collection, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import asyncpg
 from opentelemetry.context import Context
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
+from sqlalchemy.orm import Session
 
 from pipeline.events.event import Event
-from pipeline.handlers.registry import Handler
+from pipeline.handlers.policy import Decision
+from pipeline.handlers.registry import Handler, Handlers
 from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import SharedSession, clean, isolated, new_session, own_session
+from pipeline.handlers.sessions import RESET, SharedSession, clean, new_session, own_session
 from pipeline.handlers.staging import Outbox
 from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.guard import Guard
 
 from .batch import validated
+from .claim_check import ClaimCheck
+from .encryption import Encryption
 from .item import Item
 from .limits import Deadline
 
@@ -30,13 +34,10 @@ class Memory:
 
     handed: set[int] = field(default_factory=set)
     """`id` of the events that were handed to a handler."""
-    isolates: bool = False
-    """Whether a message with a session of its own has failed: from then on each such message has a
-    savepoint, so that one attempt finds all messages that fail."""
-    cut_off: set[bytes] = field(default_factory=set)
-    """Marker keys of messages whose calls were cut off once."""
-    contentions: int = 0
-    """Attempts in a row in which locks were in the way."""
+    decisions: dict[bytes, Decision] = field(default_factory=dict)
+    """Decisions, by marker key, that the next transaction stores."""
+    suspects: set[bytes] = field(default_factory=set)
+    """Marker keys of the messages whose calls have failed."""
 
 
 @dataclass(eq=False)
@@ -54,6 +55,9 @@ class Attempt:
     time_limit: float
     """Time limit of the transaction in seconds, which begins now."""
     memory: Memory
+    handlers: Handlers
+    claims: ClaimCheck | None
+    encryption: Encryption | None
     rows: Rows = field(init=False)
     """Those of the session that messages share, or of the message that is being handled."""
     guard: Guard = field(init=False)
@@ -75,11 +79,49 @@ class Attempt:
     reserved: float = 0.0
     """Seconds of the time limit that were needed for the object store, and not left."""
     is_cut_off: bool = False
-    """Whether a statement may still be under way on the connection."""
+    """Whether a call was cut off by its time limit."""
+    is_committing: bool = False
+    """Whether all statements but the COMMIT have been executed."""
+    early: set[bytes] = field(default_factory=set)
+    """Order keys of events that came too early in their sequence."""
 
     def __post_init__(self) -> None:
+        self.begin_run(())
+
+    def begin_run(self, items: Iterable[Item]) -> None:
+        """Begin a run: its messages have a session that knows nothing of earlier ones."""
         self.rows = Rows(new_session(self.connection, SharedSession))
         self.guard = Guard(self.outbox)
+        for item in items:  # they may have been in a run that was rolled back
+            self.guards.pop(item.key, None)
+            self.errors_after_return.pop(item.key, None)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the transaction can't go on: its connection is lost, or it has ended."""
+        driver = self.driver
+        return self.is_busy or driver.is_closed() or not driver.is_in_transaction()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a statement may be under way on the connection."""
+        return self.is_cut_off or any(one.under_way for one in (self.guard, *self.guards.values()))
+
+    @property
+    def contention(self) -> BaseException | None:
+        """Error of a statement in whose way locks were, also if its handler has caught it."""
+        guards = (self.guard, *self.guards.values())
+        return next((one.contention for one in guards if one.contention), None)
+
+    async def undo_run(self, point: AsyncTransaction) -> None:
+        """Roll back to the savepoint at which the run began."""
+        Session.close(self.rows.session.sync_session)
+        if point.is_active:  # a flush that has failed has rolled it back
+            await point.rollback()
+        # PostgreSQL keeps the savepoint then, with what a handler has done after it.
+        name = point.sync_transaction._savepoint  # type: ignore[union-attr]
+        undo = f"ROLLBACK TO SAVEPOINT {name}; RELEASE SAVEPOINT {name}"
+        await self.driver.execute(f"{undo}; {RESET}; {self.limits}" if self.own else undo)
 
     @property
     def seconds(self) -> float:
@@ -91,6 +133,16 @@ class Attempt:
         """Whether the time limit has passed."""
         return self.seconds >= self.time_limit - self.reserved
 
+    @property
+    def limit_exceeded(self) -> str:
+        """Return the text of an error: the time limit has passed."""
+        text = f"the transaction takes longer than {self.time_limit - self.reserved:g} s"
+        return (
+            f"{text} and leaves the object store less than {self.reserved:g} s"
+            if self.reserved
+            else text
+        )
+
     def reserve(self, seconds: float) -> None:
         """Raise `TimeoutError` if less than these seconds are left, as if the limit had passed."""
         self.reserved = seconds
@@ -98,9 +150,9 @@ class Attempt:
             raise TimeoutError
         self.reserved = 0.0
 
-    async def roll_back(self) -> None:
+    async def roll_back(self, *, discards: bool = False) -> None:
         """Roll back; the connection stays usable unless a statement may be under way."""
-        if self.is_cut_off or self.is_late:
+        if discards or self.is_busy or self.is_late:
             await self.connection.invalidate()
         elif self.own:
             await clean(self.connection, self.driver)
@@ -118,13 +170,6 @@ class Attempt:
             raise fault
         self.rows.raise_error()
 
-    async def is_sound(self) -> bool:
-        """Return whether no statement of the call has failed: an outage is of another server."""
-        with suppress(Exception):
-            await self.driver.execute("SELECT")
-            return not self.guard.has_failed
-        return False
-
     def event_of(self, item: Item) -> Event | None:
         """Return the event for a call; a new object for each, as a handler may have changed it."""
         if id(item.event) in self.memory.handed:
@@ -137,11 +182,7 @@ class Attempt:
         """Use a session of its own for the message that is handled next."""
         shared = self.rows, self.guard
         guard = self.guards[item.key] = Guard(self.outbox)
-        isolating = isolated(self.driver, self.outbox, self.limits)
-        async with (
-            isolating if self.memory.isolates else nullcontext(),
-            own_session(self.connection, self.driver, guard, self.limits) as session,
-        ):
+        async with own_session(self.connection, self.driver, guard, self.limits) as session:
             self.rows, self.guard = Rows(session), guard
             try:
                 yield

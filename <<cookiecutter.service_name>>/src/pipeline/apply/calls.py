@@ -8,132 +8,98 @@ from time import perf_counter
 import pydantic_core
 import sqlalchemy as sa
 
-from pipeline.errors import describe_error, is_infrastructure
+from pipeline.errors import describe_error
 from pipeline.handlers.aggregate import Aggregate, Key
-from pipeline.handlers.policy import Reject
-from pipeline.handlers.sessions import DONE, SharedSession
+from pipeline.handlers.sessions import SharedSession
 from pipeline.handlers.transaction import EventBatch, Transaction
 from pipeline.observe.traces import Current
-from pipeline.servers.guard import HandlerFault, InContext
+from pipeline.servers.guard import InContext
 from pipeline.servers.tasks import TimeSlice
 
 from .attempt import Attempt
-from .guilt import CallFailed, FailedCalls, MessageFailure, NeedsOwnSession, is_guilty
+from .failures import CallFailed, NeedsOwnSession
 from .item import Item
 from .outcome import BatchOutcome
 from .sequence import gap_before, note_applied
 
 
-async def call_handlers(
-    items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome
-) -> FailedCalls:
-    """Lock the rows that handlers have declared, and call the handlers in order.
-
-    First the handlers of messages that share a session are called. After one of these has failed
-    the transaction will be rolled back; the others are called all the same, to find all that fail,
-    except those of the same order key. Then follow the messages with a session of their own each.
-    Raises `NeedsOwnSession`.
-    """
+async def lock_declared(items: Sequence[Item], attempt: Attempt) -> None:
+    """Lock the rows that the handlers of the messages declare, table by table, in their order."""
     for entity, keys in _declared(items):
         await attempt.rows.lock(entity, keys)
-    failures = FailedCalls()
+
+
+async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:
+    """Lock the rows that handlers have declared, call the handlers in order, and flush.
+
+    First the handlers of messages that share a session are called, then those of messages with a
+    session of their own each. Raises `CallFailed` for the first call that fails: later ones would
+    prove nothing. Raises `NeedsOwnSession`, and what the flush raises.
+    """
+    await lock_declared(items, attempt)
     begun = perf_counter()
     sharing, own = items, list[Item]()
     if attempt.own:
         sharing = [item for item in items if item.consumer not in attempt.own]
         own = [item for item in items if item.consumer in attempt.own]
-    await _call_in_order(sharing, attempt, outcome, failures)
-    if own and not failures:
-        await attempt.rows.flush()
-        failures.are_certain = attempt.memory.isolates
-        await _call_in_order(own, attempt, outcome, failures)
-        attempt.memory.isolates |= bool(failures.failed)
-    if attempt.own and not failures:
-        await attempt.driver.execute(DONE)
-    failures.in_batch = failures.in_batch or attempt.guard.stray
-    failures.failed = _strays(attempt, outcome) or failures.failed
-    outcome.seconds = perf_counter() - begun
-    return failures
+    try:
+        await _call_in_order(sharing, attempt, outcome)
+        if own:
+            await attempt.rows.flush()
+            await _call_in_order(own, attempt, outcome)
+    except Exception:
+        raise_strays(attempt, outcome)  # another call may have failed because of one
+        raise
+    finally:
+        outcome.seconds += perf_counter() - begun
+    raise_strays(attempt, outcome)
+    await attempt.rows.flush()
+    attempt.rows.session.sync_session.close()
 
 
-def _strays(attempt: Attempt, outcome: BatchOutcome) -> list[MessageFailure]:
-    """Return messages whose code went on after its return: others may have failed for that."""
+def raise_strays(attempt: Attempt, outcome: BatchOutcome) -> None:
+    """Raise `CallFailed` for a message whose code went on after its return."""
+    if attempt.guard.stray:
+        raise CallFailed((), attempt.guard.stray)
     faults = {key: guard.stray or guard.fault for key, guard in attempt.guards.items()}
     errors = attempt.errors_after_return | {key: fault for key, fault in faults.items() if fault}
-    applied = outcome.applied if errors else ()
-    return [MessageFailure(item, errors[item.key]) for item in applied if item.key in errors]
+    for item in outcome.applied if errors else ():
+        if item.key in errors:
+            raise CallFailed([item], errors[item.key])
 
 
-async def _call_in_order(
-    items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome, failures: FailedCalls
-) -> None:
-    behind: set[bytes] = set()
-    early: set[bytes] = set()
+async def _call_in_order(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:
     turn = TimeSlice()
-    for one in _runs(items):
+    for together in _together(items):
         if turn.is_over:
             await turn.end()
-        run = [item for item in one if item.order_key not in behind] if behind else one
-        if not run:
-            continue
-        try:
-            await _call_in_session(run, attempt, outcome, early)
-        except CallFailed as failure:
-            if len(run) > 1:
-                if not failures.failed:
-                    failures.in_batch = failure.error
-                return
-            item, is_cut_off = run[0], attempt.is_cut_off
-            failures.failed.append(MessageFailure(item, failure.error, failure.trace, is_cut_off))
-            behind.add(item.order_key)
-            if is_cut_off:
-                return
-            if item.consumer in attempt.own:
-                if not (attempt.memory.isolates and attempt.driver.is_in_transaction()):
-                    return
-            elif len(failures.failed) == 1:
-                # Raises if the error of a statement has aborted the transaction: then all the
-                # other calls would fail.
-                await attempt.driver.execute("SELECT")
-        except Exception:
-            failures.failed = failures.failed or _strays(attempt, outcome)
-            if not failures.failed:
-                raise
-            return
+        await _call_in_session(together, attempt, outcome)
 
 
-async def _call_in_session(
-    run: Sequence[Item], attempt: Attempt, outcome: BatchOutcome, early: set[bytes]
-) -> None:
-    """Call the handler for the messages of one call, in the session that it needs."""
-    item = run[0]
-    is_own = item.consumer in attempt.own
+async def _call_in_session(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:
+    """Make one call of a handler, in the session that it needs."""
+    item = items[0]
     attempt.context = None
     try:
-        async with attempt.own_session(item) if is_own else nullcontext():
+        async with attempt.own_session(item) if item.consumer in attempt.own else nullcontext():
             attempt.rows.begin_message()
             gap: int | None = 0
             if item.handler.gaps is not None:
-                try:
-                    gap = await gap_before(item, attempt.rows, outcome, early)
-                except Reject as error:
-                    raise CallFailed(error) from error
+                gap = await gap_before(item, attempt.rows, outcome, attempt.early)
             if gap is None:
                 return
-            result = await _handle(run, attempt, gap)
+            result = await _handle(items, attempt, gap)
     except (CallFailed, NeedsOwnSession):
         raise
     except Exception as error:
-        is_certain = is_own or isinstance(error, HandlerFault)
-        if is_certain and is_guilty(error, attempt, is_alone=is_own):
-            raise CallFailed(error, attempt.context) from error
-        raise
+        timed_out = attempt.is_cut_off
+        raise CallFailed(items, error, attempt.context, has_timed_out=timed_out) from error
     if result is not None:
         outcome.returned[item.key] = result
-    outcome.applied += run
+    outcome.applied += items
 
 
-def _runs(items: Sequence[Item]) -> Iterable[list[Item]]:
+def _together(items: Sequence[Item]) -> Iterable[list[Item]]:
     """Yield the messages that are handled by one call: one, or many of a handler of batches.
 
     The order is kept within a consumer, and not between consumers.
@@ -150,15 +116,15 @@ def _runs(items: Sequence[Item]) -> Iterable[list[Item]]:
     yield from runs.values()
 
 
-async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None:
+async def _handle(items: Sequence[Item], attempt: Attempt, gap: int) -> str | None:
     """Call the handler; returns what it returned, as JSON."""
-    item = run[0]
+    item = items[0]
     handler = item.handler
     attempt.calling = item
     is_cancelled = False
     try:
         if handler.takes_batches:
-            await _call_with_batch(run, attempt)
+            await _call_with_batch(items, attempt)
             return None
         result = await _call(item, attempt, gap)
         attempt.raise_error()
@@ -169,21 +135,18 @@ async def _handle(run: Sequence[Item], attempt: Attempt, gap: int) -> str | None
         is_cancelled = attempt.task is None or attempt.task.cancelling() > 0
         if is_cancelled:
             raise
-        raise CallFailed(error, attempt.context) from error
+        raise CallFailed(items, error, attempt.context) from error
     except BaseException as error:  # also sys.exit(), and the panic of an extension module
         if attempt.deadline.is_over:
             attempt.is_cut_off = True
             late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
             late.__cause__ = error  # its traceback says where the handler waited
-            raise CallFailed(late, attempt.context) from error
+            raise CallFailed(items, late, attempt.context, has_timed_out=True) from error
         try:
             attempt.raise_error()
         except Exception as earlier:
             error = earlier
-        at_fault = is_guilty(error, attempt, is_alone=False)
-        if at_fault or (is_infrastructure(error) and await attempt.is_sound()):
-            raise CallFailed(error, attempt.context) from error
-        raise
+        raise CallFailed(items, error, attempt.context) from error
     finally:
         attempt.calling = None
         shared = attempt.rows.session.sync_session

@@ -106,6 +106,7 @@ class Deadline:
         """Cancel the pending timer."""
         if self._timer is not None:
             self._timer.cancel()
+        self._checks_at = math.inf
 
     def _check_at(self, time: float) -> None:
         self.close()
@@ -130,7 +131,7 @@ class Deadline:
 class Pace:
     """Adapts the number of messages to the time that handlers take.
 
-    A transaction that exceeds its time limit is rolled back and applied again in halves, so the
+    A transaction that exceeds its time limit is rolled back and applied again in parts, so the
     calls of slow handlers would be wasted.
     """
 

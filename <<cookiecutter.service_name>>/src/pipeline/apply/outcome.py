@@ -47,6 +47,16 @@ class BatchOutcome:
     encryption: Encryption | None = None
     """How what is not applied is stored."""
 
+    def add(self, run: "BatchOutcome") -> None:
+        """Add the outcome of a run of the transaction's messages."""
+        self.applied += run.applied
+        self.superseded += run.superseded
+        self.decided += run.decided
+        self.returned |= run.returned
+        self.seconds += run.seconds
+        self.events += run.events
+        self.has_calls |= run.has_calls
+
     def report(self, group: str) -> None:
         """Count and log the outcome, after the commit."""
         counts: Counter[tuple[str, str, str]] = Counter()

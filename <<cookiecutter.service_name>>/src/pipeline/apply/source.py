@@ -1,7 +1,7 @@
 """The interface to the consume transaction of what has messages: a partition, a lane, a request."""
 
 from collections.abc import Collection, Sequence
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import asyncpg
 
@@ -16,6 +16,9 @@ from .positions import Generations
 
 class Source(Protocol):
     """Messages for one transaction, and the position or lane that it changes with them."""
+
+    has_lease: ClassVar[bool]
+    """Whether its transaction holds a lease, and so must not wait for those of others."""
 
     @property
     def items(self) -> Sequence[Item]:
@@ -60,8 +63,13 @@ class Source(Protocol):
         """
         ...
 
-    def halves(self) -> Sequence[Self]:
-        """Return smaller sources, to be applied in order; only itself if it can't be divided."""
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is one message of which every failure counts, also by a time limit."""
+        ...
+
+    def pieces(self, records: float) -> Sequence[Self]:
+        """Return sources of at most so many records each, to be applied in order."""
         ...
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:

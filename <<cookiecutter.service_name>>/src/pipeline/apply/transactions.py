@@ -1,45 +1,64 @@
 """The consume transaction: messages of partitions or of the backlog take effect as a whole.
 
 Read `ConsumeTransactions` from top to bottom: `apply` says what happens when a transaction fails,
-`_transact` when it is committed or rolled back, and `_execute` what is written, in which order.
+`transact` when it is committed or rolled back, `_execute` what is written, in which order. Then
+`runs.py`: how the message that fails is found.
 """
 
 import asyncio
+import logging
+import math
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from copy import copy
-from time import perf_counter
+from time import monotonic, perf_counter
+from typing import Self
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.handlers.policy import Decision
+from pipeline.errors import describe_error
+from pipeline.handlers.policy import UNDECIDED, Decision, undecided
 from pipeline.handlers.registry import Handlers
-from pipeline.handlers.sessions import AT_WORK
+from pipeline.handlers.sessions import AT_WORK, DONE
 from pipeline.handlers.staging import Outbox
-from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
-from pipeline.observe.watchdog import CALLS
 from pipeline.servers.database import driver_of
-from pipeline.servers.guard import CURRENT_GUARD, GUARD
+from pipeline.servers.guard import CURRENT_GUARD, HandlerFault
+from pipeline.servers.probe import Probe
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
-from . import backlog, guilt, inbox, limits
+from . import backlog, inbox, limits
 from .attempt import Attempt, Memory
 from .breaker import Breaker, BreakerOpen
-from .calls import call_handlers
 from .claim_check import ClaimCheck
 from .encryption import Encryption
+from .failures import (
+    CallFailed,
+    NeedsOwnSession,
+    RolledBack,
+    decide_alone,
+    observed,
+    rolled_back_by,
+)
 from .filters import Filters
-from .guilt import CulpritUnknown, FailedCalls, Failure, MessagesFailed, NeedsOwnSession
 from .inbox import look_up, to_handle, too_old
 from .item import Item
+from .ladder import BATCH, LADDER, PIECES, RUNS, STORED, Rung
 from .outcome import BatchOutcome
 from .positions import SourceLost
-from .source import Source, is_single
+from .runs import apply_run, apply_runs, write_staged
+from .slots import Slots
+from .source import Source, without_decision
 from .turns import Turns
 
+log = logging.getLogger(__name__)
+
+_CAREFUL_SECONDS = 10.0
+"""How long batches begin with runs after a failure."""
+_OWN_SECONDS = 60.0
+"""How long messages of a consumer have sessions of their own after one has needed it."""
 _EARLY = 0.01
 """Seconds; uvloop rounds its timers, and one that fires early would look like an outage."""
 
@@ -88,24 +107,25 @@ class ConsumeTransactions:
         self.signals = signals
         self.claims = claims
         self.encryption = encryption
-        self._slots = asyncio.Semaphore(settings.concurrency)
-        self._taking_all = asyncio.Lock()
-        self.turns = Turns(engine)
-        self._own = {handler.consumer for handler in handlers if handler.takes_batches}
-        """Consumers whose messages have sessions of their own: added when a handler uses one."""
+        self._slots = Slots(readers=settings.concurrency, workers=settings.backlog_workers)
+        self.turns = Turns(engine, settings.transaction_timeout)
+        self._own_until = {one.consumer: math.inf for one in handlers if one.takes_batches}
+        """Until when messages of a consumer have sessions of their own."""
+        self._careful_until = {False: 0.0, True: 0.0}
+        """Until when transactions begin with short runs; True: those of lanes."""
+        self._probe = Probe(settings, name=f"{group}-probe")
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator["ConsumeTransactions"]:
+    async def alone(self) -> AsyncIterator[Self]:
         """Return transactions while this process runs no others.
 
         If the process dies, the message that they apply is the only suspect.
         """
-        async with self._taking_all, AsyncExitStack() as taken:
-            for _ in range(self.settings.concurrency):
-                await taken.enter_async_context(self._slots)
+        async with self._slots.all():
             only = copy(self)
-            only._slots = asyncio.Semaphore(1)
-            only.turns = Turns(self.engine)  # others that wait for a slot may have their turn
+            only._slots = Slots(readers=1, workers=0)
+            # Others that wait for a slot may have their turn.
+            only.turns = Turns(self.engine, self.settings.transaction_timeout)
             yield only
 
     async def apply(
@@ -116,63 +136,94 @@ class ConsumeTransactions:
         `memory` is that of an earlier attempt at the same messages.
 
         Every message has then taken effect or is stored. Raises `BreakerOpen` if the breaker is
-        open for a consumer, `SourceLost` if another process owns the source, and `NotShared` if
-        the batches of a shared transaction must be applied one by one.
+        open for a consumer, and `SourceLost` if another process owns the source.
         """
         outcomes: list[BatchOutcome] = []
-        left: list[tuple[Source, dict[bytes, Decision]]] = [(source, source.decisions)]
         memory = memory or Memory()
+        left = self._divided(source, self._first_rung(source))
         while left:
-            part, decisions = left.pop(0)
-            parts: Sequence[Source] = [part]
-            result = await self._retry(part, decisions, retrying, memory)
+            piece, rung = left.pop()
+            result = await retrying(self.transact, piece, rung, memory)
             match result:
                 case BatchOutcome():
                     outcomes.append(result)
-                    continue
                 case NeedsOwnSession():
-                    self._own.add(result.consumer)
-                case MessagesFailed():
-                    decisions = decisions | result.decisions
-                case CulpritUnknown():
-                    traceback.clear_frames(result.error.__traceback__)  # they refer to the batch
-                    parts = part.halves()
-                    if len(parts) == 1 and len(parts[0].items) == len(part.items):
-                        guilty = guilt.blame(part, decisions, result, self.breaker)
-                        decisions = decisions | guilty
-            left[:0] = [(one, decisions) for one in parts]
+                    self.needs_own_session(result)
+                    left.append((piece, rung))
+                case RolledBack():
+                    if await self._was_outage(result, retrying) and not result.is_lost:
+                        left.append((piece, rung))  # nothing counts
+                    elif item := self._alone(piece, memory, result):
+                        memory.decisions[item.key] = decide_alone(item, result)
+                        self.breaker.observe(observed([(item, result.error)]))
+                        left.append((piece, STORED))
+                    else:
+                        memory.suspects |= {item.key for item in result.items}
+                        if result.has_timed_out and len(result.items) == 1:
+                            [item] = result.items
+                            memory.decisions[item.key] = undecided(result.error)
+                        left += self._divided(piece, rung + 1)
         return outcomes
 
-    async def _retry(
-        self,
-        source: Source,
-        decisions: Mapping[bytes, Decision],
-        retrying: Attempts,
-        memory: Memory,
-    ) -> BatchOutcome | Failure:
-        """Try a transaction until it is committed or its messages are at fault.
+    def _alone(self, piece: Source, memory: Memory, failure: RolledBack) -> Item | None:
+        """Return the message that was alone in the transaction, if its failure counts."""
+        called = without_decision(piece, piece.decisions | memory.decisions)
+        counts = piece.is_alone or failure.is_certain
+        return called[0] if len(called) == 1 and counts else None
 
-        A failure of the infrastructure is retried, and is no message's fault.
+    def _first_rung(self, source: Source) -> int:
+        """Return the rung on which a source begins, by what has failed lately."""
+        if source.is_alone:
+            return BATCH
+        if self.breaker.open and any(one.consumer in self.breaker.open for one in source.items):
+            return PIECES  # the first of them is the probe
+        has_failed = any(item.attempts for item in source.items)
+        return RUNS if has_failed or self._is_careful(source) else BATCH
+
+    def _is_careful(self, source: Source) -> bool:
+        """Return whether transactions like this one have failed lately."""
+        return monotonic() < self._careful_until[source.has_lease]
+
+    async def _was_outage(self, failure: RolledBack, retrying: Attempts) -> bool:
+        """Return whether an outage was the cause, and wait for its end."""
+        if not failure.may_be_outage:
+            return False
+        if failure.is_lost:
+            retrying.report(f"{retrying.server}: {describe_error(failure.error)}")
+        asked = 0
+
+        async def ask() -> None:
+            nonlocal asked
+            asked += 1
+            await self._probe.write()
+
+        await retrying(ask)
+        return asked > 1
+
+    def needs_own_session(self, found: NeedsOwnSession) -> None:
+        """Give the consumer's messages sessions of their own for a while."""
+        self._own_until[found.consumer] = monotonic() + _OWN_SECONDS
+
+    def _divided(self, source: Source, rung: int) -> list[tuple[Source, int]]:
+        """Return the pieces that a rung applies in a transaction each, the last one first."""
+        return [(one, rung) for one in reversed(source.pieces(LADDER[rung].records))]
+
+    async def transact(
+        self, source: Source, rung: int, memory: Memory
+    ) -> BatchOutcome | NeedsOwnSession | RolledBack:
+        """Commit the messages in one transaction, or roll it back and return why.
+
+        Raises errors of the servers that no handler can have caused.
         """
-        memory.contentions = 0
-        result = await retrying(self._transact, source, decisions, memory)
-        if isinstance(result, CulpritUnknown) and is_single(source):
-            # The second attempt finds a row that another partition has created meanwhile, and has
-            # another connection if the first one was slow.
-            memory.contentions = 0
-            result = await retrying(self._transact, source, decisions, memory)
-        return result
-
-    async def _transact(
-        self, source: Source, decisions: Mapping[bytes, Decision], memory: Memory
-    ) -> BatchOutcome | Failure:
-        """Commit the messages in one transaction, or roll it back and return why."""
-        own = self._own.intersection(item.consumer for item in source.items)
+        now = monotonic()
+        consumers = {item.consumer for item in source.items}
+        own = {one for one in consumers if self._own_until.get(one, now) > now}
+        decisions = source.decisions | memory.decisions
         # Code of the engine runs here, even if a handler's has begun the task.
         CURRENT_GUARD.set(None)
         # The time limit does not include the wait for a connection.
-        turn = self.turns.take(source, decisions)
-        async with turn, self._slots, self.engine.connect() as connection:
+        turn, slot = self.turns.take(source, decisions), self._slots.one(waits=not source.has_lease)
+        async with turn, slot, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
             attempt = Attempt(
                 connection,
@@ -183,29 +234,37 @@ class ConsumeTransactions:
                 limits.statement(connection, self.settings, handler=AT_WORK if own else ""),
                 self.settings.transaction_timeout,
                 memory,
+                self.handlers,
+                self.claims,
+                self.encryption,
             )
             try:
                 async with asyncio.timeout(attempt.time_limit + _EARLY):
-                    result = await self._execute(attempt, source, decisions)
-                if isinstance(result, BatchOutcome):
+                    result = await self._execute(attempt, source, decisions, LADDER[rung])
+                    attempt.is_committing = True
                     await connection.commit()
             except (BreakerOpen, SourceLost):
                 await attempt.roll_back()
                 raise
+            except NeedsOwnSession as error:
+                await attempt.roll_back()
+                return error.with_traceback(None)  # it refers to the batch
             except Exception as error:
-                self.turns.learn(error, source, decisions)
-                failure = guilt.of_transaction(error, attempt, source, decisions)
+                failure = rolled_back_by(error, attempt, source)
+                cause = error.error if isinstance(error, CallFailed) else error
+                self.turns.learn(failure.error if failure else cause, source, decisions)
                 if failure is None:
                     await connection.invalidate()
-                    raise
-                result = failure
+                    raise cause  # noqa: B904  # it is the error, or wrapped in it
+                level = logging.WARNING if isinstance(cause, HandlerFault) else logging.DEBUG
+                log.log(level, "a transaction was rolled back: %s", describe_error(failure.error))
+                self._careful_until[source.has_lease] = monotonic() + _CAREFUL_SECONDS
+                await attempt.roll_back(discards=failure.may_be_outage)
                 traceback.clear_frames(error.__traceback__)
+                return failure
             except BaseException:
                 await connection.invalidate()  # it may be in the middle of a statement
                 raise
-            if not isinstance(result, BatchOutcome):
-                await attempt.roll_back()
-                return result
         self.breaker.succeeded(result.succeeded)
         self._signal(result)
         result.report(self.group)
@@ -213,8 +272,8 @@ class ConsumeTransactions:
         return result
 
     async def _execute(
-        self, attempt: Attempt, source: Source, decisions: Mapping[bytes, Decision]
-    ) -> BatchOutcome | Failure:
+        self, attempt: Attempt, source: Source, decisions: Mapping[bytes, Decision], rung: Rung
+    ) -> BatchOutcome:
         """Execute all statements of the transaction except the commit."""
         driver, outbox = attempt.driver, attempt.outbox
         outcome = BatchOutcome(encryption=self.encryption)
@@ -225,34 +284,29 @@ class ConsumeTransactions:
         # Inserts markers: a message that has one already is a duplicate.
         found = await look_up(driver, generations, self._filters, source, outcome)
         decisions = {**decisions, **await too_old(driver, generations, found.new)}
+        if not rung.calls:
+            decisions = {item.key: Decision(UNDECIDED) for item in found.new} | decisions
         items = to_handle(found, decisions, outcome)
-        # Handlers change rows and stage events.
-        failures = await self._call(items, attempt, outcome)
-        if failure := guilt.judge(source, failures, outcome, self.breaker, attempt):
-            return failure
-        await attempt.rows.flush()
-        attempt.rows.session.sync_session.close()
+        failed: list[tuple[Item, BaseException]] = []
+        if items:
+            attempt.handlers_began_at = perf_counter()
+            if rung.run is None:
+                await apply_run(items, attempt, generations, outcome)
+            else:
+                size = rung.run if self._is_careful(source) else len(items)
+                failed = await apply_runs(items, attempt, generations, outcome, size)
+        if attempt.own:
+            await driver.execute(DONE)
+        self._observe(source, outcome, failed)
         # Messages that are not applied, parked or dead ones, get rows in the backlog, no markers.
-        if outcome.returned:
-            await inbox.keep_results(driver, generations, outcome.returned)
         if not_applied := found.in_backlog | {item.key for item, _ in outcome.decided}:
             await inbox.unmark(driver, generations, list(not_applied))
         if self.encryption is not None:
             outcome.decided = self.encryption.redact(outcome.decided)
         died = await source.settle(driver, outcome)
-        if topic := self.settings.dead_letter_topic:
+        if died and (topic := self.settings.dead_letter_topic):
             outbox.add(backlog.dead_letter(row, topic) for row in died)
-        # Calls and events are written after the aggregates are locked: so they have their order.
-        await backlog.add_calls(driver, self.handlers, outbox.calls, self.encryption)
-        if self.claims is not None:
-            await self.claims.store(driver, outbox, attempt.reserve)
-        if self.encryption is not None:
-            await self.encryption.encrypt_events(driver, outbox)
-        if not await outbox.write(driver) and outcome.applied and not outcome.returned:
-            # If a handler has suppressed the error of a statement, COMMIT would report success and
-            # change nothing. This statement fails.
-            await driver.execute("SELECT")
-        outcome.events, outcome.has_calls = len(outbox), bool(outbox.calls)
+            await write_staged(attempt, outcome)
         return outcome
 
     def _new_outbox(self) -> Outbox:
@@ -265,21 +319,22 @@ class ConsumeTransactions:
             sent_size=self.claims.sent_size if self.claims else None,
         )
 
-    async def _call(
-        self, items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome
-    ) -> FailedCalls:
-        info = (await attempt.connection.get_raw_connection()).info
-        info[GUARD] = attempt.guard
-        assert attempt.task is not None
-        CALLS[attempt.task] = attempt.ignores_cancellation
-        attempt.handlers_began_at = perf_counter()
-        try:
-            return await call_handlers(items, attempt, outcome)
-        finally:
-            attempt.deadline.close()
-            metrics.handled(attempt.longest)
-            del CALLS[attempt.task]
-            info.pop(GUARD, None)
+    def _observe(
+        self,
+        source: Source,
+        outcome: BatchOutcome,
+        failed: Sequence[tuple[Item, BaseException]],
+    ) -> None:
+        """Let the breaker judge before anything is stored. Raises `BreakerOpen`."""
+        readable, undecodable = source.decoded
+        outcome.succeeded = readable | {item.consumer for item in outcome.applied}
+        invalid = [
+            (item, item.fault)
+            for item, decision in outcome.decided
+            if item.fault is not None and decision.is_dead
+        ]
+        failures = [*undecodable, *observed([*invalid, *failed])]
+        self.breaker.observe(failures, succeeded=outcome.succeeded)
 
     def _signal(self, outcome: BatchOutcome) -> None:
         if outcome.events:

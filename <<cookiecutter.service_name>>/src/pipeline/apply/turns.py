@@ -12,7 +12,7 @@ from time import monotonic
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.errors import leaves, sqlstate_of
-from pipeline.servers.database import IDLE_LIMIT, autocommitting
+from pipeline.servers.database import autocommitting
 
 from .item import Item
 from .source import Source, without_decision
@@ -21,18 +21,24 @@ log = logging.getLogger(__name__)
 
 _LOCK = 0x1B0C9
 """Advisory lock of the transaction whose turn it is."""
-_TAKE = f"SELECT {IDLE_LIMIT}, pg_advisory_xact_lock($1)"
+_TAKE = """
+SELECT set_config('idle_in_transaction_session_timeout', $2, true), pg_advisory_xact_lock($1)
+"""
 _SECONDS = 600.0
 """Time after a deadlock for which the transactions of its consumers take turns."""
-_DEADLOCK = "40P01"
-"""Error code of PostgreSQL."""
+_DEADLOCK, _LOCK_TIME_OUT = "40P01", "55P03"
+"""Error codes of PostgreSQL."""
 
 
 class Turns:
     """The turns of a process's transactions, beside those of other processes."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, time_limit: float) -> None:
+        """`time_limit` is that of a transaction, in seconds."""
         self._engine = engine
+        # The transaction whose turn it is waits for a slot, too.
+        self._longest = f"{round(2_000 * time_limit)}ms"
+        """Length of a turn, after which a process that has stopped loses it."""
         self._lock = asyncio.Lock()
         """Held by the transaction of this process whose turn is next."""
         self._until: dict[str, float] = {}
@@ -48,11 +54,22 @@ class Turns:
                         await turn.enter_async_context(self._turn_of_all())
             yield
 
-    def learn(self, error: Exception, source: Source, decisions: Collection[bytes]) -> None:
-        """Let the source's consumers take turns for a while if the error is a deadlock."""
-        if any(sqlstate_of(one) == _DEADLOCK for one in leaves(error)):
-            items = without_decision(source, decisions)
-            consumers = {item.consumer for item in items}
+    def learn(self, error: BaseException, source: Source, decisions: Collection[bytes]) -> None:
+        """Let the source's consumers take turns for a while if the error is a deadlock.
+
+        Log what a person can do about it, and about a lock that was not granted in time.
+        """
+        codes = {sqlstate_of(one) for one in leaves(error)}
+        items = without_decision(source, decisions)
+        consumers = {item.consumer for item in items}
+        if _LOCK_TIME_OUT in codes:
+            log.warning(
+                "%s: a lock was not granted within PIPELINE_LOCK_TIMEOUT; its holder may be a"
+                " command, a migration, or a handler that waits itself for a lock of Python, such"
+                " as asyncio.Lock (docs/handling-errors.md)",
+                ", ".join(sorted(consumers)),
+            )
+        if _DEADLOCK in codes:
             if not self.are_needed(items):
                 log.warning(
                     "transactions of %s deadlock: they take turns for %.0f s; declare the rows of"
@@ -75,7 +92,7 @@ class Turns:
         async with autocommitting(self._engine) as driver:
             transaction = driver.transaction()
             await transaction.start()
-            await driver.execute(_TAKE, _LOCK)
+            await driver.execute(_TAKE, _LOCK, self._longest)
             yield
             with suppress(Exception):  # the lock ends with the connection, too
                 await transaction.rollback()

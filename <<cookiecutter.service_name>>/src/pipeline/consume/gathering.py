@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.apply.attempt import Memory
+from pipeline.apply.ladder import BATCH
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.servers.retrying import Attempts
 
 from .partition_source import PartitionBatch, PartitionSource
 
@@ -28,6 +28,10 @@ _TIME_SHARE = 1 / 16
 partition wait no longer for the handlers of another."""
 _APART_SECONDS = 5.0
 """How long no batches share a transaction after one has failed."""
+
+
+class NotShared(Exception):
+    """A shared transaction has failed: each batch is applied by itself."""
 
 
 @dataclass(eq=False)
@@ -53,7 +57,6 @@ class Gatherer:
         self._consume = consume
         self._settings = consume.settings
         self._time_limit = _TIME_SHARE * consume.settings.transaction_timeout
-        self._attempts = Attempts("sharing", "", unless=lambda: True, report=lambda _: None)
         self._ready: list[_Ready] = []
         self._running: set[asyncio.Task[None]] = set()
         self._timer: asyncio.Handle | None = None
@@ -153,7 +156,9 @@ class Gatherer:
                     limit.reschedule(asyncio.get_running_loop().time() + self._time_limit)
 
             source = PartitionSource([one.batch for one in taken], begin)
-            await self._consume.apply(source, self._attempts, memory)
+            result = await self._consume.transact(source, BATCH, memory)
+            if not isinstance(result, BatchOutcome):
+                raise NotShared(result)
 
 
 def _resolve(taken: Sequence[_Ready], *, is_applied: bool) -> None:

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from itertools import pairwise
+from typing import ClassVar, Self
 
 import asyncpg
 
@@ -17,10 +18,6 @@ from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, Move, Slot
 from pipeline.handlers.policy import DEFERRED, Decision, ProcessDied, suspected
 from pipeline.observe import metrics
-
-
-class NotShared(Exception):
-    """A transaction with several partitions has failed: each is to be applied by itself."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,13 @@ class PartitionBatch:
     def move(self) -> Move:
         """The change of the partition's position."""
         return Move(self.slot, self.batch.start, self.batch.end, self.batch.anchor)
+
+    def cut(self, records: float) -> Sequence[Self]:
+        """Return consecutive batches of at most so many records."""
+        offsets, size = [one.offset for one in self.batch.records], len(self.batch.records)
+        step = int(min(records, max(size, 1)))
+        places = [self.batch.start, *offsets[step::step], self.batch.end]
+        return [replace(self, batch=self.batch.between(*ends)) for ends in pairwise(places)]
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
@@ -53,6 +57,7 @@ class PartitionSource:
     parts: Sequence[PartitionBatch]
     begun: Callable[[], None] = lambda: None
     """Called when a transaction has begun: it has its connection then."""
+    has_lease: ClassVar[bool] = False
 
     @cached_property
     def items(self) -> Sequence[Item]:
@@ -115,20 +120,16 @@ class PartitionSource:
         stored = await backlog.add(connection, rows, outcome.encryption)
         return [row for row in stored if row.decision.is_dead]
 
-    def halves(self) -> Sequence[Self]:
-        """Divide the batch of a partition in the middle of its records.
+    @property
+    def is_alone(self) -> bool:
+        """Never: what fails here may have failed because of its neighbours."""
+        return False
 
-        Raises `NotShared` if there are several partitions.
-        """
-        if len(self.parts) > 1:
-            raise NotShared
-        [part] = self.parts
-        offsets = part.batch.offsets
-        if len(offsets) < 2:
+    def pieces(self, records: float) -> Sequence[Self]:
+        """Divide the batches between records, each partition by itself."""
+        if sum(len(part.batch.records) for part in self.parts) <= records:
             return [self]
-        start, middle, end = part.batch.start, offsets[len(offsets) // 2], part.batch.end
-        batches = (part.batch.between(*ends) for ends in ((start, middle), (middle, end)))
-        return [replace(self, parts=[replace(part, batch=one)]) for one in batches]
+        return [replace(self, parts=[piece]) for part in self.parts for piece in part.cut(records)]
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record the committed transaction."""

@@ -114,7 +114,7 @@ class Policy:
     ) -> "Decision":
         """Return the decision on a message that has failed.
 
-        A table or column that is missing spends no attempt: it waits for its migration.
+        What the catalog lacks spends no attempt: it waits for its migration.
         `attempts` and `waited` are those before this attempt.
         """
         error = as_decision(error)
@@ -124,9 +124,7 @@ class Policy:
         is_missing = all(isinstance(as_raised(one), MISSING) for one in leaves(error))
         is_free = is_parked or is_missing
         attempts += not is_free
-        delay = _delay(self, attempts)
-        if is_missing:  # as for attempts, longer each time
-            delay = max(delay, min(waited, _LONGEST_FOR_MIGRATION), _SHORTEST_FOR_MIGRATION)
+        delay = _longer(self, attempts, waited) if is_missing else _delay(self, attempts)
         if isinstance(error, _Later) and is_delay(error.after):
             delay = error.after
         if attempts >= self.attempts and not is_free:
@@ -144,6 +142,29 @@ class Policy:
             error=described(error),
             traceback=None if is_parked else _traceback(error),
         )
+
+    def postponed(
+        self, error: BaseException, *, attempts: int, waited: float, reason: str
+    ) -> "Decision":
+        """Return the decision on a message in whose way locks or servers were: no attempt is
+        spent, and the delays grow."""
+        delay = _longer(self, attempts, waited)
+        if waited + delay > self.max_age:
+            return dead(self, "waited too long", error, attempts=attempts)
+        delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
+        return Decision(reason, attempts, waited + delay, delay, error=described(error))
+
+    def disconnected(
+        self, error: BaseException, *, attempts: int, waited: float, reason: str
+    ) -> "Decision":
+        """Return the decision on a message that was alone when its connection was lost.
+
+        The third loss in a row is its failure; `reason` is that of its stored row.
+        """
+        if reason == LOST_TWICE:
+            return self.after_failure(error, attempts=attempts, waited=waited, reason="failed")
+        reason = LOST_TWICE if reason == LOST else LOST
+        return Decision(reason, attempts, waited, _SHORTEST_FOR_MIGRATION, error=described(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +202,12 @@ class Decision:
         return self.due_in is None
 
 
+LOST = "connection lost"
+"""Reason of a message that was alone when its connection was lost, which counts as no attempt."""
+LOST_TWICE = "connection lost twice"
+"""Reason of such a message after the second loss in a row; the third is its failure."""
+LOCKED_OUT = "locked out"
+"""Reason of a message that was alone when locks were in its way, which counts as no attempt."""
 DIED = "process died"
 """Reason of a message that is tried alone; its attempt is counted before it begins."""
 UNDECIDED = "undecided"
@@ -246,6 +273,12 @@ def assumed(
 
 def _delay(policy: Policy, attempts: int) -> float:
     return policy.schedule[min(max(attempts, 1), len(policy.schedule)) - 1]
+
+
+def _longer(policy: Policy, attempts: int, waited: float) -> float:
+    """Return a delay in seconds that grows with the time waited, where no attempts are counted."""
+    shortest = max(_delay(policy, attempts), _SHORTEST_FOR_MIGRATION)
+    return max(shortest, min(waited, _LONGEST_FOR_MIGRATION))
 
 
 def described(error: BaseException) -> str:

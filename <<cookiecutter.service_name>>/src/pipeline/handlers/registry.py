@@ -126,7 +126,7 @@ class Handlers:
 
         For handlers that read and write sets of rows, in SQL of their own. It differs from `on` in
         that the function returns nothing, `timeout` limits the whole call, and when a call with
-        several events fails they are tried again in halves, until one event fails by itself.
+        several events fails they are tried again in parts, until one event fails by itself.
         """
         check_topic(topic)
         rows = check_options(event, consumer=consumer, loads=loads, timeout=timeout)

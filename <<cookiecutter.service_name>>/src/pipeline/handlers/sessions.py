@@ -25,7 +25,6 @@ from pipeline.servers.guard import (
     UNDER_WAY,
     Guard,
     HandlerFault,
-    Stages,
 )
 
 from .aggregate import Aggregate
@@ -49,7 +48,7 @@ SELECT 1 / (COALESCE(current_setting('pipeline.handler', true), '') = '{AT_WORK}
 """Fails if the transaction is read-only, or not the one that the engine has begun: a local setting
 ends with its transaction."""
 
-_RESET = """
+RESET = """
 RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
 SELECT pg_advisory_unlock_all()
 """
@@ -284,7 +283,7 @@ async def _end(
         while (savepoint := session.get_nested_transaction()) is not None:
             await savepoint.commit()
         await session.flush()
-        await driver.execute(f"{_IS_AT_WORK}; {_RESET}; {restore_limits}")
+        await driver.execute(f"{_IS_AT_WORK}; {RESET}; {restore_limits}")
     except asyncpg.DivisionByZeroError as error:
         raise HandlerFault(HAS_ENDED) from error
     except asyncpg.InFailedSQLTransactionError as error:
@@ -298,36 +297,10 @@ async def _end(
         raise HandlerFault(UNDER_WAY) from error
 
 
-_UNDO = "ROLLBACK TO SAVEPOINT message; RELEASE SAVEPOINT message"
-
-
-@asynccontextmanager
-async def isolated(
-    driver: asyncpg.Connection, outbox: Stages, restore_limits: str
-) -> AsyncIterator[None]:
-    """Roll back to a savepoint if the message fails, so that the transaction can go on."""
-    earlier = outbox.staged
-    await driver.execute("SAVEPOINT message")
-    try:
-        yield
-    except Exception as error:
-        try:
-            await driver.execute(f"{_UNDO}; {_RESET}; {restore_limits}")
-        except Exception:
-            # SQLAlchemy rolls back after a flush that has failed.
-            is_open = not driver.is_closed() and driver.is_in_transaction()
-            if isinstance(error, HandlerFault) or not is_open:
-                raise error from None
-            raise HandlerFault(HAS_ENDED) from error
-        outbox.staged = earlier
-        raise
-    await driver.execute("RELEASE SAVEPOINT message")
-
-
 async def clean(connection: AsyncConnection, driver: asyncpg.Connection) -> None:
     """Roll back and reset the state of the connection; close it if that fails."""
     try:
         await connection.rollback()
-        await driver.execute(_RESET)
+        await driver.execute(RESET)
     except Exception:
         await connection.invalidate()  # it is lost, or a statement is under way

@@ -170,6 +170,10 @@ class Outbox:
         del self._staged[events:]
         del self.calls[calls:]
 
+    def clear(self) -> None:
+        """Forget what is staged, because it is written."""
+        self.staged = 0, 0, {}
+
     def stage(
         self,
         event: Event,

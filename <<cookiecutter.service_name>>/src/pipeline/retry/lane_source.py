@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Self
+from typing import ClassVar, Self
 
 import asyncpg
 
@@ -62,6 +62,7 @@ class LaneSource:
     message of each. If there are any, `items` are their messages, which get rows of their own."""
     assumed: Mapping[bytes, Decision] = field(default_factory=dict)
     """Decisions to store without a call of a handler, by marker key."""
+    has_lease: ClassVar[bool] = True
 
     @classmethod
     def of(cls, lane: Lane, items: Sequence[Item], assumed: Mapping[bytes, Decision] = {}) -> Self:
@@ -126,11 +127,16 @@ class LaneSource:
         )
         return [row for row in changed if row.decision.is_dead]
 
-    def halves(self) -> Sequence[Self]:
-        """Return the first half; the rows of the other stay due."""
-        if len(self.items) < 2:
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one row only, whose handler is to be called."""
+        return len(self.items) == 1 and not self.assumed
+
+    def pieces(self, records: float) -> Sequence[Self]:
+        """Return the first rows; the others stay due."""
+        if len(self.items) <= records:
             return [self]
-        return [replace(self, items=self.items[: len(self.items) // 2])]
+        return [replace(self, items=self.items[: int(records)])]
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record how long the messages were stored before they were applied."""
@@ -146,8 +152,8 @@ class LaneSource:
 # A row that seems to be stored in the future was stored before the clock was set back.
 _TAKE = """
 WITH due AS MATERIALIZED (
-    SELECT order_key, min(due_at) AS due_at
-      FROM (SELECT order_key, due_at FROM pipeline.backlog
+    SELECT order_key, min(due_at) AS due_at, max(attempts) AS attempts
+      FROM (SELECT order_key, due_at, attempts FROM pipeline.backlog
              WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
                AND COALESCE((received_at <= $5 OR received_at > statement_timestamp())
                             AND topic <> ALL ($6), true)
@@ -166,7 +172,8 @@ SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_k
                SELECT * FROM pipeline.backlog b
                 WHERE b.order_key = due.order_key AND (b.died_at IS NULL OR b.holds)
                 ORDER BY sequence, partition, "offset"
-                LIMIT GREATEST(1, $3 / (SELECT count(*) FROM due))) AS b) AS run
+                LIMIT CASE WHEN due.attempts > 1 THEN 1  -- it may well fail again
+                           ELSE GREATEST(1, $3 / (SELECT count(*) FROM due)) END) AS b) AS run
  WHERE bytes_before < $4 OR bytes_before IS NULL
  ORDER BY key_due_at, order_key, sequence, partition, "offset"
 """

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -23,6 +23,7 @@ from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
+from pipeline.handlers.policy import UNDECIDED
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
@@ -268,18 +269,23 @@ class BacklogWorkers:
         )
 
     async def _handle(self, source: LaneSource) -> None:
-        """Handle rows in one transaction; a row that may kill the process gets one of its own."""
+        """Handle rows in one transaction; those to be tried alone get one each."""
         harmless = self._harmless(source)
         if source.items and not harmless:
             await self._try_alone(replace(source, items=source.items[:1]))
             return
-        outcomes = await self._apply(self._consume, replace(source, items=source.items[:harmless]))
-        # A batch would fail again for each message at fault: undecided ones are tried one by one.
+        items = source.items[:harmless]
+        alone = [*takewhile(lambda item: item.reason == UNDECIDED, items)]
+        if not alone:
+            together = [*takewhile(lambda item: item.reason != UNDECIDED, items)]
+            outcomes = await self._apply(self._consume, replace(source, items=together))
+            decided = (pair for one in outcomes for pair in one.decided)
+            alone = [item for item, decision in decided if decision.is_undecided]
         waiting: set[bytes] = set()
-        for item, decision in (pair for one in outcomes for pair in one.decided):
-            if decision.is_undecided and item.order_key not in waiting:
-                await self._apply(self._consume, LaneSource.of(source.lane, [item]))
-            waiting.add(item.order_key)
+        for item in alone[:_TURNS]:
+            if item.order_key not in waiting and not self._stopping.is_set():
+                outcomes = await self._apply(self._consume, LaneSource.of(source.lane, [item]))
+                waiting |= {one.order_key for outcome in outcomes for one, _ in outcome.decided}
 
     async def _try_alone(self, source: LaneSource) -> None:
         """Handle the only row, over which a process may have died, while this one does no more."""

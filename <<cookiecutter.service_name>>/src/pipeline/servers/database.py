@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from asyncpg.connection import LoggedQuery
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import NullPool
 
 from pipeline.errors import describe_error
 from pipeline.observe import statements
@@ -51,14 +52,14 @@ def lease_ended(seconds: str) -> str:
                OR lease_until > clock_timestamp() + {_LONGER} * make_interval(secs => {seconds}))"""
 
 
-def create_engine(settings: Settings, *, name: str) -> AsyncEngine:
-    """Return a pool of as many connections as the process needs."""
+def create_engine(settings: Settings, *, name: str, is_pooled: bool = True) -> AsyncEngine:
+    """Return a pool of as many connections as the process needs, or one that keeps none."""
+    size = settings.concurrency + settings.backlog_workers + _BESIDE_TRANSACTIONS
+    # At ordinary rates a few sessions of the server do all the work, with warm caches.
+    pool = {"pool_size": size, "max_overflow": 0, "pool_use_lifo": True}
     engine = create_async_engine(
         settings.database_url.get_secret_value(),
-        pool_size=settings.concurrency + settings.backlog_workers + _BESIDE_TRANSACTIONS,
-        max_overflow=0,
-        # At ordinary rates a few sessions of the server do all the work, with warm caches.
-        pool_use_lifo=True,
+        **(pool if is_pooled else {"poolclass": NullPool}),
         # Parameters are payloads, and errors are logged.
         hide_parameters=True,
         isolation_level="READ COMMITTED",
@@ -94,7 +95,7 @@ def _log_query(query: LoggedQuery) -> None:
     # In the context of the task that has sent the statement.
     if guard := CURRENT_GUARD.get():
         guard.after(query.query)
-        guard.has_failed |= query.exception is not None
+        guard.fail(query.exception)
 
 
 def _begin_statement(
@@ -124,7 +125,7 @@ def _fail_statement(failed: sa.ExceptionContext) -> None:
         statement.end(failed.original_exception)
     if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
         guard.under_way.discard(failed.execution_context)
-        guard.has_failed = True
+        guard.fail(failed.original_exception)
         guard.was_cancelled |= isinstance(failed.original_exception, asyncio.CancelledError)
 
 

@@ -17,6 +17,8 @@ from sqlalchemy.sql.elements import (
     SavepointClause,
 )
 
+from pipeline.errors import is_contention
+
 T = TypeVar("T")
 
 GUARD = "pipeline guard"
@@ -71,8 +73,8 @@ class Guard:
 
     def __init__(self, outbox: Stages) -> None:
         self._outbox = outbox
-        self._savepoints: list[Any] = []
-        """What was staged before each open savepoint of the session."""
+        self._savepoints: list[tuple[Any, BaseException | None]] = []
+        """What was staged, and `contention`, before each open savepoint of the session."""
         self._is_undone = False
         """Whether the latest open savepoint was rolled back."""
         self._unsent = 0
@@ -80,8 +82,8 @@ class Guard:
         self.under_way: set[object] = set()
         """Statements of SQLAlchemy that have not ended."""
         self.fault: HandlerFault | None = None
-        self.has_failed = False
-        """Whether any statement has failed."""
+        self.contention: BaseException | None = None
+        """Error of a statement in whose way locks were, unless a savepoint has undone it."""
         self.was_cancelled = False
         """Whether a statement was cancelled under way, which makes the connection unusable."""
         self.stray: HandlerFault | None = None
@@ -100,7 +102,7 @@ class Guard:
 
     def begin_savepoint(self) -> None:
         """Note what is staged so far."""
-        self._savepoints.append(self._outbox.staged)
+        self._savepoints.append((self._outbox.staged, self.contention))
         self._unsent += 1
 
     def roll_back(self) -> None:
@@ -111,7 +113,7 @@ class Guard:
         """End a savepoint that was released or rolled back; return whether it was rolled back."""
         earlier, was_undone = self._savepoints.pop(), self._is_undone
         if was_undone:
-            self._outbox.staged, self._is_undone = earlier, False
+            (self._outbox.staged, self.contention), self._is_undone = earlier, False
         self._unsent = min(self._unsent, len(self._savepoints))
         return was_undone
 
@@ -126,6 +128,11 @@ class Guard:
         if not driver.is_in_transaction():
             raise self.note(HAS_ENDED)
         self.under_way.add(context)
+
+    def fail(self, error: BaseException | None) -> None:
+        """Note the error of a statement."""
+        if error is not None and is_contention(error):
+            self.contention = error
 
     def refuse(self, text: str) -> NoReturn:
         """Raise `HandlerFault` for a statement that ends the transaction or a part of it."""

@@ -154,7 +154,7 @@ async def test_what_stands_behind_one_at_fault_waits_for_it_and_follows_in_order
     await desk.make_due()
     await desk.work_off()
     assert await histories(db) == {"ada": [1, 2, 3], "bob": [9]}
-    assert book.calls[-1] == [2, 3], "the backlog hands over what is due of a key together"
+    assert book.calls[-2:] == [[2], [3]], "a message that has failed is a run by itself"
 
 
 async def test_decisions_hold_for_the_one_message_that_they_are_about(new_desk: NewDesk) -> None:
@@ -172,8 +172,10 @@ async def test_a_call_that_takes_too_long_is_ended_and_the_slow_one_found(
     desk = await new_desk(books.handlers, topic=TOPIC)
     books.waits = {3: asyncio.Event().wait}  # type: ignore[dict-item]
     await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
-    assert await desk.park() == {("book", 2): "failed"}
+    assert await desk.park() == {("book", 2): "undecided"}
+    await desk.work_off()
     (row,) = await desk.backlog()
+    assert (row["reason"], row["attempts"]) == ("failed", 1)
     assert "TimeoutError" in row["error"]
     assert sorted(await histories(db)) == ["of 1", "of 2", "of 4"]
 

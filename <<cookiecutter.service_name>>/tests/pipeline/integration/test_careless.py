@@ -350,6 +350,7 @@ async def test_an_outage_of_another_database_is_the_failure_of_the_message(
         await habits.desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3, 4)))
         await habits.desk.work_off()  # what was not decided
         await habits.desk.apply(*(Deposit(n, account=str(n)) for n in (5, 6)))
+        await habits.desk.work_off()
     finally:
         await other.dispose()
     assert await habits.desk.park() == {("wallet", n): "failed" for n in (1, 2, 4)}

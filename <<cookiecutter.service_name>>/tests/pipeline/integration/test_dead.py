@@ -593,7 +593,8 @@ async def plan(db: asyncpg.Connection, statement: str, *arguments: object) -> st
 
 async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service: Command) -> None:
     bank.errors = {1: Reject("no such account")}
-    await desk.apply(Deposit(1), Deposit(3, value=b"\xff\x00"))
+    await desk.apply(Deposit(1))
+    await desk.apply(Deposit(3, value=b"\xff\x00"))
     newest, oldest = await letters(desk)
     listed = (await service("list")).stdout.splitlines()
     first_words = ["id", newest.id, oldest.id, "2"]

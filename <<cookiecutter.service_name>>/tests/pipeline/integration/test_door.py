@@ -189,7 +189,8 @@ async def events_of(db: asyncpg.Connection, key: str = "ada") -> list[tuple[int,
 
 
 async def errors_of(desk: Desk) -> dict[int, str]:
-    """Return why messages failed, by their place."""
+    """Return why messages failed, by their place, when those have been tried that are due."""
+    await desk.work_off()
     return {
         row["offset"]: row["error"]
         for row in await desk.backlog()
@@ -978,7 +979,9 @@ async def give_back(connection: AsyncConnection) -> None:
 
 @pytest.mark.parametrize("act", [sleep_on, close_driver, give_back])
 async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
-    habits: Habits, db: asyncpg.Connection, act: Callable[[AsyncConnection], Awaitable[None]]
+    habits: Habits,
+    act: Callable[[AsyncConnection], Awaitable[None]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tasks: list[asyncio.Task[None]] = []
     goes_on = asyncio.Event()
@@ -1004,9 +1007,11 @@ async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
     deposits = [Deposit(n, account=name) for n, name in ((2, "ada"), (3, "bob"), (4, "eve"))]
     await habits.desk.apply(*deposits)
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert re.search("has ended|begin_nested", (await errors_of(habits.desk))[0])
-    assert set(await errors_of(habits.desk)) == {0}
-    assert habits.desk.outages == []
+    # Alone it may end before its task begins, which is refused then.
+    errors = await errors_of(habits.desk)
+    assert set(errors) <= {0}
+    assert re.search("has ended|begin_nested", errors.get(0) or caplog.text)
+    assert await habits.desk.position() == 3
 
 
 async def test_many_that_fail_with_a_session_are_found_in_few_attempts(habits: Habits) -> None:
@@ -1056,7 +1061,9 @@ async def test_an_innocent_message_is_not_blamed_for_a_neighbours_row(
     habits.habits = {2: add, 3: load, 4: query}
     deposits = [Deposit(n, account=str(n)) for n in (1, 2, 3, 4)]
     await habits.desk.apply(*deposits)
-    assert await habits.desk.park() == {("wallet", 1): "transaction failed"}
+    assert await habits.desk.park() == {("wallet", 1): "undecided"}
+    await habits.desk.work_off()
+    assert await habits.desk.park() == {("wallet", 1): "failed"}
 
 
 async def test_a_row_that_was_added_is_found_by_later_messages(
@@ -1159,8 +1166,8 @@ async def test_rows_may_be_loaded_at_once(habits: Habits, db: asyncpg.Connection
     assert habits.desk.outages == []
 
 
-async def test_what_is_done_by_a_transaction_that_has_ended_is_the_fault_of_its_message(
-    habits: Habits, db: asyncpg.Connection
+async def test_what_is_done_by_a_transaction_that_has_ended_is_refused(
+    habits: Habits, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     late: list[Transaction] = []
 
@@ -1174,5 +1181,6 @@ async def test_what_is_done_by_a_transaction_that_has_ended_is_the_fault_of_its_
 
     habits.habits = {1: keep, 2: use}
     await habits.desk.apply(Deposit(1, account="eve"), Deposit(2, account="ada"))
-    assert "has ended" in (await errors_of(habits.desk))[0]
+    assert "has ended" in caplog.text
     assert (await wallet_of(db))["cents"] == 1
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox WHERE key = 'x'") == 0

@@ -363,7 +363,7 @@ async def test_a_worker_that_dies_has_spent_an_attempt_if_it_knew_of_a_death_bef
     new_desk: NewDesk, db: asyncpg.Connection, moment: Moment
 ) -> None:
     """What the stories rest on: a death in them is one."""
-    service = Following(Gaps(), failures=Counter({1: 1}))
+    service = Following(Gaps(), failures=Counter({1: 2}))
     life = await begin(new_desk, service, None, 0)
     await life.desk.apply(*numbered(1, 2))
     dead: list[Desk] = []

@@ -38,7 +38,6 @@ from pipeline import (
     Transaction,
 )
 from pipeline.events.message import Message
-from pipeline.servers.database import driver_of
 from pipeline.service import Misconfigured
 from pipeline.testing import Harness, HarnessMisused, Outcome, Sent, crashes
 from pipeline.testing.databases import Migrate, ResettableDatabase, resettable_database
@@ -78,8 +77,6 @@ class Rules:
 
     raises: dict[int, list[Exception]] = field(default_factory=dict)
     """Errors by amount, one for each attempt."""
-    outages: set[int] = field(default_factory=set)
-    """Amounts at which the database fails."""
     audited: list[str] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
 
@@ -108,9 +105,6 @@ async def book(event: Deposited, tx: Transaction) -> int:
     booked_cents.add(event.amount, {"account": account.id})
     if errors := rules.raises.get(event.amount):
         raise errors.pop(0)
-    if event.amount in rules.outages:
-        driver = await driver_of(await tx.session.connection())
-        await driver.execute("DO $$ BEGIN RAISE too_many_connections; END $$")
     return account.balance
 
 
@@ -201,7 +195,6 @@ async def note(event: Audited, tx: Transaction) -> None:
 def no_rules() -> None:
     rules.messages.clear()
     rules.raises.clear()
-    rules.outages.clear()
     rules.audited.clear()
 
 
@@ -269,7 +262,7 @@ async def test_one_id_with_two_payloads_is_a_mismatch(harness: Harness) -> None:
 async def test_a_failure_parks_its_message_and_not_its_neighbours(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rules.raises[2] = [ValueError("two")]
+    rules.raises[2] = [ValueError("two")] * 2
     outcome = await harness.handle_batch(
         [deposit(1), deposit(2), Sent(deposit(3), id="behind"), deposit(4, "bob")]
     )
@@ -605,7 +598,7 @@ async def test_connections_of_other_settings_end_with_the_test(
             async with harness.session() as session:
                 query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()"
                 counts.append(await session.scalar(sa.text(query)))
-    assert counts == counts[:1] * 3
+    assert max(counts) == counts[0], "one that an earlier test has left may end meanwhile"
 
 
 async def test_the_database_is_reset_after_its_connections_were_closed(
@@ -652,10 +645,17 @@ async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
             await misuse
 
 
-async def test_an_outage_is_raised_and_the_harness_goes_on(harness: Harness) -> None:
-    rules.outages.add(2)
-    with pytest.raises(asyncpg.TooManyConnectionsError):
+async def test_an_error_of_the_engines_own_is_raised_and_the_harness_goes_on(
+    harness: Harness,
+) -> None:
+    async def rename(old: str, new: str) -> None:
+        async with harness.session() as session:
+            await session.execute(sa.text(f"ALTER TABLE pipeline.{old} RENAME TO {new}"))
+
+    await rename("inbox_generation", "gone")
+    with pytest.raises(asyncpg.UndefinedTableError):
         await harness.handle(deposit(2))
+    await rename("gone", "inbox_generation")
     assert (await harness.handle(deposit(3))).results == [3]
 
 
@@ -697,10 +697,6 @@ async def test_explore_names_the_scenario_in_which_an_invariant_is_violated(
     with pytest.raises(sa.exc.NoResultFound) as wrong:
         await harness.explore([deposit(1)], invariant=bob_is_there)
     assert wrong.value.__notes__[-1] == "scenario: messages in the order 0"
-    rules.outages.add(2)
-    with pytest.raises(asyncpg.TooManyConnectionsError) as outage:
-        await harness.explore([deposit(2)], invariant=bob_is_last, crashes=True)
-    assert outage.value.__notes__ == ["scenario: messages in the order 0"]
     with pytest.raises(HarnessMisused, match="no handler takes Booked"):
         await harness.explore([Booked(account="a", balance=1)], invariant=bob_is_last)
 
@@ -741,7 +737,7 @@ async def test_a_chosen_crash_is_one_that_its_order_has() -> None:
 
 
 async def test_the_outcome_has_what_was_logged_and_counted(harness: Harness) -> None:
-    rules.raises[2] = [ValueError("two")]
+    rules.raises[2] = [ValueError("two")] * 2
     outcome = await harness.handle_batch([deposit(1), deposit(2, "bob")])
     booked = [one for one in outcome.logs if one.name == "tests.bank"]
     assert {(one.getMessage(), one.levelname) for one in booked} == {("booked", "WARNING")}
@@ -858,7 +854,7 @@ async def test_a_process_dies_after_each_statement_and_each_message_counts_once(
     crashes = []
     async for crash in harness.each_crash():
         crashes.append(crash)
-        rules.raises[7] = [ValueError("seven")]
+        rules.raises[7] = [ValueError("seven")] * 2
         await harness.handle_batch([deposit(7), deposit(1_000, "bob")])
         await harness.advance(hours=3)
         accounts = [await harness.get(Account, name) for name in ("ada", "bob")]

@@ -332,7 +332,7 @@ async def test_one_that_holds_its_key_lets_those_before_it_pass(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     service, desk = await following(new_desk, policy=Policy(attempts=1, after_death="hold"))
-    service.failures = Counter({2: 1})
+    service.failures = Counter({2: 2})
     await desk.apply(*numbered(2, 1, 3))
     await desk.work_off()
     assert await history(db) == [1]

@@ -9,7 +9,7 @@ from aiokafka import ConsumerRecord
 from pipeline.apply.attempt import Attempt, Memory
 from pipeline.apply.batch import read
 from pipeline.apply.calls import call_handlers
-from pipeline.apply.guilt import FailedCalls, NeedsOwnSession
+from pipeline.apply.failures import NeedsOwnSession
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.events.event import Event
 from pipeline.handlers.registry import Handlers
@@ -32,7 +32,7 @@ def record() -> ConsumerRecord[bytes, bytes]:
     return ConsumerRecord("orders", 0, 0, 0, 0, b"1", value, None, 1, len(value), tuple(headers))
 
 
-async def call(handlers: Handlers) -> FailedCalls:
+async def call(handlers: Handlers) -> None:
     attempt = Attempt(
         connection=cast(Any, None),
         driver=cast(Any, None),
@@ -42,10 +42,13 @@ async def call(handlers: Handlers) -> FailedCalls:
         limits="",
         time_limit=60.0,
         memory=Memory(),
+        handlers=handlers,
+        claims=None,
+        encryption=None,
     )
     try:
         items = (await read(handlers, 0, [record()])).items
-        return await call_handlers(items, attempt, BatchOutcome())
+        await call_handlers(items, attempt, BatchOutcome())
     finally:
         attempt.deadline.close()
 

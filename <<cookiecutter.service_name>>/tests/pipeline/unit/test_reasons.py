@@ -18,8 +18,7 @@ GIVEN = {
     # What is called with a reason, and at which place.
     "Decision": 0,
     "Undecoded": 1,
-    "CulpritUnknown": 0,
-    "_after_failure": 2,
+    "RolledBack": 1,
     "dead": 1,
 }
 PASSED_ON = {
@@ -61,6 +60,9 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
                 "DIED",
                 "FORGOTTEN",
                 "GAP",
+                "LOCKED_OUT",
+                "LOST",
+                "LOST_TWICE",
                 "PARKED",
                 "REDRIVEN",
                 "UNDECIDED",

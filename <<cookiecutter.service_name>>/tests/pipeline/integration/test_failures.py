@@ -10,7 +10,6 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
 
 from pipeline import Event, Handlers, Transaction
-from pipeline.apply import guilt
 from pipeline.events.event import Unpublishable
 
 from .bank import Bank, Refused
@@ -64,6 +63,7 @@ async def test_a_record_that_only_the_flush_or_the_commit_refuses_is_found_among
     _, desk = ledger
     await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in amounts))
     innocent = [amount for amount in amounts if amount < TOO_MUCH]
+    await desk.work_off()  # what the flush refuses beside others is tried alone
     assert await desk.park() == {
         ("deposit", offset): "transaction failed"
         for offset, amount in enumerate(amounts)
@@ -84,9 +84,10 @@ async def test_records_that_nobody_takes_are_passed_once_beside_one_that_is_refu
     _, desk = ledger
     skipped = Deposit(1, type="withdrawn")
     await desk.apply(skipped, Deposit(2, "bob"), skipped, Deposit(TOO_MUCH), skipped)
+    await desk.work_off()
     assert await desk.park() == {("deposit", 3): "transaction failed"}
     assert await desk.position() == 5
-    assert outcomes == {"skipped": 3, "applied": 1, "parked": 1}
+    assert (outcomes["skipped"], outcomes["applied"]) == (3, 1)
 
 
 @pytest.mark.usefixtures("forbid_riches")
@@ -95,6 +96,7 @@ async def test_what_neighbours_did_to_the_same_row_is_kept_and_who_comes_later_w
 ) -> None:
     _, desk = ledger
     await desk.apply(*(Deposit(amount) for amount in (1, 2, TOO_MUCH, 3)))
+    await desk.work_off()
     assert await histories(db) == {"ada": [1, 2]}
     assert await db.fetchval("SELECT version FROM account") == 2
     assert await desk.park() == {
@@ -109,6 +111,7 @@ async def test_what_the_database_refuses_is_tried_again_like_any_other_failure(
     _, desk = ledger
     await db.execute(AT_COMMIT)
     await desk.apply(*(Deposit(amount) for amount in (1, TOO_MUCH, 3)))
+    await desk.work_off()
     await desk.make_due()
     await desk.work_off()
     assert [row["attempts"] for row in await desk.backlog()] == [2, 0]
@@ -153,9 +156,7 @@ async def test_an_error_of_autoflush_is_blamed_on_the_record_that_caused_it(
 
     await desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, TOO_MUCH, 3, 4)))
     assert await histories(db) == {str(n): [n] for n in (1, 2, 3, 4)}
-    # Of its two handlers either may be at fault: each is tried by itself.
-    assert await desk.park() == {("deposit", 2): "undecided", ("count", 2): "undecided"}
-    assert [row["attempts"] for row in await desk.backlog()] == [0, 0]
+    assert await desk.park() == {("deposit", 2): "undecided"}
     await desk.work_off()
     assert await desk.park() == {("deposit", 2): "transaction failed"}
 
@@ -178,7 +179,7 @@ async def test_a_query_of_a_later_handler_is_not_blamed_for_the_row_of_an_earlie
 
     desk.handlers = handlers
     await desk.apply(*(Deposit(n, account=str(n)) for n in (1, TOO_MUCH, 3, 4)))
-    assert await desk.park() == {("naive", 1): "failed"}
+    assert await desk.park() == {("naive", 1): "undecided"}
     assert set(await histories(db)) == {"1", "3"}
 
 
@@ -248,6 +249,7 @@ async def test_a_handler_that_swallows_the_error_of_a_statement_has_not_applied_
             return
 
     await desk.apply(Deposit(1), Deposit(0))
+    await desk.work_off()
     assert await desk.park() == {("careless", 1): "failed"}
     assert await db.fetchval("SELECT array_agg(id) FROM pipeline.inbox") == ["1"]
 
@@ -268,7 +270,7 @@ async def test_a_handler_that_ends_the_transaction_fails_and_its_neighbours_lose
 
     await desk.apply(*(Deposit(amount, account=str(amount)) for amount in (1, 2, 3)))
     await desk.work_off()
-    assert await desk.park() == {("impatient", 1): "failed"}
+    assert set(await desk.park()) == {("impatient", 1)}
     assert await histories(db) == {"1": [1], "2": [2], "3": [3]}
     assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 5
     assert len(await events_of(db)) == 3
@@ -297,6 +299,7 @@ async def test_a_key_that_postgresql_can_not_store_fails_alone(
     _, desk = ledger
     poison = Deposit(3, value=b'{"account": "\\u0000", "amount": 3}')
     await desk.apply(Deposit(1), Deposit(2), poison, Deposit(4), Deposit(5, account="bob"))
+    await desk.work_off()
     assert await desk.park() == {
         ("deposit", 2): "transaction failed",
         ("deposit", 3): "follows another",
@@ -496,7 +499,10 @@ async def test_a_record_whose_row_another_never_gives_back_is_set_aside_and_no_o
     async with db.transaction():
         await db.execute("SELECT FROM account FOR UPDATE")
         await desk.apply(Deposit(2, account="bob"), Deposit(3, account="ada"))
-        assert await desk.park() == {("deposit", 2): "locked out"}
+        assert await desk.park() == {("deposit", 2): "undecided"}
+        await desk.work_off()
+        [row] = await desk.backlog()
+        assert (row["attempts"], row["waits"], row["waited"] > 0) == (0, True, True)
     assert await histories(db) == {"ada": [1], "bob": [2]}
     await desk.make_due()
     await desk.work_off()
@@ -504,10 +510,9 @@ async def test_a_record_whose_row_another_never_gives_back_is_set_aside_and_no_o
 
 
 async def test_where_there_is_nobody_to_blame_a_lock_is_waited_for(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """What is only stored calls no handler: if that does not work, the database is at fault."""
-    monkeypatch.setattr(guilt, "_CONTENTIONS", 0)
     options = {"mode": "deferred"}
     bank = Bank(deposits="deposits", balances="balances", name="bank", options=options)
     desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.05)

@@ -1,0 +1,191 @@
+"""Failures: what an error proves about the messages of a transaction.
+
+A failure, an attempt or a decision counts only if a transaction commits it. What was rolled back is
+a reason to look closer, and nothing else. `ladder.py` has the steps.
+
+    error                         of an isolated message         of a message alone
+    ----------------------------  -----------------------------  ------------------------
+    `Reject`, `Park`, `Retry`     decided                        decided
+    raised by Python              counts as an attempt           counts as an attempt
+    of a statement, the flush, a  stored, to be tried alone      counts as an attempt
+    constraint, a time limit
+    deadlock, lock time-out       the transaction is repeated    waits, spends no attempt
+    lost connection               the transaction is repeated    waits, spends no attempt;
+                                                                 the third counts
+    of a class of servers         as of a statement              as of a statement; of the
+                                                                 classes 53 and 58: waits
+
+A lost connection, and an error of the classes 08, 25, 53, 57, 58 and XX, may be an outage: the
+probe is asked first (`servers/probe.py`). While it fails, nothing is decided and nothing counts.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from opentelemetry.context import Context
+
+from pipeline.errors import (
+    StoreUnavailable,
+    is_contention,
+    is_of_resources,
+    is_of_the_database,
+    lacks_partition,
+    may_be_outage,
+)
+from pipeline.handlers.policy import (
+    LOCKED_OUT,
+    Decision,
+    Park,
+    Reject,
+    as_decision,
+    undecided,
+)
+from pipeline.observe.traces import traceparent
+from pipeline.servers.guard import HandlerFault
+
+from .attempt import Attempt
+from .breaker import FailedMessage
+from .item import Item
+from .source import Source, is_single
+
+
+class NeedsOwnSession(Exception):
+    """A handler has used the shared session, so its messages need sessions of their own."""
+
+    def __init__(self, consumer: str) -> None:
+        super().__init__(consumer)
+        self.consumer = consumer
+
+
+class CallFailed(Exception):
+    """The call of a handler has failed."""
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        error: BaseException,
+        context: Context | None = None,
+        *,
+        has_timed_out: bool = False,
+    ) -> None:
+        super().__init__()
+        self.items = items
+        """The message, or those that a handler of batches has had at once."""
+        self.error = as_decision(error)
+        self.trace = traceparent(context)
+        self.has_timed_out = has_timed_out
+        """Whether the call was cut off, perhaps with a statement under way."""
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """A transaction that was rolled back."""
+
+    error: BaseException
+    reason: str
+    trace: str | None = None
+    """`traceparent` of the call that has failed."""
+    items: Sequence[Item] = ()
+    """The messages whose call has failed; none if the flush or the COMMIT has."""
+    has_timed_out: bool = False
+    """Whether the call, or the transaction, was cut off by its time limit."""
+    is_lost: bool = False
+    """Whether its connection was lost."""
+
+    @property
+    def may_be_outage(self) -> bool:
+        """Whether the cause may be that the database can't be used now."""
+        return self.is_lost or may_be_outage(self.error)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether a message that was alone has failed by itself: no time limit, lock, store or lost
+        connection was in its way."""
+        return not (self.is_lost or self.has_timed_out or is_nobodys(self.error))
+
+
+def is_nobodys(error: BaseException) -> bool:
+    """Whether locks, the object store or a missing partition of the engine were in the way."""
+    return is_contention(error) or isinstance(error, StoreUnavailable) or lacks_partition(error)
+
+
+def is_proof(error: BaseException) -> bool:
+    """Whether the error of an isolated message is its own: Python raised it in its handler."""
+    return isinstance(error, HandlerFault) or not is_of_the_database(error)
+
+
+def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> RolledBack | None:
+    """Return the failure of a transaction; None if it is no handler's: an outage."""
+    cause = error.error if isinstance(error, CallFailed) else error
+    if lacks_partition(cause) or (isinstance(cause, StoreUnavailable) and is_single(source)):
+        return None
+    if attempt.contention is not None:
+        return RolledBack(attempt.contention, "transaction failed")
+    if isinstance(error, CallFailed):
+        is_lost = attempt.driver.is_closed() and not isinstance(error.error, HandlerFault)
+        return RolledBack(
+            error.error,
+            "failed",
+            error.trace,
+            error.items,
+            has_timed_out=error.has_timed_out,
+            is_lost=is_lost and not error.has_timed_out,
+        )
+    if attempt.handlers_began_at == math.inf:
+        # The engine's own statements: of many messages they may take too long.
+        is_late = attempt.is_late and not is_single(source)
+        return RolledBack(error, "transaction failed") if is_late else None
+    is_without_answer = attempt.is_committing and attempt.is_late
+    if attempt.is_late and not is_without_answer:
+        late = TimeoutError(attempt.limit_exceeded)
+        late.__cause__ = error
+        trace = traceparent(attempt.context)
+        return RolledBack(late, "takes too long", trace, has_timed_out=True)
+    is_lost = is_without_answer or attempt.driver.is_closed()
+    trace = traceparent(attempt.context)
+    return RolledBack(error, "transaction failed", trace, is_lost=is_lost)
+
+
+def decide_isolated(item: Item, error: Exception) -> Decision:
+    """Return the decision on an isolated message that has failed."""
+    if not isinstance(error, CallFailed):  # what it has staged can't be written
+        failure = RolledBack(error, "transaction failed")
+    else:
+        failure = RolledBack(error.error, "failed", error.trace)
+    if not is_proof(failure.error):
+        return replace(undecided(failure.error), trace=failure.trace)
+    return _after_failure(item, failure)
+
+
+def decide_alone(item: Item, failure: RolledBack) -> Decision:
+    """Return the decision on a message that was alone in its transaction."""
+    error, policy, spent = failure.error, item.handler.policy, _spent(item)
+    if failure.is_lost:
+        return policy.disconnected(error, **spent, reason=item.reason)
+    if is_contention(error):
+        return policy.postponed(error, **spent, reason=LOCKED_OUT)
+    if is_of_resources(error) or isinstance(error, StoreUnavailable):
+        return policy.postponed(error, **spent, reason="failed")
+    return _after_failure(item, failure)
+
+
+def observed(failed: Sequence[tuple[Item, BaseException]]) -> list[FailedMessage]:
+    """Return failures for the breaker; a message that was parked or rejected has not failed."""
+    return [
+        FailedMessage(item.consumer, item.order_key, error, item.last_error)
+        for item, error in failed
+        if not isinstance(error, Park | Reject)
+    ]
+
+
+def _after_failure(item: Item, failure: RolledBack) -> Decision:
+    decision = item.handler.policy.after_failure(
+        failure.error, **_spent(item), reason=failure.reason
+    )
+    return replace(decision, trace=failure.trace)
+
+
+def _spent(item: Item) -> dict[str, Any]:
+    return {"attempts": item.attempts, "waited": item.waited}

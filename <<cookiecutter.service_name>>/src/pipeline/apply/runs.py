@@ -1,0 +1,189 @@
+"""Runs: consecutive messages with one session and one flush, which take effect or fail together."""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+from sqlalchemy.ext.asyncio import AsyncTransaction
+
+from pipeline.handlers.policy import FOLLOWER
+from pipeline.observe import metrics
+from pipeline.observe.watchdog import CALLS
+from pipeline.servers.guard import GUARD, HAS_ENDED, HandlerFault
+
+from . import backlog, inbox
+from .attempt import Attempt
+from .calls import call_handlers, lock_declared, raise_strays
+from .failures import CallFailed, NeedsOwnSession, decide_isolated, is_nobodys
+from .item import Item
+from .outcome import BatchOutcome
+from .positions import Generations
+
+_MOST_SAVEPOINTS = 60
+"""PostgreSQL keeps 64 subtransactions of a transaction in memory, and finds others slowly."""
+
+
+class TooManyRuns(Exception):
+    """A transaction has as many savepoints as are quick: its messages need smaller ones."""
+
+
+class Runs:
+    """The messages of a transaction that are not applied yet, run by run.
+
+    After a failure runs are half as long, and after a success twice as long again.
+    """
+
+    def __init__(self, items: Iterable[Item], most: int, suspects: Collection[bytes]) -> None:
+        """`suspects` are marker keys of messages that have failed already, and are isolated."""
+        self._left = deque(items)
+        self._most = self._size = most
+        self._suspects = suspects
+        self._lengths: list[int] = []
+        """Of the next runs, the last one first, after one that has failed."""
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def take(self) -> list[Item]:
+        """Return the next run."""
+        if self._lengths:
+            return [self._left.popleft() for _ in range(self._lengths.pop())]
+        run: list[Item] = []
+        while self._left and len(run) < self._size:
+            is_suspect = self._left[0].attempts > 0 or self._left[0].key in self._suspects
+            if is_suspect and run:
+                break
+            run.append(self._left.popleft())
+            if is_suspect:
+                break
+        return run
+
+    def succeeded(self) -> None:
+        """Let the next runs be longer."""
+        self._size = min(2 * self._size, self._most)
+
+    def failed(self, run: Sequence[Item], culprits: Sequence[Item]) -> None:
+        """Divide a run: the messages before those whose call has failed, and these; halves if that
+        is not known."""
+        self._size = max(1, min(self._size, len(run)) // 2)
+        if not culprits or len(culprits) == len(run):
+            lengths = [len(run) // 2, len(run) - len(run) // 2]
+        else:
+            keys = {item.key for item in culprits}
+            place = next(number for number, item in enumerate(run) if item.key in keys)
+            rest = (item for item in run[place:] if item.key not in keys)
+            run = [*run[:place], *culprits, *rest]
+            lengths = [*([place] if place else []), len(culprits)]
+        self._left.extendleft(reversed(run))
+        self._lengths += reversed(lengths)
+
+
+async def apply_runs(
+    items: Sequence[Item],
+    attempt: Attempt,
+    generations: Generations,
+    outcome: BatchOutcome,
+    size: int,
+) -> list[tuple[Item, BaseException]]:
+    """Apply messages in runs; divide a run that fails, until its message is isolated.
+
+    Returns the messages that have failed. Raises what the transaction does not survive.
+    """
+    # In one order for all runs, before any savepoint, whose rollback would release the locks.
+    await lock_declared(items, attempt)
+    failed: list[tuple[Item, BaseException]] = []
+    behind: set[bytes] = set()
+    runs = Runs(items, size, attempt.memory.suspects)
+    number = 0
+    while runs:
+        run = runs.take()
+        followers = [item for item in run if item.order_key in behind]
+        outcome.decided += ((item, FOLLOWER) for item in followers)
+        run = [item for item in run if item not in followers] if followers else run
+        if not run:
+            continue
+        number += 1
+        if number > _MOST_SAVEPOINTS:
+            raise TooManyRuns
+        point = await attempt.connection.begin_nested()
+        attempt.begin_run(run)
+        try:
+            await apply_run(run, attempt, generations, outcome, point)
+            await point.commit()
+            runs.succeeded()
+        except NeedsOwnSession:
+            raise
+        except Exception as error:
+            cause = error.error if isinstance(error, CallFailed) else error
+            if attempt.is_lost or attempt.is_late or attempt.contention or is_nobodys(cause):
+                raise
+            await attempt.undo_run(point)
+            number -= 1
+            if len(run) > 1:
+                runs.failed(run, error.items if isinstance(error, CallFailed) else ())
+                continue
+            [item] = run
+            decision = decide_isolated(item, error)
+            failed.append((item, cause))
+            outcome.decided.append((item, decision))
+            if not decision.is_dead or decision.holds:
+                behind.add(item.order_key)
+    raise_strays(attempt, outcome)
+    return failed
+
+
+async def apply_run(
+    items: Sequence[Item],
+    attempt: Attempt,
+    generations: Generations,
+    outcome: BatchOutcome,
+    point: AsyncTransaction | None = None,
+) -> None:
+    """Call the handlers of a run, and write what they have changed and staged.
+
+    `point` is the savepoint at which it begins.
+    """
+    driver, outbox = attempt.driver, attempt.outbox
+    earlier, run = outbox.staged, BatchOutcome()
+    try:
+        await _call(items, attempt, run)
+        if point is not None and not point.is_active:
+            raise HandlerFault(HAS_ENDED)
+        if run.returned:
+            await inbox.keep_results(driver, generations, run.returned)
+        await write_staged(attempt, run)
+    except BaseException:
+        outbox.staged = earlier
+        raise
+    outcome.add(run)
+
+
+async def write_staged(attempt: Attempt, outcome: BatchOutcome) -> None:
+    """Write the events and calls that are staged."""
+    driver, outbox = attempt.driver, attempt.outbox
+    # They are written after the aggregates are locked: so they have their order.
+    await backlog.add_calls(driver, attempt.handlers, outbox.calls, attempt.encryption)
+    if attempt.claims is not None:
+        await attempt.claims.store(driver, outbox, attempt.reserve)
+    if attempt.encryption is not None:
+        await attempt.encryption.encrypt_events(driver, outbox)
+    if not await outbox.write(driver) and outcome.applied and not outcome.returned:
+        # If a handler has suppressed the error of a statement, COMMIT would report success and
+        # change nothing. This statement fails.
+        await driver.execute("SELECT")
+    outcome.events += len(outbox)
+    outcome.has_calls |= bool(outbox.calls)
+    outbox.clear()
+
+
+async def _call(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:
+    info = (await attempt.connection.get_raw_connection()).info
+    info[GUARD] = attempt.guard
+    assert attempt.task is not None
+    CALLS[attempt.task] = attempt.ignores_cancellation
+    try:
+        await call_handlers(items, attempt, outcome)
+    finally:
+        attempt.deadline.close()
+        metrics.handled(attempt.longest)
+        del CALLS[attempt.task]
+        info.pop(GUARD, None)

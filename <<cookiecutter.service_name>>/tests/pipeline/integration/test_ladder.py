@@ -1,0 +1,279 @@
+"""What counts is what committed: the message that is at fault, and no other, spends an attempt."""
+
+import asyncio
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+
+import asyncpg
+import pytest
+import sqlalchemy as sa
+
+from pipeline import Event, Reject, Transaction
+from pipeline.errors import is_infrastructure
+from pipeline.servers.probe import Probe
+from pipeline.settings import Settings
+
+from .bank import Bank
+from .desk import Desk, NewDesk
+from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.servers.waiting import eventually
+
+POISON = 3
+"""The amount whose handling fails."""
+
+RAISE = "DO $$ BEGIN RAISE EXCEPTION 'no server' USING ERRCODE = '{}'; END $$"
+AT_FLUSH = """
+CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION 'no server' USING ERRCODE = '{}';
+END $$;
+CREATE TRIGGER fail BEFORE INSERT OR UPDATE ON account
+FOR EACH ROW WHEN (NEW.balance = 3) EXECUTE FUNCTION fail()
+"""
+AT_COMMIT = AT_FLUSH.replace(
+    "CREATE TRIGGER fail BEFORE", "CREATE CONSTRAINT TRIGGER fail AFTER"
+).replace("FOR EACH", "DEFERRABLE INITIALLY DEFERRED FOR EACH")
+
+OF_SERVERS = ["08001", "25006", "53100", "53200", "57P01", "57P03", "58030", "XX000"]
+"""Codes of errors that a server has when it can't be used, and that any statement can raise."""
+
+
+def deposits(*amounts: int) -> list[Deposit]:
+    return [Deposit(amount, account=f"of {amount}") for amount in amounts]
+
+
+def account_of(event: Deposited) -> Account:
+    account = Account(event.account)
+    account.balance, account.history = event.amount, f"{event.amount},"
+    return account
+
+
+async def bank_whose_handler_executes(new_desk: NewDesk, statement: str) -> Desk:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        if event.amount == POISON:
+            await tx.session.execute(sa.text(statement))
+        tx.session.add(account_of(event))
+
+    return await new_desk(bank.handlers, topic="asked")
+
+
+async def assert_only_the_poison_is_set_aside(desk: Desk, db: asyncpg.Connection) -> None:
+    assert set(await histories(db)) == {f"of {amount}" for amount in (1, 2, 4, 5)}
+    [row] = await desk.backlog()
+    assert (row["reason"], row["attempts"], row["offset"]) == ("undecided", 0, 2)
+    assert await desk.position() == 5
+
+
+async def tried_alone(desk: Desk) -> asyncpg.Record:
+    """Let the only message of the backlog be tried once more, and return its row."""
+    await desk.make_due()
+    await desk.work_off()
+    [row] = await desk.backlog()
+    return row
+
+
+@pytest.mark.parametrize("code", OF_SERVERS)
+async def test_an_error_that_looks_like_an_outage_is_the_messages_while_the_database_is_well(
+    new_desk: NewDesk, db: asyncpg.Connection, code: str
+) -> None:
+    desk = await bank_whose_handler_executes(new_desk, RAISE.format(code))
+    await desk.apply(*deposits(1, 2, POISON, 4, 5))
+    await assert_only_the_poison_is_set_aside(desk, db)
+    row = await tried_alone(desk)
+    spends = not code.startswith(("53", "58"))
+    assert (row["attempts"], row["waits"]) == (int(spends), True)
+    assert row["waited"] > 0
+
+
+@pytest.mark.parametrize("trigger", [AT_FLUSH, AT_COMMIT], ids=["flush", "commit"])
+@pytest.mark.parametrize("code", ["08006", "53100", "57P01"])
+async def test_it_is_the_messages_at_the_flush_and_at_the_commit_too(
+    new_desk: NewDesk, db: asyncpg.Connection, code: str, trigger: str
+) -> None:
+    await db.execute(trigger.format(code))
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    await desk.apply(*deposits(1, 2, POISON, 4, 5))
+    await desk.work_off()
+    assert set(await histories(db)) == {f"of {amount}" for amount in (1, 2, 4, 5)}
+    [row] = await desk.backlog()
+    assert (row["offset"], row["attempts"]) == (2, 0 if code == "53100" else 1)
+    assert row["waits"]
+
+
+async def test_a_message_over_which_connections_die_is_at_fault_at_the_third(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    killing = "SELECT pg_terminate_backend(pg_backend_pid())"
+    desk = await bank_whose_handler_executes(new_desk, killing)
+    await desk.apply(*deposits(1, 2, POISON, 4, 5))
+    await assert_only_the_poison_is_set_aside(desk, db)
+    seen = []
+    for _ in range(6):
+        row = await tried_alone(desk)
+        seen.append((row["reason"], row["attempts"]))
+    lost = "connection lost", "connection lost twice", "failed"
+    assert seen == [*((one, int(one == "failed")) for one in lost)] + [
+        (one, 2 if one == "failed" else 1) for one in lost
+    ]
+
+
+async def test_a_message_that_idles_until_the_server_ends_its_session_stops_no_other(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        if event.amount == POISON:
+            limit = "SET LOCAL idle_in_transaction_session_timeout = '100ms'"
+            await tx.session.execute(sa.text(limit))
+            await asyncio.sleep(0.5)
+        tx.session.add(account_of(event))
+
+    desk = await new_desk(bank.handlers, topic="asked")
+    await desk.apply(*deposits(1, 2, POISON, 4, 5))
+    await assert_only_the_poison_is_set_aside(desk, db)
+
+
+@pytest.mark.parametrize("translated", [Reject, ValueError])
+async def test_a_handler_that_translates_a_lock_time_out_has_decided_nothing(
+    new_desk: NewDesk, db: asyncpg.Connection, translated: type[Exception]
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        try:
+            account = await tx.load_or_create(Account, event.account)
+        except Exception as error:
+            raise translated("it can't be loaded") from error
+        account.balance += event.amount
+        account.history += f"{event.amount},"
+
+    desk = await new_desk(bank.handlers, topic="asked", lock_timeout=0.1)
+    await desk.apply(Deposit(1))
+    async with db.transaction():
+        await db.execute("SELECT FROM account FOR UPDATE")
+        await desk.apply(Deposit(2), Deposit(4, account="bob"))
+        row = await tried_alone(desk)
+        assert (row["attempts"], row["died_at"]) == (0, None)
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1, 2], "bob": [4]}
+
+
+async def test_a_decision_after_a_lock_time_out_in_a_savepoint_of_its_own_counts(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        statement = sa.select(Account.id).with_for_update(nowait=True)
+        try:
+            async with tx.session.begin_nested():
+                await tx.session.execute(statement)
+        except sa.exc.DBAPIError:
+            raise Reject("somebody else works at it") from None
+
+    await db.execute("INSERT INTO account (id, balance, history, version) VALUES ('ada', 0, '', 1)")
+    desk = await new_desk(bank.handlers, topic="asked")
+    async with db.transaction():
+        await db.execute("SELECT FROM account FOR UPDATE")
+        await desk.apply(Deposit(1))
+    assert await desk.park() == {("ask", 0): "rejected"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT * FROM not_migrated",
+        "SELECT not_migrated FROM account",
+        "SELECT * FROM not_migrated.account",
+        "SELECT not_migrated(1)",
+        "SELECT CAST('x' AS not_migrated)",
+        "SET LOCAL ROLE not_migrated",
+    ],
+)
+async def test_what_the_catalog_lacks_spends_no_attempt(
+    new_desk: NewDesk, db: asyncpg.Connection, statement: str
+) -> None:
+    desk = await bank_whose_handler_executes(new_desk, statement)
+    await desk.apply(*deposits(1, 2, POISON, 4, 5))
+    await assert_only_the_poison_is_set_aside(desk, db)
+    if "ROLE" not in statement:  # an invalid value of a setting is a mistake
+        for _ in range(3):
+            row = await tried_alone(desk)
+            assert (row["attempts"], row["waits"]) == (0, True)
+
+
+async def test_what_fails_when_it_is_written_at_the_end_is_the_fault_of_its_message(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    class Reminder(Event, type="reminder.v1", topic="reminders"):
+        of: str
+
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    before_time = datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14)))
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load_or_create(Account, event.account)
+        account.balance += event.amount
+        account.history += f"{event.amount},"
+        at = before_time if event.amount == POISON else None
+        tx.publish(Reminder(of=event.account), key=event.account, at=at)
+
+    desk = await new_desk(bank.handlers, topic="asked")
+    await desk.apply(*deposits(1, 2, POISON, 4, 5))
+    assert set(await histories(db)) == {f"of {amount}" for amount in (1, 2, 4, 5)}
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 4
+    await desk.work_off()
+    [row] = await desk.backlog()
+    assert (row["offset"], row["attempts"]) == (2, 1)
+
+
+async def test_a_database_that_becomes_read_only_is_waited_for_and_nothing_is_spent(
+    new_desk: NewDesk, db: asyncpg.Connection, database_url: str
+) -> None:
+    name = database_url.rsplit("/", 1)[1]
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    await desk.apply(*deposits(1))
+    batch = await desk.read(*deposits(2, 4), start=1)
+    await db.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    await db.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND application_name = 'desk'"
+    )
+    applying = asyncio.create_task(desk.apply_batch(batch))
+    await eventually(lambda: len(desk.outages) > 2)
+    await db.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+    await applying
+    assert await desk.backlog() == []
+    assert set(await histories(db)) == {"of 1", "of 2", "of 4"}
+
+
+async def test_the_probe_leaves_nothing_and_tells_whether_the_database_can_be_written(
+    settings: Callable[..., Settings], db: asyncpg.Connection
+) -> None:
+    probe = Probe(settings(), name="probe")
+    await asyncio.gather(*(probe.write() for _ in range(3)))
+    assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
+    name = await db.fetchval("SELECT current_database()")
+    await db.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
+    with pytest.raises(asyncpg.ReadOnlySQLTransactionError) as raised:
+        await probe.write()
+    assert is_infrastructure(raised.value)
+    await db.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')
+    await probe.write()
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'probe'"
+    await eventually(lambda: _is_none(db, sessions))
+
+
+async def _is_none(db: asyncpg.Connection, counted: str) -> bool:
+    return bool(await db.fetchval(counted) == 0)
