@@ -25,7 +25,7 @@ from pipeline.handlers import sessions
 from pipeline.relay import scheduled, window
 from pipeline.retention import archive, partitions
 from pipeline.retry import lanes
-from pipeline.servers import revisions
+from pipeline.servers import probe, revisions
 
 from .bank import Bank
 from .boundaries import BOUNDARIES, Boundary, Moment, Point
@@ -72,6 +72,7 @@ UNMET = (
     *(sessions.BEGIN, sessions.GUARD_COMMIT, sessions._GUARD),
     sessions.DONE,
     sessions._IS_AT_WORK,
+    probe._WRITE,
     revisions._DISTRIBUTED,
     filters._DISCARD,
     partitions._USED_BY,
