@@ -159,20 +159,20 @@ class Receiver(ConsumeTransactions):
                 case BatchOutcome():
                     return result
                 case NeedsOwnSession():
-                    self.needs_own_session(result)
-                case RolledBack(error) if result.is_lost or is_contention(error):
+                    pass
+                case RolledBack(error=error) if result.is_lost or is_contention(error):
                     await asyncio.sleep(pause(number))
                 case RolledBack() if await self._was_outage(result, retrying):
                     pass
-                case RolledBack(error) if is_of_the_database(error) and not is_repeated:
+                case RolledBack(error=error) if is_of_the_database(error) and not is_repeated:
                     is_repeated = True  # another may have inserted the same row meanwhile
-                case RolledBack(Retry() | Park() as error):
+                case RolledBack(error=Retry() | Park() as error):
                     raise Unavailable(str(error), after=error.after) from error
-                case RolledBack(error) if is_infrastructure(error):
+                case RolledBack(error=error) if is_infrastructure(error):
                     raise Unavailable(describe_error(error)) from error
-                case RolledBack(Exception() as error):
+                case RolledBack(error=Exception() as error):
                     raise error
-                case RolledBack(error):
+                case RolledBack(error=error):
                     raise HandlerFault(describe_error(error)) from error  # of sys.exit()
         raise AssertionError("unreachable")
 

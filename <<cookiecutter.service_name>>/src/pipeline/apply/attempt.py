@@ -105,13 +105,16 @@ class Attempt:
     @property
     def is_busy(self) -> bool:
         """Whether a statement may be under way on the connection."""
-        return self.is_cut_off or any(one.under_way for one in (self.guard, *self.guards.values()))
+        return self.is_cut_off or any(one.under_way for one in self._all_guards)
 
     @property
     def contention(self) -> BaseException | None:
         """Error of a statement in whose way locks were, also if its handler has caught it."""
-        guards = (self.guard, *self.guards.values())
-        return next((one.contention for one in guards if one.contention), None)
+        return next((one.contention for one in self._all_guards if one.contention), None)
+
+    @property
+    def _all_guards(self) -> Collection[Guard]:
+        return self.guard, *self.guards.values()
 
     async def undo_run(self, point: AsyncTransaction) -> None:
         """Roll back to the savepoint at which the run began."""

@@ -21,7 +21,7 @@ probe is asked first (`servers/probe.py`). While it fails, nothing is decided an
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from opentelemetry.context import Context
@@ -59,40 +59,29 @@ class NeedsOwnSession(Exception):
         self.consumer = consumer
 
 
-class CallFailed(Exception):
-    """The call of a handler has failed."""
+class RolledBack(Exception):
+    """A run or a transaction is rolled back: its flush, a statement or the COMMIT has failed."""
+
+    reason: str = "transaction failed"
+    items: Sequence[Item] = ()
+    """The messages whose call has failed: one, or those that a handler of batches has had."""
+    is_lost = False
+    """Whether its connection was lost."""
 
     def __init__(
         self,
-        items: Sequence[Item],
         error: BaseException,
         context: Context | None = None,
         *,
         has_timed_out: bool = False,
     ) -> None:
-        super().__init__()
-        self.items = items
-        """The message, or those that a handler of batches has had at once."""
-        self.error = as_decision(error)
+        """`context` is the trace context of the latest call."""
+        super().__init__(error)
+        self.error = error
         self.trace = traceparent(context)
         self.has_timed_out = has_timed_out
-        """Whether the call was cut off, perhaps with a statement under way."""
-
-
-@dataclass(frozen=True)
-class RolledBack:
-    """A transaction that was rolled back."""
-
-    error: BaseException
-    reason: str
-    trace: str | None = None
-    """`traceparent` of the call that has failed."""
-    items: Sequence[Item] = ()
-    """The messages whose call has failed; none if the flush or the COMMIT has."""
-    has_timed_out: bool = False
-    """Whether the call, or the transaction, was cut off by its time limit."""
-    is_lost: bool = False
-    """Whether its connection was lost."""
+        """Whether the call, or the transaction, was cut off by its time limit, perhaps with a
+        statement under way."""
 
     @property
     def may_be_outage(self) -> bool:
@@ -104,6 +93,28 @@ class RolledBack:
         """Whether a message that was alone has failed by itself: no time limit, lock, store or lost
         connection was in its way."""
         return not (self.is_lost or self.has_timed_out or is_nobodys(self.error))
+
+
+class CallFailed(RolledBack):
+    """The call of a handler has failed."""
+
+    reason: str = "failed"
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        error: BaseException,
+        context: Context | None = None,
+        *,
+        has_timed_out: bool = False,
+    ) -> None:
+        super().__init__(as_decision(error), context, has_timed_out=has_timed_out)
+        self.items = items
+
+
+def failure_of(error: Exception) -> RolledBack:
+    """Return the failure of a run: that of a call, or of what the engine has executed."""
+    return error if isinstance(error, RolledBack) else RolledBack(error)
 
 
 def is_nobodys(error: BaseException) -> bool:
@@ -118,42 +129,34 @@ def is_proof(error: BaseException) -> bool:
 
 def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> RolledBack | None:
     """Return the failure of a transaction; None if it is no handler's: an outage."""
-    cause = error.error if isinstance(error, CallFailed) else error
+    failure = failure_of(error)
+    cause = failure.error
     if lacks_partition(cause) or (isinstance(cause, StoreUnavailable) and is_single(source)):
         return None
     if attempt.contention is not None:
-        return RolledBack(attempt.contention, "transaction failed")
-    if isinstance(error, CallFailed):
-        is_lost = attempt.driver.is_closed() and not isinstance(error.error, HandlerFault)
-        return RolledBack(
-            error.error,
-            "failed",
-            error.trace,
-            error.items,
-            has_timed_out=error.has_timed_out,
-            is_lost=is_lost and not error.has_timed_out,
-        )
+        return RolledBack(attempt.contention)
+    is_lost = attempt.driver.is_closed()
+    if isinstance(failure, CallFailed):
+        is_own = failure.has_timed_out or isinstance(cause, HandlerFault)
+        failure.is_lost = is_lost and not is_own
+        return failure
     if attempt.handlers_began_at == math.inf:
         # The engine's own statements: of many messages they may take too long.
-        is_late = attempt.is_late and not is_single(source)
-        return RolledBack(error, "transaction failed") if is_late else None
+        return failure if attempt.is_late and not is_single(source) else None
     is_without_answer = attempt.is_committing and attempt.is_late
     if attempt.is_late and not is_without_answer:
         late = TimeoutError(attempt.limit_exceeded)
-        late.__cause__ = error
-        trace = traceparent(attempt.context)
-        return RolledBack(late, "takes too long", trace, has_timed_out=True)
-    is_lost = is_without_answer or attempt.driver.is_closed()
-    trace = traceparent(attempt.context)
-    return RolledBack(error, "transaction failed", trace, is_lost=is_lost)
+        late.__cause__ = cause
+        failure = RolledBack(late, attempt.context, has_timed_out=True)
+        failure.reason = "takes too long"
+        return failure
+    failure = RolledBack(cause, attempt.context)
+    failure.is_lost = is_lost or is_without_answer
+    return failure
 
 
-def decide_isolated(item: Item, error: Exception) -> Decision:
+def decide_isolated(item: Item, failure: RolledBack) -> Decision:
     """Return the decision on an isolated message that has failed."""
-    if not isinstance(error, CallFailed):  # what it has staged can't be written
-        failure = RolledBack(error, "transaction failed")
-    else:
-        failure = RolledBack(error.error, "failed", error.trace)
     if not is_proof(failure.error):
         return replace(undecided(failure.error), trace=failure.trace)
     return _after_failure(item, failure)
@@ -165,9 +168,9 @@ def decide_alone(item: Item, failure: RolledBack) -> Decision:
     if failure.is_lost:
         return policy.disconnected(error, **spent, reason=item.reason)
     if is_contention(error):
-        return policy.postponed(error, **spent, reason=LOCKED_OUT)
+        return policy.after_failure(error, **spent, reason=LOCKED_OUT, is_free=True)
     if is_of_resources(error) or isinstance(error, StoreUnavailable):
-        return policy.postponed(error, **spent, reason="failed")
+        return policy.after_failure(error, **spent, reason=failure.reason, is_free=True)
     return _after_failure(item, failure)
 
 

@@ -18,10 +18,10 @@ a run. The failure of an isolated message is decided on; `failures.py` says how.
 A transaction with one message has isolated it: its failure is decided on, unless a time limit,
 locks or a lost connection were in the way.
 
-A transaction that fails as a whole, by a deadlock, its time limit, the COMMIT or a lost connection,
-is repeated one rung lower. So it ends: a piece goes down at most five rungs, in each of which a
-failed run is divided into smaller ones, and the lowest one calls no code that could fail. It is
-repeated only while a server is unavailable.
+A transaction that fails as a whole, by a deadlock, its time limit, the COMMIT, a lost connection or
+fifty failures without a success, is repeated one rung lower. So it ends: a piece goes down at most
+five rungs, in each of which a failed run is divided into smaller ones, and the lowest one calls no
+code that could fail. It is repeated only while a server is unavailable.
 """
 
 import math

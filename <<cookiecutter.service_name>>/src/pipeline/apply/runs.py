@@ -13,7 +13,7 @@ from pipeline.servers.guard import GUARD, HAS_ENDED, HandlerFault
 from . import backlog, inbox
 from .attempt import Attempt
 from .calls import call_handlers, lock_declared, raise_strays
-from .failures import CallFailed, NeedsOwnSession, decide_isolated, is_nobodys
+from .failures import NeedsOwnSession, decide_isolated, failure_of, is_nobodys
 from .item import Item
 from .outcome import BatchOutcome
 from .positions import Generations
@@ -22,8 +22,13 @@ _MOST_SAVEPOINTS = 60
 """PostgreSQL keeps 64 subtransactions of a transaction in memory, and finds others slowly."""
 
 
+_MOST_IN_VAIN = 50
+"""Failures of messages after which a transaction ends if all of their consumers' have failed."""
+
+
 class TooManyRuns(Exception):
-    """A transaction has as many savepoints as are quick: its messages need smaller ones."""
+    """A transaction has as many savepoints as are quick, or only failures: its messages need
+    smaller ones."""
 
 
 class Runs:
@@ -102,7 +107,7 @@ async def apply_runs(
         if not run:
             continue
         number += 1
-        if number > _MOST_SAVEPOINTS:
+        if number > _MOST_SAVEPOINTS or _is_in_vain(failed, outcome):
             raise TooManyRuns
         point = await attempt.connection.begin_nested()
         attempt.begin_run(run)
@@ -113,22 +118,30 @@ async def apply_runs(
         except NeedsOwnSession:
             raise
         except Exception as error:
-            cause = error.error if isinstance(error, CallFailed) else error
-            if attempt.is_lost or attempt.is_late or attempt.contention or is_nobodys(cause):
+            failure = failure_of(error)
+            is_over = attempt.is_lost or attempt.is_late or attempt.contention is not None
+            if is_over or is_nobodys(failure.error):
                 raise
             await attempt.undo_run(point)
             number -= 1
             if len(run) > 1:
-                runs.failed(run, error.items if isinstance(error, CallFailed) else ())
+                runs.failed(run, failure.items)
                 continue
             [item] = run
-            decision = decide_isolated(item, error)
-            failed.append((item, cause))
+            decision = decide_isolated(item, failure)
+            failed.append((item, failure.error))
             outcome.decided.append((item, decision))
             if not decision.is_dead or decision.holds:
                 behind.add(item.order_key)
     raise_strays(attempt, outcome)
     return failed
+
+
+def _is_in_vain(failed: Sequence[tuple[Item, BaseException]], outcome: BatchOutcome) -> bool:
+    """Return whether it is for the breaker to judge, with less to be rolled back."""
+    if len(failed) != _MOST_IN_VAIN:
+        return False
+    return {one.consumer for one, _ in failed}.isdisjoint(one.consumer for one in outcome.applied)
 
 
 async def apply_run(

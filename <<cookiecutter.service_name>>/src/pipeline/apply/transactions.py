@@ -35,10 +35,10 @@ from .breaker import Breaker, BreakerOpen
 from .claim_check import ClaimCheck
 from .encryption import Encryption
 from .failures import (
-    CallFailed,
     NeedsOwnSession,
     RolledBack,
     decide_alone,
+    failure_of,
     observed,
     rolled_back_by,
 )
@@ -140,7 +140,7 @@ class ConsumeTransactions:
         """
         outcomes: list[BatchOutcome] = []
         memory = memory or Memory()
-        left = self._divided(source, self._first_rung(source))
+        left = self._divided(source, self.first_rung(source))
         while left:
             piece, rung = left.pop()
             result = await retrying(self.transact, piece, rung, memory)
@@ -148,7 +148,6 @@ class ConsumeTransactions:
                 case BatchOutcome():
                     outcomes.append(result)
                 case NeedsOwnSession():
-                    self.needs_own_session(result)
                     left.append((piece, rung))
                 case RolledBack():
                     if await self._was_outage(result, retrying) and not result.is_lost:
@@ -171,7 +170,7 @@ class ConsumeTransactions:
         counts = piece.is_alone or failure.is_certain
         return called[0] if len(called) == 1 and counts else None
 
-    def _first_rung(self, source: Source) -> int:
+    def first_rung(self, source: Source) -> int:
         """Return the rung on which a source begins, by what has failed lately."""
         if source.is_alone:
             return BATCH
@@ -199,10 +198,6 @@ class ConsumeTransactions:
 
         await retrying(ask)
         return asked > 1
-
-    def needs_own_session(self, found: NeedsOwnSession) -> None:
-        """Give the consumer's messages sessions of their own for a while."""
-        self._own_until[found.consumer] = monotonic() + _OWN_SECONDS
 
     def _divided(self, source: Source, rung: int) -> list[tuple[Source, int]]:
         """Return the pieces that a rung applies in a transaction each, the last one first."""
@@ -247,11 +242,12 @@ class ConsumeTransactions:
                 await attempt.roll_back()
                 raise
             except NeedsOwnSession as error:
+                self._own_until[error.consumer] = monotonic() + _OWN_SECONDS
                 await attempt.roll_back()
                 return error.with_traceback(None)  # it refers to the batch
             except Exception as error:
+                cause = failure_of(error).error
                 failure = rolled_back_by(error, attempt, source)
-                cause = error.error if isinstance(error, CallFailed) else error
                 self.turns.learn(failure.error if failure else cause, source, decisions)
                 if failure is None:
                     await connection.invalidate()
@@ -261,7 +257,7 @@ class ConsumeTransactions:
                 self._careful_until[source.has_lease] = monotonic() + _CAREFUL_SECONDS
                 await attempt.roll_back(discards=failure.may_be_outage)
                 traceback.clear_frames(error.__traceback__)
-                return failure
+                return failure.with_traceback(None)
             except BaseException:
                 await connection.invalidate()  # it may be in the middle of a statement
                 raise

@@ -26,12 +26,6 @@ own."""
 _TIME_SHARE = 1 / 16
 """Share of the time limit of a transaction that one with several partitions has: the records of one
 partition wait no longer for the handlers of another."""
-_APART_SECONDS = 5.0
-"""How long no batches share a transaction after one has failed."""
-
-
-class NotShared(Exception):
-    """A shared transaction has failed: each batch is applied by itself."""
 
 
 @dataclass(eq=False)
@@ -42,7 +36,7 @@ class _Ready:
     memory: Memory
     since: float
     applied: asyncio.Future[bool]
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[bool] | None = None
     """The task of its transaction, once that has begun."""
 
     @property
@@ -58,9 +52,8 @@ class Gatherer:
         self._settings = consume.settings
         self._time_limit = _TIME_SHARE * consume.settings.transaction_timeout
         self._ready: list[_Ready] = []
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[bool]] = set()
         self._timer: asyncio.Handle | None = None
-        self._apart_until = 0.0
         self._seconds: dict[Slot, float] = {}
         """Duration of the handlers in a partition's latest transaction by itself, for each of its
         messages."""
@@ -77,7 +70,8 @@ class Gatherer:
         this is cancelled the transaction is rolled back.
         """
         loop = asyncio.get_running_loop()
-        if loop.time() < self._apart_until or self._consume.turns.are_needed(batch.batch.items):
+        alone = PartitionSource([batch])
+        if self._consume.first_rung(alone) > BATCH or self._consume.turns.are_needed(alone.items):
             return False  # those of other consumers must not wait for a turn
         ready = _Ready(batch, memory, loop.time(), loop.create_future())
         self._ready.append(ready)
@@ -135,12 +129,11 @@ class Gatherer:
         for one in taken:
             one.task = task
 
-        def end(task: asyncio.Task[None]) -> None:
+        def end(task: asyncio.Task[bool]) -> None:
             self._running.discard(task)
-            is_applied = not task.cancelled() and task.exception() is None
+            is_applied = not task.cancelled() and task.exception() is None and task.result()
             if not is_applied:
                 # Nothing is committed, or the answer was lost, which the position shows.
-                self._apart_until = asyncio.get_running_loop().time() + _APART_SECONDS
                 for one in taken:
                     one.memory.handed |= memory.handed
             _resolve(taken, is_applied=is_applied)
@@ -148,7 +141,7 @@ class Gatherer:
 
         task.add_done_callback(end)
 
-    async def _apply(self, taken: Sequence[_Ready], memory: Memory) -> None:
+    async def _apply(self, taken: Sequence[_Ready], memory: Memory) -> bool:
         async with asyncio.timeout(None) as limit:
 
             def begin() -> None:
@@ -157,8 +150,7 @@ class Gatherer:
 
             source = PartitionSource([one.batch for one in taken], begin)
             result = await self._consume.transact(source, BATCH, memory)
-            if not isinstance(result, BatchOutcome):
-                raise NotShared(result)
+            return isinstance(result, BatchOutcome)
 
 
 def _resolve(taken: Sequence[_Ready], *, is_applied: bool) -> None:

@@ -110,21 +110,28 @@ class Policy:
             raise ValueError(f"after_death is 'go on' or 'hold', not {self.after_death!r}")
 
     def after_failure(
-        self, error: BaseException, *, attempts: int, waited: float, reason: str
+        self,
+        error: BaseException,
+        *,
+        attempts: int,
+        waited: float,
+        reason: str,
+        is_free: bool = False,
     ) -> "Decision":
         """Return the decision on a message that has failed.
 
-        What the catalog lacks spends no attempt: it waits for its migration.
-        `attempts` and `waited` are those before this attempt.
+        `attempts` and `waited` are those before this attempt. `is_free`: it spends none, because
+        locks or servers were in the way; nor does one whose error is what the catalog lacks, which
+        waits for its migration. The delays of such messages grow.
         """
         error = as_decision(error)
         if isinstance(error, Reject):
             return dead(self, "rejected", error, attempts=attempts + 1)
         is_parked = isinstance(error, Park)
-        is_missing = all(isinstance(as_raised(one), MISSING) for one in leaves(error))
-        is_free = is_parked or is_missing
+        grows = is_free or all(isinstance(as_raised(one), MISSING) for one in leaves(error))
+        is_free = is_parked or grows
         attempts += not is_free
-        delay = _longer(self, attempts, waited) if is_missing else _delay(self, attempts)
+        delay = _longer(self, attempts, waited) if grows else _delay(self, attempts)
         if isinstance(error, _Later) and is_delay(error.after):
             delay = error.after
         if attempts >= self.attempts and not is_free:
@@ -142,17 +149,6 @@ class Policy:
             error=described(error),
             traceback=None if is_parked else _traceback(error),
         )
-
-    def postponed(
-        self, error: BaseException, *, attempts: int, waited: float, reason: str
-    ) -> "Decision":
-        """Return the decision on a message in whose way locks or servers were: no attempt is
-        spent, and the delays grow."""
-        delay = _longer(self, attempts, waited)
-        if waited + delay > self.max_age:
-            return dead(self, "waited too long", error, attempts=attempts)
-        delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
-        return Decision(reason, attempts, waited + delay, delay, error=described(error))
 
     def disconnected(
         self, error: BaseException, *, attempts: int, waited: float, reason: str

@@ -13,7 +13,7 @@ from pipeline.handlers.policy import DEFERRED, dead
 from pipeline.observe import metrics
 from pipeline.servers.database import autocommitting
 
-from .bank import Bank
+from .bank import Bank, Refused
 from .desk import Desk, NewDesk
 from tests.contract.bank import Account, Deposit, Deposited, histories
 
@@ -402,6 +402,33 @@ async def test_a_deployment_that_fails_for_everything_sets_nothing_aside(
     assert len(await histories(db)) == 99
     assert "breaker of deposit" not in desk.health.reasons
     assert told(await desk.backlog()) == [(6, "failed", 1)]
+
+
+async def test_a_deployment_that_fails_for_everything_is_judged_after_few_messages(
+    new_desk: NewDesk,
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic="asked")
+    calls = 0
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        nonlocal calls
+        calls += 1
+        if event.amount <= broken:
+            raise Refused(event.amount)
+
+    broken = 1_000
+    batch = [Deposit(n, account=str(n)) for n in range(1, 1_001)]
+    with pytest.raises(BreakerOpen, match="ask fails with Refused"):
+        await desk.apply(*batch)
+    assert calls < 250
+    broken = 60  # a piece of them has no success, and after these all is well
+    with pytest.raises(BreakerOpen, match="ask fails with Refused"):
+        await desk.apply(*batch)
+    broken = 40  # a piece of 50 has some: they are at fault themselves
+    await desk.apply(*batch)
+    assert told(await desk.backlog()) == [(n, "failed", 1) for n in range(40)]
 
 
 async def test_retries_that_fail_as_they_did_before_do_not_look_like_a_bad_deployment(

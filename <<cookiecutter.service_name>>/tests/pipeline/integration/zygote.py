@@ -2,11 +2,12 @@
 
 import math
 
+from pipeline.apply import transactions
 from pipeline.consume import gathering
 
 from tests.servers.zygote import serve
 
 if __name__ == "__main__":
     gathering._EXPECTED_SECONDS, gathering._TIME_SHARE = math.inf, 1.0
-    gathering._APART_SECONDS = 0.5  # also soon after a failure
+    transactions._CAREFUL_SECONDS = 0.5  # also soon after a failure
     serve()

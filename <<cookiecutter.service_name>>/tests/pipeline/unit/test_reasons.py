@@ -18,7 +18,6 @@ GIVEN = {
     # What is called with a reason, and at which place.
     "Decision": 0,
     "Undecoded": 1,
-    "RolledBack": 1,
     "dead": 1,
 }
 PASSED_ON = {
@@ -67,8 +66,11 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
                 "REDRIVEN",
                 "UNDECIDED",
                 "UNKNOWN",
+                "failure.reason",
             ):
                 given |= set(reasons(node.value))
+            elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "reason":
+                given |= set(reasons(node.value or ast.Constant(""))) - {"", "None"}
     assert given == set(dead_letters.REASONS)
 
 
