@@ -139,14 +139,13 @@ async def test_a_payment_of_confluents_serializer_becomes_a_booking_for_its_dese
 async def test_a_registry_that_is_stopped_and_started_again_costs_no_attempt(
     shop: Shop,
     apicurio: Apicurio,
+    proxy: Proxy,
     running: Running,
     producer: AIOKafkaProducer,
     records: Records,
     db: asyncpg.Connection,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     newer = record("shop.Paid", *FIELDS, {"name": "by", "type": "string", "default": "cash"})
-    monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_URL", apicurio.url)
     await asyncio.to_thread(_start_again, apicurio)  # its ids are those of an empty registry
     with SchemaRegistryClient({"url": apicurio.url}) as client:
         shop.register(client, newer)
@@ -168,12 +167,14 @@ async def test_a_registry_that_is_stopped_and_started_again_costs_no_attempt(
         await records(shop.bookings, 2)  # by a schema that is known
         await pay(3, new_id, newer)
         await pay(4, old_id, PAID)
-        await eventually(lambda: any(apicurio.url in text for text in health.reasons.values()))
+        await eventually(lambda: any(proxy.url in text for text in health.reasons.values()))
         assert await parked(db) == []
         assert len(shop.seen) == 2
+        proxy.answer = (503, b"")  # until the registry has its schemas again
         await asyncio.to_thread(apicurio.start)
         await asyncio.to_thread(apicurio.wait_until_serving)
         _register_again(shop, apicurio, newer, new_id)
+        proxy.answer = None
         await records(shop.bookings, 4)
         await eventually(lambda: health.is_ready)
     assert [one.order_id for one in shop.seen] == ["1", "2", "3", "4"]
