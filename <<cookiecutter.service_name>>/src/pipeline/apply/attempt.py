@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -115,6 +115,16 @@ class Attempt:
     @property
     def _all_guards(self) -> Collection[Guard]:
         return self.guard, *self.guards.values()
+
+    def strays(self) -> Iterator[tuple[bytes | None, Exception]]:
+        """Yield errors of code that went on after its handler's return, and faults that were noted,
+        with the marker key of the message; None: it is one of those that share a session."""
+        if self.guard.stray:
+            yield None, self.guard.stray
+        for key, guard in self.guards.items():
+            if fault := guard.stray or guard.fault:
+                yield key, fault
+        yield from self.errors_after_return.items()
 
     async def undo_run(self, point: AsyncTransaction) -> None:
         """Roll back to the savepoint at which the run began."""

@@ -59,13 +59,10 @@ async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchO
 
 def raise_strays(attempt: Attempt, outcome: BatchOutcome) -> None:
     """Raise `CallFailed` for a message whose code went on after its return."""
-    if attempt.guard.stray:
-        raise CallFailed((), attempt.guard.stray)
-    faults = {key: guard.stray or guard.fault for key, guard in attempt.guards.items()}
-    errors = attempt.errors_after_return | {key: fault for key, fault in faults.items() if fault}
-    for item in outcome.applied if errors else ():
-        if item.key in errors:
-            raise CallFailed([item], errors[item.key])
+    for key, error in attempt.strays():
+        items = [item for item in outcome.applied if item.key == key]
+        if items or key is None:
+            raise CallFailed(items, error)
 
 
 async def _call_in_order(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:

@@ -130,6 +130,8 @@ def is_proof(error: BaseException) -> bool:
 def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> RolledBack | None:
     """Return the failure of a transaction; None if it is no handler's: an outage."""
     failure = failure_of(error)
+    for key, fault in attempt.strays():  # any statement may fail because of one
+        failure = CallFailed([item for item in source.items if item.key == key], fault)
     cause = failure.error
     if lacks_partition(cause) or (isinstance(cause, StoreUnavailable) and is_single(source)):
         return None

@@ -122,6 +122,7 @@ async def apply_runs(
             is_over = attempt.is_lost or attempt.is_late or attempt.contention is not None
             if is_over or is_nobodys(failure.error):
                 raise
+            failure.with_traceback(None)  # it refers to this frame
             await attempt.undo_run(point)
             number -= 1
             if len(run) > 1:

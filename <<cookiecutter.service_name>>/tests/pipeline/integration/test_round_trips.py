@@ -191,8 +191,7 @@ PARKED = Counter(
 ISOLATED = Counter(
     [
         *["consume: lock accounts"] * 2,
-        *["SAVEPOINT sa_savepoint_1", "RELEASE SAVEPOINT sa_savepoint_1"],
-        *["SAVEPOINT sa_savepoint_2", "RELEASE SAVEPOINT sa_savepoint_2"],
+        *2 * ["consume: begin run", "consume: end run"],
         *["consume: update accounts", "consume: begin COPY", "consume: end COPY"],
     ]
 )
