@@ -11,7 +11,7 @@ before a worker reads it. Of the rows of a key that one transaction adds only th
 are read together. The lane's worker makes the first row of a key the only one that is due.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from pipeline.handlers.staging import StagedEvent
 from pipeline.schema import LANES
 
 from .batch import items_of
+from .breaker import Paused
 from .encryption import Encryption
 from .item import (
     IdentityMismatch,
@@ -40,6 +41,8 @@ from .item import (
 
 _FIRST_LANES = {"immediate": 0, "deferred": LANES, "call": 2 * LANES}
 """The lowest number of each mode's lanes."""
+_MOST_DUE = 10_000
+"""Rows that wait for a worker while more messages are stored to be tried alone."""
 _NEXT = -1
 """Offset of a call that is not stored yet: the database numbers it after all stored calls."""
 
@@ -95,6 +98,31 @@ SELECT key, lane, order_key, sequence, consumer, topic, partition,
   FROM unnest($2::pipeline.new_backlog_row[])
     ON CONFLICT DO NOTHING
 """
+
+
+_DUE = """
+SELECT count(*) FROM generate_series(0, $1::integer) AS of (lane) CROSS JOIN LATERAL (
+       SELECT FROM pipeline.backlog b
+        WHERE b.lane = of.lane AND due_at <= statement_timestamp() AND consumer = ANY ($3)
+        LIMIT $2)
+"""
+
+
+class BacklogFull(Paused):
+    """Workers are behind with messages that are to be tried alone."""
+
+    reason = "backlog full"
+
+
+async def raise_if_full(connection: asyncpg.Connection, consumers: Collection[str]) -> None:
+    """Raise `BacklogFull` if more rows are due than workers can be expected to try soon."""
+    lanes = _FIRST_LANES["deferred"]
+    due = await connection.fetchval(_DUE, lanes - 1, _MOST_DUE, list(consumers))
+    if due >= _MOST_DUE:
+        raise BacklogFull(
+            f"{_MOST_DUE} messages of {', '.join(sorted(consumers))} or more wait for a worker: the"
+            " partition goes on when fewer do; `service dead list --waiting` shows their errors"
+        )
 
 
 async def find(

@@ -26,8 +26,16 @@ class FailedMessage(NamedTuple):
     """The error of its previous attempt, as `policy.described` returns it."""
 
 
-class BreakerOpen(Exception):
-    """A consumer fails with one error type for many keys: nothing is stored, the batch waits."""
+class Paused(Exception):
+    """A batch waits, and nothing of it is stored."""
+
+    reason: str
+
+
+class BreakerOpen(Paused):
+    """A consumer fails with one error type for many keys."""
+
+    reason = "breaker open"
 
 
 @dataclass(slots=True)

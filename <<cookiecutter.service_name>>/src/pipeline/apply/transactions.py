@@ -31,7 +31,7 @@ from pipeline.settings import Settings
 
 from . import backlog, inbox, limits
 from .attempt import Attempt, Memory
-from .breaker import Breaker, BreakerOpen
+from .breaker import Breaker, Paused
 from .claim_check import ClaimCheck
 from .encryption import Encryption
 from .failures import (
@@ -135,8 +135,8 @@ class ConsumeTransactions:
 
         `memory` is that of an earlier attempt at the same messages.
 
-        Every message has then taken effect or is stored. Raises `BreakerOpen` if the breaker is
-        open for a consumer, and `SourceLost` if another process owns the source.
+        Every message has then taken effect or is stored. Raises `Paused` if they have to wait, and
+        `SourceLost` if another process owns the source.
         """
         outcomes: list[BatchOutcome] = []
         memory = memory or Memory()
@@ -238,7 +238,7 @@ class ConsumeTransactions:
                     result = await self._execute(attempt, source, decisions, LADDER[rung])
                     attempt.is_committing = True
                     await connection.commit()
-            except (BreakerOpen, SourceLost):
+            except (Paused, SourceLost):
                 await attempt.roll_back()
                 raise
             except NeedsOwnSession as error:

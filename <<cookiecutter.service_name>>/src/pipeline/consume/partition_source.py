@@ -103,7 +103,9 @@ class PartitionSource:
         return await backlog.find(connection, items)
 
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
-        """Write what is not applied to the backlog; returns the dead rows."""
+        """Write what is not applied to the backlog; returns the dead rows. Raises `BacklogFull`."""
+        if alone := {item.consumer for item, one in outcome.decided if one.is_undecided}:
+            await backlog.raise_if_full(connection, alone)
         if outcome.duplicates:
             places = ((one.record.topic, one.record.partition) for one in outcome.duplicates)
             group = self.parts[0].slot.group

@@ -10,7 +10,7 @@ from aiokafka import ConsumerRecord, TopicPartition
 
 from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import Batch, read
-from pipeline.apply.breaker import BreakerOpen
+from pipeline.apply.breaker import Paused
 from pipeline.apply.claim_check import resolve_batch
 from pipeline.apply.item import Undecoded
 from pipeline.apply.limits import Pace
@@ -270,8 +270,8 @@ class Reader:
         match error:
             case Blocked():
                 return error
-            case BreakerOpen():
-                return Blocked(position, "breaker open", text)
+            case Paused():
+                return Blocked(position, error.reason, text)
             case UnreadableBatch():
                 return self._stored_position.unreadable(position, error, self._suspected_deaths)
         self._is_cut_off = is_infrastructure(error)

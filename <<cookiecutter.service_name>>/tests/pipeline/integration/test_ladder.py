@@ -9,6 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from pipeline import Event, Reject, Transaction
+from pipeline.apply import backlog
 from pipeline.errors import is_infrastructure
 from pipeline.servers.probe import Probe
 from pipeline.settings import Settings
@@ -102,6 +103,24 @@ async def test_it_is_the_messages_at_the_flush_and_at_the_commit_too(
     [row] = await desk.backlog()
     assert (row["offset"], row["attempts"]) == (2, 0 if code == "53100" else 1)
     assert row["waits"]
+
+
+async def test_a_partition_waits_while_too_many_messages_are_to_be_tried_alone(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "_MOST_DUE", 2)
+    await db.execute(AT_FLUSH.format("22023").replace("= 3)", "< 10)"))
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    await desk.apply(*deposits(1, 2, 10))
+    with pytest.raises(backlog.BacklogFull, match=r"2 messages of deposit .* `service dead list"):
+        await desk.apply(*deposits(3, 11))
+    assert (await desk.position(), len(await desk.backlog())) == (3, 2)
+    await desk.apply(*deposits(12, 13))  # nothing of these is stored
+    await desk.work_off()
+    assert [row["attempts"] for row in await desk.backlog()] == [1, 1]
+    await desk.apply(*deposits(4, 14))
+    assert (await desk.position(), len(await desk.backlog())) == (7, 3)
 
 
 async def test_a_message_over_which_connections_die_is_at_fault_at_the_third(
