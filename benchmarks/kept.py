@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import engine, figures, tables
-from benchmarks.marks import GOALS
+from benchmarks.marks import GOALS, Goal
 from benchmarks.measures import MEASURES
 from benchmarks.plots import note
 from benchmarks.tables import LEFT_OUT, Report
@@ -85,11 +85,15 @@ def ages(report: Report) -> dict[str, int | None]:
 def shown(report: Report, ages: Mapping[str, int | None]) -> Report:
     """Return what may be shown of a report: without measures of an engine that is too old."""
     staying = {name for name, age in ages.items() if age is not None and age <= engine.OLDEST}
-    of_goal = {goal.name: goal.measure for goal in GOALS}
+    marks = {mark["name"]: mark for mark in report["marks"]}
     return {
         **report,
         "measured": {name: one for name, one in report["measured"].items() if name in staying},
-        "marks": [one for one in report["marks"] if of_goal.get(one["name"]) in staying],
+        "marks": [
+            _judged(marks[goal.name], goal)
+            for goal in GOALS
+            if goal.name in marks and goal.measure in staying
+        ],
         "runs": [one for one in report["runs"] if one["measure"] in staying],
         "series": {
             name: points
@@ -98,6 +102,14 @@ def shown(report: Report, ages: Mapping[str, int | None]) -> Report:
         },
         "earlier": sorted(name for name in staying if ages[name]),
     }
+
+
+def _judged(mark: dict[str, Any], goal: Goal) -> dict[str, Any]:
+    """Return a mark beside its goal of today, which may have another bound."""
+    value = mark["value"]
+    if mark["unit"] != goal.unit:
+        return mark
+    return {**mark, "goal": goal.text, "met": value is not None and goal.is_met_by(value)}
 
 
 def drawn(report: Report) -> dict[str, str]:

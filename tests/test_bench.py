@@ -546,8 +546,8 @@ def test_what_was_held_against_another_goal_is_not_kept() -> None:
     after = kept.joined(report, before | {"marks": [old, *before["marks"]]})
     assert "given up" not in {mark["name"] for mark in after["marks"]}
     of_relay = [one for one in before["marks"] if one["name"] == "relay alone"]
-    for goal, said in (("≥ 0.9 of producer", "yes"), ("≥ 0.8 of producer", "not measured")):
-        marks = [one | {"goal": goal} for one in of_relay]
+    for unit, said in (("of producer", "yes"), ("of bare", "not measured")):
+        marks = [one | {"goal": f"≥ 0.8 {unit}", "unit": unit} for one in of_relay]
         found = page_of(before | {"marks": marks})
         assert re.search(rf"^\| relay alone .*\| {said} +\|$", found, re.MULTILINE)
 
