@@ -35,6 +35,9 @@ class Rung(NamedTuple):
     """Records of a transaction at most."""
     run: int | None
     """Messages of a run at most; None: all of them are one run, without a savepoint."""
+    in_vain: float = math.inf
+    """Failures after which it ends if no message of these consumers has succeeded: it is for the
+    breaker to judge, with less to be rolled back."""
     calls: bool = True
     """Whether handlers are called."""
 
@@ -42,7 +45,7 @@ class Rung(NamedTuple):
 BATCH, RUNS, PIECES, SINGLES, STORED = range(5)
 LADDER = (
     Rung(math.inf, None),
-    Rung(1_000, 50),
+    Rung(1_000, 50, in_vain=50),
     Rung(50, 50),
     Rung(1, 1),
     Rung(math.inf, None, calls=False),

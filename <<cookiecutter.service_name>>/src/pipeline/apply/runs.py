@@ -15,6 +15,7 @@ from .attempt import Attempt
 from .calls import call_handlers, lock_declared, raise_strays
 from .failures import NeedsOwnSession, decide_isolated, failure_of, is_nobodys
 from .item import Item
+from .ladder import Rung
 from .outcome import BatchOutcome
 from .positions import Generations
 
@@ -22,13 +23,9 @@ _MOST_SAVEPOINTS = 60
 """PostgreSQL keeps 64 subtransactions of a transaction in memory, and finds others slowly."""
 
 
-_MOST_IN_VAIN = 50
-"""Failures of messages after which a transaction ends if all of their consumers' have failed."""
-
-
 class TooManyRuns(Exception):
-    """A transaction has as many savepoints as are quick, or only failures: its messages need
-    smaller ones."""
+    """A transaction has as many savepoints as are quick, or as many failures as are needed to
+    judge: its messages need smaller ones."""
 
 
 class Runs:
@@ -87,7 +84,7 @@ async def apply_runs(
     attempt: Attempt,
     generations: Generations,
     outcome: BatchOutcome,
-    size: int,
+    rung: Rung,
 ) -> list[tuple[Item, BaseException]]:
     """Apply messages in runs; divide a run that fails, until its message is isolated.
 
@@ -97,7 +94,7 @@ async def apply_runs(
     await lock_declared(items, attempt)
     failed: list[tuple[Item, BaseException]] = []
     behind: set[bytes] = set()
-    runs = Runs(items, size, attempt.memory.suspects)
+    runs = Runs(items, rung.run or len(items), attempt.memory.suspects)
     number = 0
     while runs:
         run = runs.take()
@@ -107,7 +104,8 @@ async def apply_runs(
         if not run:
             continue
         number += 1
-        if number > _MOST_SAVEPOINTS or _is_in_vain(failed, outcome):
+        is_in_vain = len(failed) == rung.in_vain and _have_all_failed(failed, outcome)
+        if number > _MOST_SAVEPOINTS or is_in_vain:
             raise TooManyRuns
         point = await attempt.connection.begin_nested()
         attempt.begin_run(run)
@@ -138,10 +136,8 @@ async def apply_runs(
     return failed
 
 
-def _is_in_vain(failed: Sequence[tuple[Item, BaseException]], outcome: BatchOutcome) -> bool:
-    """Return whether it is for the breaker to judge, with less to be rolled back."""
-    if len(failed) != _MOST_IN_VAIN:
-        return False
+def _have_all_failed(failed: Sequence[tuple[Item, BaseException]], outcome: BatchOutcome) -> bool:
+    """Return whether all messages of the consumers that have failed have."""
     return {one.consumer for one, _ in failed}.isdisjoint(one.consumer for one in outcome.applied)
 
 

@@ -289,8 +289,9 @@ class ConsumeTransactions:
             if rung.run is None:
                 await apply_run(items, attempt, generations, outcome)
             else:
-                size = rung.run if self._is_careful(source) else len(items)
-                failed = await apply_runs(items, attempt, generations, outcome, size)
+                if not self._is_careful(source):
+                    rung = rung._replace(run=len(items))
+                failed = await apply_runs(items, attempt, generations, outcome, rung)
         if attempt.own:
             await driver.execute(DONE)
         self._observe(source, outcome, failed)
