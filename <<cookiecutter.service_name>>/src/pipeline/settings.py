@@ -78,7 +78,7 @@ class Settings(ServerSettings):
     transaction_timeout: Seconds = 8.0
     """Longest consume transaction; below the session timeout."""
     lock_timeout: Seconds = 4.0
-    """Longest wait for a lock; then the statement is retried."""
+    """Longest wait for a lock; then the transaction is rolled back and repeated."""
     offset_commit_interval: Seconds = 5.0
     """Interval of offset commits to Kafka, for lag tools."""
     retry_pause: Seconds = 5.0
