@@ -106,10 +106,9 @@ def shown(report: Report, ages: Mapping[str, int | None]) -> Report:
 
 def _judged(mark: dict[str, Any], goal: Goal) -> dict[str, Any]:
     """Return a mark beside its goal of today, which may have another bound."""
-    value = mark["value"]
     if mark["unit"] != goal.unit:
         return mark
-    return {**mark, "goal": goal.text, "met": value is not None and goal.is_met_by(value)}
+    return {**mark, "goal": goal.text, "met": goal.is_met_by(mark["value"])}
 
 
 def drawn(report: Report) -> dict[str, str]:

@@ -30,8 +30,10 @@ class Goal:
         """The goal as people read it."""
         return f"{self.sign} {self.bound:g} {self.unit}"
 
-    def is_met_by(self, value: float) -> bool:
-        """Whether a value is as it should be."""
+    def is_met_by(self, value: float | None) -> bool:
+        """Whether a value is as it should be; what was not measured is not."""
+        if value is None:
+            return False
         match self.sign:
             case "≥":
                 return value >= self.bound
@@ -104,7 +106,7 @@ class Mark:
     @property
     def is_met(self) -> bool:
         """Whether it is as it should be; what was not measured is not."""
-        return self.value is not None and self.goal.is_met_by(self.value)
+        return self.goal.is_met_by(self.value)
 
     def as_json(self) -> dict[str, object]:
         """Return what `report.json` says of it."""

@@ -460,7 +460,7 @@ reason, attempts, waited,
                 "                        left += self._divided(piece, rung + 1)\n",
                 """\
                         for item in piece.items if result.is_lost else ():
-                            spent = RolledBack(result.error, "failed")
+                            spent = RolledBack(result.error)
                             memory.decisions[item.key] = decide_alone(item, spent)
                         left += self._divided(piece, rung + 1)
 """,

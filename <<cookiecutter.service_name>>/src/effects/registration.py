@@ -57,22 +57,12 @@ class NotRepeatable(Policy):
     """Whether a function of the service finds out, by the schedule; otherwise a person has to."""
 
     def after_failure(
-        self,
-        error: BaseException,
-        *,
-        attempts: int,
-        waited: float,
-        reason: str,
-        is_free: bool = False,
+        self, error: BaseException, *, reason: str, is_free: bool = False, **spent: Any
     ) -> Decision:
         """Return what becomes of a call that has failed once more."""
         is_known = is_free or isinstance(as_decision(error), NOT_DONE)
         decision = super().after_failure(
-            error,
-            attempts=attempts,
-            waited=waited,
-            reason=reason if is_known else UNKNOWN,
-            is_free=is_free,
+            error, reason=reason if is_known else UNKNOWN, is_free=is_free, **spent
         )
         if is_known or (self.can_ask and not decision.is_dead):
             return decision

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import count
 from typing import Any
 
 from opentelemetry.context import get_current
@@ -152,8 +151,8 @@ class Receiver(ConsumeTransactions):
 
     async def _receive(self, source: RequestSource, retrying: Attempts) -> BatchOutcome:
         """Apply the request. Raises what its handler has raised, or `Unavailable`."""
-        memory, is_repeated = Memory(), False
-        for number in count():
+        memory, attempts, is_repeated = Memory(), 0, False
+        while True:
             result = await retrying(self.transact, source, BATCH, memory)
             match result:
                 case BatchOutcome():
@@ -161,7 +160,7 @@ class Receiver(ConsumeTransactions):
                 case NeedsOwnSession():
                     pass
                 case RolledBack(error=error) if result.is_lost or is_contention(error):
-                    await asyncio.sleep(pause(number))
+                    await asyncio.sleep(pause(attempts))
                 case RolledBack() if await self._was_outage(result, retrying):
                     pass
                 case RolledBack(error=error) if is_of_the_database(error) and not is_repeated:
@@ -174,7 +173,7 @@ class Receiver(ConsumeTransactions):
                     raise error
                 case RolledBack(error=error):
                     raise HandlerFault(describe_error(error)) from error  # of sys.exit()
-        raise AssertionError("unreachable")
+            attempts += 1
 
     def _item(self, event: Event, key: str, consumer: str, scope: str) -> Item:
         handler = _handler(self.handlers, type(event), consumer)

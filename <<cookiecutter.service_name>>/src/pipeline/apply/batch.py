@@ -57,11 +57,6 @@ class Batch:
         """The last record, which is stored with the position; None for a gap without records."""
         return Anchor.of(self.records[-1]) if self.records else None
 
-    @property
-    def offsets(self) -> list[int]:
-        """Offsets of the records that handlers take, each once."""
-        return sorted({item.message.offset for item in self.items})
-
     def between(self, start: int, end: int) -> "Batch":
         """Return the records from `start` to below `end`."""
         first, last = (bisect_left(self.records, at, key=_offset) for at in (start, end))

@@ -98,9 +98,9 @@ async def apply_runs(
     number = 0
     while runs:
         run = runs.take()
-        followers = [item for item in run if item.order_key in behind]
-        outcome.decided += ((item, FOLLOWER) for item in followers)
-        run = [item for item in run if item not in followers] if followers else run
+        if behind:
+            outcome.decided += ((item, FOLLOWER) for item in run if item.order_key in behind)
+            run = [item for item in run if item.order_key not in behind]
         if not run:
             continue
         number += 1

@@ -174,10 +174,11 @@ class ConsumeTransactions:
         """Return the rung on which a source begins, by what has failed lately."""
         if source.is_alone:
             return BATCH
-        if self.breaker.open and any(one.consumer in self.breaker.open for one in source.items):
+        is_open = self.breaker.open
+        if is_open and any(item.consumer in is_open for item in source.items):
             return PIECES  # the first of them is the probe
-        has_failed = any(item.attempts for item in source.items)
-        return RUNS if has_failed or self._is_careful(source) else BATCH
+        is_careful = self._is_careful(source) or any(item.attempts for item in source.items)
+        return RUNS if is_careful else BATCH
 
     def _is_careful(self, source: Source) -> bool:
         """Return whether transactions like this one have failed lately."""

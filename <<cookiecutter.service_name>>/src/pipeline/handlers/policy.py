@@ -225,7 +225,7 @@ DEFERRED = Decision("deferred")
 
 
 def undecided(error: BaseException) -> Decision:
-    """Return the decision on a message that failed after another one, and maybe because of it.
+    """Return the decision on a message that has failed beside others, and maybe because of one.
 
     It is tried by itself, at once; this failure counts as no attempt.
     """

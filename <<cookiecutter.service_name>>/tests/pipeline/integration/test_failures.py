@@ -418,17 +418,18 @@ async def test_a_handler_added_later_takes_what_another_has_taken_before(
     assert await histories(db) == {"ada": [1]}
 
 
+async def in_a_hurry(new_desk: NewDesk) -> tuple[Bank, Desk]:
+    """Return a bank whose transactions have two seconds."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    options = {"transaction_timeout": 2, "lock_timeout": 1}
+    return bank, await new_desk(bank.handlers, topic=bank.deposits, **options)
+
+
 async def test_a_batch_that_needs_more_than_the_time_of_a_transaction_goes_on_in_parts(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """A loss after the time budget is the batch's own fault, and no outage."""
-    bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk = await new_desk(
-        bank.handlers,
-        topic=bank.deposits,
-        transaction_timeout=2,
-        lock_timeout=1,
-    )
+    bank, desk = await in_a_hurry(new_desk)
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="slow")
     async def slow(event: Deposited, tx: Transaction) -> None:
@@ -443,13 +444,7 @@ async def test_a_handler_that_hangs_is_found_and_its_neighbours_are_applied(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """Trap 35."""
-    bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk = await new_desk(
-        bank.handlers,
-        topic=bank.deposits,
-        transaction_timeout=2,
-        lock_timeout=1,
-    )
+    bank, desk = await in_a_hurry(new_desk)
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="hanging")
     async def hanging(event: Deposited, tx: Transaction) -> None:
@@ -472,7 +467,7 @@ async def test_what_took_too_long_once_is_tried_again_before_a_record_is_blamed(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """A connection that died without a word takes as long as a handler that hangs."""
-    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    bank, desk = await in_a_hurry(new_desk)
     calls = 0
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="slow-once")
@@ -482,7 +477,6 @@ async def test_what_took_too_long_once_is_tried_again_before_a_record_is_blamed(
         if calls == 1:
             await asyncio.Event().wait()
 
-    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=1, transaction_timeout=2)
     await desk.apply(Deposit(1))
     assert calls == 2
     assert await histories(db) == {"ada": [1]}

@@ -43,9 +43,9 @@ def deposits(*amounts: int) -> list[Deposit]:
     return [Deposit(amount, account=f"of {amount}") for amount in amounts]
 
 
-def account_of(event: Deposited) -> Account:
-    account = Account(event.account)
-    account.balance, account.history = event.amount, f"{event.amount},"
+def add_to(account: Account, event: Deposited) -> Account:
+    account.balance += event.amount
+    account.history += f"{event.amount},"
     return account
 
 
@@ -56,7 +56,7 @@ async def bank_whose_handler_executes(new_desk: NewDesk, statement: str) -> Desk
     async def ask(event: Deposited, tx: Transaction) -> None:
         if event.amount == POISON:
             await tx.session.execute(sa.text(statement))
-        tx.session.add(account_of(event))
+        tx.session.add(add_to(Account(event.account), event))
 
     return await new_desk(bank.handlers, topic="asked")
 
@@ -151,7 +151,7 @@ async def test_a_message_that_idles_until_the_server_ends_its_session_stops_no_o
             limit = "SET LOCAL idle_in_transaction_session_timeout = '100ms'"
             await tx.session.execute(sa.text(limit))
             await asyncio.sleep(0.5)
-        tx.session.add(account_of(event))
+        tx.session.add(add_to(Account(event.account), event))
 
     desk = await new_desk(bank.handlers, topic="asked")
     await desk.apply(*deposits(1, 2, POISON, 4, 5))
@@ -170,8 +170,7 @@ async def test_a_handler_that_translates_a_lock_time_out_has_decided_nothing(
             account = await tx.load_or_create(Account, event.account)
         except Exception as error:
             raise translated("it can't be loaded") from error
-        account.balance += event.amount
-        account.history += f"{event.amount},"
+        add_to(account, event)
 
     desk = await new_desk(bank.handlers, topic="asked", lock_timeout=0.1)
     await desk.apply(Deposit(1))
@@ -241,9 +240,7 @@ async def test_what_fails_when_it_is_written_at_the_end_is_the_fault_of_its_mess
 
     @bank.handlers.on(Deposited, topic="asked", consumer="ask")
     async def ask(event: Deposited, tx: Transaction) -> None:
-        account = await tx.load_or_create(Account, event.account)
-        account.balance += event.amount
-        account.history += f"{event.amount},"
+        add_to(await tx.load_or_create(Account, event.account), event)
         at = before_time if event.amount == POISON else None
         tx.publish(Reminder(of=event.account), key=event.account, at=at)
 
