@@ -5,9 +5,6 @@ a request to Kafka) and a moment of it. The points run side by side, each in a w
 """
 
 import asyncio
-import importlib
-import pkgutil
-import re
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
@@ -15,21 +12,12 @@ from functools import partial
 
 import pytest
 import pytest_asyncio
-import sqlalchemy as sa
 from aiokafka.admin import AIOKafkaAdminClient
 
-import pipeline
-from pipeline.apply import filters, positions, turns
 from pipeline.apply.inbox import GENERATION_LOCK
-from pipeline.handlers import sessions
-from pipeline.relay import scheduled, window
-from pipeline.retention import archive, partitions
-from pipeline.retry import lanes
-from pipeline.servers import probe, revisions
 
 from .bank import Bank
 from .boundaries import BOUNDARIES, Boundary, Moment, Point
-from .languages import boundary_of
 from .processes import environment
 from .wire import Wire
 from .worlds import PATIENCE, LetGo, Servers, World
@@ -47,44 +35,6 @@ LASTING = [boundary for boundary in BOUNDARIES if not boundary.is_farewell]
 
 
 POINTS = [Point(boundary, moment) for boundary in BOUNDARIES for moment in Moment]
-
-BY_COMMANDS = (
-    "operate.dead",
-    "operate.dead_events",
-    "operate.dead_letters",
-    "operate.doctor",
-    "operate.inbox_commands",
-    "operate.moves",
-    "operate.status",
-    "pipeline.servers.cluster",
-)
-"""Modules whose statements run when a person asks for it; a service never does."""
-
-BY_COMMANDS_TOO = (
-    *(positions._SEEK, positions._REWIND),
-    *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
-    archive._SKIP_ARCHIVE,
-    archive._ARCHIVES_NO_LONGER,
-    scheduled._LIST,
-)
-
-UNMET = (
-    *(sessions.BEGIN, sessions.GUARD_COMMIT, sessions._GUARD),
-    sessions.DONE,
-    sessions._IS_AT_WORK,
-    probe._WRITE,
-    revisions._DISTRIBUTED,
-    filters._DISCARD,
-    partitions._USED_BY,
-    archive._NOT_ARCHIVED,
-    archive._ARCHIVES,
-    archive._CONTINUE_ROUND,
-    window._LOWEST,
-    turns._TAKE,
-)
-"""Statements that only damage, a long outage or somebody else leads to, or a handler's session."""
-
-SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
 
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -165,24 +115,6 @@ async def keep_busy(world: World, wire: Wire, let_go: LetGo) -> None:
         await world.set_back()
         await world.send_deposits()
         await eventually(has_settled, PATIENCE)
-
-
-NO_PARTS = "pipeline.migrations", "pipeline.testing"
-"""What runs beside a service, and not in its processes."""
-
-
-def test_every_statement_that_the_engine_has_written_down_is_in_the_list() -> None:
-    modules = pkgutil.walk_packages(pipeline.__path__, "pipeline.")
-    names = {one.name for one in modules if not one.name.startswith(NO_PARTS)}
-    statements = [
-        value
-        for name in sorted(names.difference(BY_COMMANDS))
-        for value in vars(importlib.import_module(name)).values()
-        if isinstance(value, str | sa.TextClause) and SQL.match(str(value))
-        if value not in BY_COMMANDS_TOO + UNMET
-    ]
-    assert len(statements) > 15
-    assert {boundary_of(statement) for statement in statements} <= NAMES
 
 
 @in_one_loop
