@@ -239,12 +239,19 @@ def _xmin(book: Book, minutes: float) -> Iterable[Sequence[str]]:
     sides = {who: book.rounds("xmin", who)[0] for who in SIDES}
     for moment, (who, found) in product(MOMENTS, sides.items()):
         state = "ended" if SIDES[who] and moment > CLOSED else who
-        cells = (found[f"{of} at {moment}"] * unit for of, unit in _XMIN.items())
-        yield f"{moment * minutes * LENGTH / MOMENTS[-1]:g}", state, *map(_number, cells)
+        cells = (_at(found, f"{of} at {moment}", unit) for of, unit in _XMIN.items())
+        yield f"{moment * minutes * LENGTH / MOMENTS[-1]:g}", state, *cells
     for who, found in sides.items():
-        slopes = (found[f"{of} a minute"] * unit for of, unit in _XMIN.items())
-        # 0 is added because it would be written as -0 otherwise.
-        yield "each", who, *(_number(round(one, 2) + 0.0) for one in slopes)
+        slopes = (_at(found, f"{of} a minute", unit, digits=2) for of, unit in _XMIN.items())
+        yield "each", who, *slopes
+
+
+def _at(found: Values, of: str, unit: float, digits: int | None = None) -> str:
+    if of not in found:
+        return SATURATED
+    value = found[of] * unit
+    # 0 is added because it would be written as -0 otherwise.
+    return _number(value if digits is None else round(value, digits) + 0.0)
 
 
 def _costs(found: Sequence[Values]) -> Iterable[str]:

@@ -91,8 +91,11 @@ async def _measured(bench: Bench, who: str, seconds: float) -> Values:
                 found.append(await _window(rig, site, service, published, work))
         await rig.check(site, *works)
     for of in SERIES:
-        points = [(round(one["minute"], 2), round(one[of], 3)) for one in timed(found, seconds)]
-        bench.book.series[series_name(who, of)] = points
+        bench.book.series[series_name(who, of)] = [
+            (round(one["minute"], 2), round(one[of], 3))
+            for one in timed(found, seconds)
+            if of in one
+        ]
     return summary(found, seconds)
 
 
@@ -121,14 +124,21 @@ def timed(found: Sequence[Values], seconds: float) -> list[dict[str, float]]:
 
 
 def summary(found: Sequence[Values], seconds: float) -> Values:
-    """Return the figures at the moments, and how much they grow a minute until the last but one."""
+    """Return the figures at the moments, and how much they grow a minute until the last but one.
+
+    A window in which the machine was saturated has no latencies.
+    """
     before = timed(found, seconds)[: place_of(CLOSED, len(found)) + 1]
-    minutes = [one["minute"] for one in before]
-    values = {of: median(one[of] for one in before) for of in ("rate", "p50", "p99")}
-    for of in found[0]:
+    values: dict[str, float] = {}
+    for of in dict.fromkeys(of for one in found for of in one):
         for minute in MOMENTS:
-            values[f"{of} at {minute}"] = found[place_of(minute, len(found))][of]
-        values[f"{of} a minute"] = linear_regression(minutes, [one[of] for one in before]).slope
+            if of in (one := found[place_of(minute, len(found))]):
+                values[f"{of} at {minute}"] = one[of]
+        points = [(one["minute"], one[of]) for one in before if of in one]
+        if len(points) > 1:
+            values[f"{of} a minute"] = linear_regression(*zip(*points, strict=True)).slope
+        if points and of in ("rate", "p50", "p99"):
+            values[of] = median(value for _, value in points)
     return values
 
 
@@ -144,7 +154,10 @@ async def _open_transaction(database: str) -> AsyncIterator[None]:
 
 
 async def _window(rig: Rig, site: Site, service: Service, published: Count, work: Load) -> Values:
-    """Send a load; return rate, latencies, CPU for a message in ms, sizes and dead rows."""
+    """Send a load; return rate, latencies, CPU for a message in ms, sizes and dead rows.
+
+    A saturated machine gives no latencies.
+    """
     before = await published()
 
     async def count() -> int:
@@ -157,8 +170,7 @@ async def _window(rig: Rig, site: Site, service: Service, published: Count, work
     finally:
         watching.cancel()
     return {
-        "p50": took["p50"],
-        "p99": took["p99"],
+        **{of: took[of] for of in ("p50", "p99") if of in took},
         **rate(samples, len(work.scans)),
         **await _sizes(site),
     }
