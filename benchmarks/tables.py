@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.bench import Book, Run
-from benchmarks.marks import GOALS, NOT_MEASURED, SATURATED, Values, is_saturated, ratios
+from benchmarks.marks import GOALS, SATURATED, Values, is_saturated, ratios
 from benchmarks.measures import MEASURES
 from benchmarks.measures.growth import VARIED, name
 from benchmarks.measures.ledger import SIDES as LEDGER
@@ -73,7 +73,6 @@ def _marks(report: Report) -> Iterable[Sequence[str]]:
         mark = marks.get(goal.name)
         # A mark of another goal says nothing of this one.
         if mark is None or mark["goal"] != goal.text:
-            yield goal.name, goal.text, "", "", "", NOT_MEASURED
             continue
         name = goal.name + (EARLIER if goal.measure in report["earlier"] else "")
         if mark["value"] is None:

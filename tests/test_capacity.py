@@ -50,20 +50,24 @@ def test_processes_and_connections_are_those_of_the_settings() -> None:
 
 def report(**measured: float) -> dict[str, object]:
     """A report of a full run that has measured what the constants say, unless said otherwise."""
-    sizes = {
+    values = {
+        "rate": capacity.MESSAGES_A_SECOND,
         "marker_bytes": capacity.MARKER_BYTES,
         "event_bytes": capacity.EVENT_BYTES + Demand.payload,
         "wal_bytes": capacity.WAL_BYTES + Demand.payload,
+    } | measured
+    runs = {"growth": "payload 250", "throughput": "ours, 1,000 keys"}
+    return {
+        "runs": [
+            {"measure": one, "contestant": who, "round": 1, "counts": True, "values": values}
+            for one, who in runs.items()
+        ]
     }
-    rate = {"rate": capacity.MESSAGES_A_SECOND}
-    values = rate | sizes | measured
-    run = {"measure": "growth", "contestant": "payload 250", "round": 1, "counts": True}
-    return {"runs": [run | {"values": values}]}
 
 
 def test_constants_that_were_measured_otherwise_are_noticed() -> None:
     assert unlike(report()) == []
-    assert unlike(report(rate=3 * capacity.MESSAGES_A_SECOND)) == []
+    assert len(unlike(report(rate=3 * capacity.MESSAGES_A_SECOND))) == 1
     for name, value in {
         "rate": capacity.MESSAGES_A_SECOND / 2,
         "marker_bytes": capacity.MARKER_BYTES / 2,
