@@ -115,6 +115,7 @@ _SHAPES = {
         "retention: delete discarded rows"
     ),
     "DECLARE closed ": "filters: open cursor",
+    r"INSERT INTO pipeline\.backlog \(.*'probe'": "probe: write",
     r"SELECT account\..* FOR NO KEY UPDATE": "consume: lock accounts",
     r"INSERT INTO account ": "consume: insert accounts",
     r"UPDATE account ": "consume: update accounts",

@@ -44,7 +44,7 @@ SETTINGS = {
     "retry_pause": 0.2,
     "offset_commit_interval": 0.1,
     "batch_size": 4,
-    "backlog_lease": 3.5,
+    "backlog_lease": 6,
     "relay_batch_events": 2,
     "relay_lease": 2,
     "relay_cursor_interval": 0.01,
