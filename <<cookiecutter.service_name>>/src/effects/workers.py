@@ -125,7 +125,10 @@ class EffectWorkers(BacklogWorkers):
     async def _begin(self, lane: Lane, calls: _Calls) -> bool:
         """Begin calls that are due; return whether there were any."""
         # Those under way are still due, and read again.
-        source = await self._take(lane, len(calls) + self._most)
+        rows = await self._due(lane, len(calls) + self._most)
+        source = await self._read(lane, rows, validates=False)
+        items = [one if self._is_risky(lane, one) else validated(one) for one in source.items]
+        source = replace(source, items=items)
         of_keys: dict[bytes, list[Item]] = {}
         for item in source.items:
             of_keys.setdefault(item.order_key, []).append(item)
@@ -183,6 +186,10 @@ class EffectWorkers(BacklogWorkers):
         self._under_way[item.key] = consumer
         return True
 
+    def _is_risky(self, lane: Lane, item: Item) -> bool:
+        """Whether a process may have died over the call."""
+        return item.is_suspect or lane.starts > 1
+
     async def _call(self, lane: Lane, item: Item, *, noted_at: float | None) -> CallResult | None:
         """Make the call and return its result; None if it must not be made."""
         is_risky = self._is_risky(lane, item)
@@ -219,7 +226,7 @@ class EffectWorkers(BacklogWorkers):
         effect, policy = Effect.of(item), item.handler.policy
         attempts, waited = item.attempts, item.waited
         if effect.is_repeatable:
-            return pessimistic(item) if is_risky else None
+            return pessimistic(policy, *_state(item)[:3]) if is_risky else None
         is_stored = may_have_happened(item)
         if is_stored and (effect.ask is None or item.fault or attempts >= policy.attempts):
             why = item.fault or OutcomeUnknown(item.last_error)
@@ -276,9 +283,14 @@ def _stored(results: Sequence[BatchOutcome]) -> set[bytes]:
     }
 
 
+def _state(item: Item) -> tuple[str, int, float, str | None]:
+    """Return what is stored of earlier attempts."""
+    return item.reason, item.attempts, item.waited, item.last_error
+
+
 def _before(item: Item) -> Decision:
     """Return the decision on a row from before it was stored that its call begins."""
-    before = unchanged(item)
+    before = unchanged(*_state(item))
     return replace(before, reason=UNKNOWN) if may_have_happened(item) else before
 
 
@@ -289,7 +301,7 @@ def _failed_with_open_breaker(called: CallResult) -> Decision | None:
     """
     item, effect, error = called.item, Effect.of(called.item), called.error
     if effect.is_repeatable or isinstance(error, NOT_DONE):
-        return unchanged(item)
+        return unchanged(*_state(item))
     if error is None:  # it took place, and `then` has failed
         return None
     if may_have_happened(item) and not called.is_made:

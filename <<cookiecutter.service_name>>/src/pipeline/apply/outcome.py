@@ -82,13 +82,17 @@ class BatchOutcome:
         for row in self.undecoded:
             outcome = "dead" if row.decision.is_dead else "parked"
             counts[row.record.topic, row.consumer, outcome] += 1
-            _log_undecoded(row.record, row.decision)
+            _log_undecoded(row)
         for (topic, consumer, outcome), number in counts.items():
             metrics.processed(topic, consumer, outcome, number, group)
 
 
-def _log_undecoded(record: Record, decision: Decision) -> None:
+def _log_undecoded(row: Row) -> None:
+    record, decision = row.record, row.decision
     id, traceparent = names_of(record)
+    extra = _place(record) | {"reason": decision.reason, "letter": row.key.hex()[:16]}
+    extra |= {"consumer": row.consumer} if row.consumer else {}
+    extra |= {"message_id": id} if id else {}
     with traces.within(traceparent):
         log.log(
             logging.ERROR if decision.is_dead else logging.WARNING,
@@ -99,7 +103,7 @@ def _log_undecoded(record: Record, decision: Decision) -> None:
             record.offset,
             decision.reason,
             decision.error,
-            extra=_place(record) | {"reason": decision.reason} | ({"message_id": id} if id else {}),
+            extra=extra,
         )
 
 

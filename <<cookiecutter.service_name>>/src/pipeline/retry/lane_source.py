@@ -30,6 +30,7 @@ from pipeline.handlers.policy import (
     ProcessDied,
     assumed,
     dead,
+    described,
 )
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
@@ -52,7 +53,7 @@ class LaneSource:
 
     lane: Lane
     items: Sequence[Item]
-    """The messages, in order; those that may kill the process are not validated yet."""
+    """The messages, in order."""
     keys: Sequence[bytes]
     """Order keys of all rows read, also of those that are not due."""
     unhandleable: Sequence[Row] = ()
@@ -199,9 +200,13 @@ async def take(
     return await encryption.decrypt(connection, rows, "value") if encryption else rows
 
 
-async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Record]) -> LaneSource:
-    """Decode rows. Keys wait if what a codec needs for their topic can't be fetched now: the topic
-    is then one of the lane's unavailable ones.
+async def read_rows(
+    lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Record], *, validates: bool = True
+) -> LaneSource:
+    """Decode rows, and validate them unless they are validated later.
+
+    Keys wait if what a codec needs for their topic can't be fetched now: the topic is then one of
+    the lane's unavailable ones.
 
     Raises `StoreUnavailable` if no other rows are left.
     """
@@ -225,7 +230,7 @@ async def read_rows(lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Recor
             waiting.add(key)
         if key in waiting:
             continue
-        found = _read(handlers, row, record, validates=lane.starts <= 1 and row["reason"] != DIED)
+        found = _read(handlers, row, record, validates=validates)
         if isinstance(found, Row):
             unhandleable.append(found)
             if not found.decision.is_dead:
@@ -300,56 +305,45 @@ def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
     )
 
 
-def pessimistic(item: Item) -> Decision:
-    """Return the decision that holds if the process dies while it handles the row.
+def is_suspect(lane: Lane, row: asyncpg.Record) -> bool:
+    """Whether a process may have died over the row, which is due."""
+    return (lane.starts > 1 or row["reason"] == DIED) and not row["must_wait"]
+
+
+def beforehand(
+    lane: Lane, handlers: Handlers, row: asyncpg.Record
+) -> tuple[LaneSource, LaneSource]:
+    """Return sources that store that an attempt at the row has failed, and that none was made."""
+    takers = handlers.of(row["topic"], row["type"])
+    policy = next((one.policy for one in takers if one.consumer == row["consumer"]), Policy())
+    record = stored_record(row, stored_for=row["stored_for"])
+    failed, undone = (
+        LaneSource(lane, (), [row["order_key"]], [Row(row["key"], row["consumer"], record, one)])
+        for one in (
+            pessimistic(policy, row["reason"], row["attempts"], row["waited"]),
+            unchanged(row["reason"], row["attempts"], row["waited"], row["error"]),
+        )
+    )
+    return failed, undone
+
+
+def pessimistic(policy: Policy, reason: str, attempts: int, waited: float) -> Decision:
+    """Return the decision that holds if the process dies while it handles a row.
 
     It counts the attempt as failed. The row keeps waiting, even if that was its last attempt: if it
     were dead while it is tried, a later message of its key could overtake it. When it is taken
     again with all attempts used up, it dies.
     """
-    decision = _pessimistic(item.handler.policy, item.reason, item.attempts, item.waited)
-    if item.reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
-        return replace(unchanged(item), reason=DIED, error=decision.error)
-    return decision
-
-
-def _pessimistic(policy: Policy, reason: str, attempts: int, waited: float) -> Decision:
     if reason == DIED and attempts >= policy.attempts:
         error = ProcessDied(f"a process began with it (attempt {attempts}) and died")
         return dead(policy, "attempts used up", error, attempts=attempts)
     error = ProcessDied(f"a process began with it (attempt {attempts + 1}) and died")
+    if reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
+        return replace(unchanged(DIED, attempts, waited, None), error=described(error))
     return assumed(policy, error, attempts=attempts, waited=waited)
 
 
-def is_deadly(lane: Lane, handlers: Handlers, row: asyncpg.Record) -> bool:
-    """Whether a process may have died because its codec decoded the row."""
-    is_suspect = lane.starts > 1 or row["reason"] == DIED
-    return is_suspect and row["topic"] in handlers.codecs and not row["must_wait"]
-
-
-def undecoded(lane: Lane, handlers: Handlers, row: asyncpg.Record) -> tuple[LaneSource, LaneSource]:
-    """Return sources that store what holds if the process dies while it decodes the row, as
-    `pessimistic` does, and that undo it.
-    """
-    takers = handlers.of(row["topic"], row["type"])
-    policy = next((one.policy for one in takers if one.consumer == row["consumer"]), Policy())
-    reason, attempts, waited = row["reason"], row["attempts"], row["waited"]
-    before = Decision(reason, attempts, waited, SHORTEST, error=row["error"], is_assumed=True)
-    record = stored_record(row, stored_for=row["stored_for"])
-    first, last = (
-        LaneSource(lane, (), [row["order_key"]], [Row(row["key"], row["consumer"], record, one)])
-        for one in (_pessimistic(policy, reason, attempts, waited), before)
-    )
-    return first, last
-
-
-def unchanged(item: Item) -> Decision:
+def unchanged(reason: str, attempts: int, waited: float, error: str | None) -> Decision:
     """Return the decision that undoes `pessimistic`: the attempt was not made."""
-    return Decision(
-        DIED if item.is_suspect else UNDECIDED,
-        item.attempts,
-        item.waited,
-        SHORTEST,
-        error=item.last_error,
-        is_assumed=True,
-    )
+    reason = DIED if reason == DIED else UNDECIDED
+    return Decision(reason, attempts, waited, SHORTEST, error=error, is_assumed=True)

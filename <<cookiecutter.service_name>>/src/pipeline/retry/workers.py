@@ -4,8 +4,8 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -15,22 +15,21 @@ from uuid import uuid4
 
 import asyncpg
 
-from pipeline.apply.batch import validated
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve
-from pipeline.apply.item import Item
+from pipeline.apply.encryption import Rows
 from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
-from pipeline.handlers.policy import UNDECIDED
+from pipeline.handlers.policy import DIED, UNDECIDED
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background, sleep_or_event
 
 from . import lanes
-from .lane_source import LaneSource, is_deadly, pessimistic, read_rows, take, unchanged, undecoded
+from .lane_source import LaneSource, beforehand, is_suspect, read_rows, take
 from .lanes import Lane, LaneLost
 from .measuring import measure
 
@@ -171,12 +170,10 @@ class BacklogWorkers:
             await self._clear(lane)
             lane = replace(lane, starts=1)
         for _ in range(_TURNS):
-            if self._stopping.is_set():
+            rows = [] if self._stopping.is_set() else await self._due(lane, self._pace.limit)
+            if not rows:
                 return
-            source = await self._take(lane, self._pace.limit)
-            if not source.keys:
-                return
-            await self._handle(source)
+            await self._handle(lane, rows)
 
     async def _clear(self, lane: Lane) -> None:
         """Handle one by one the rows that an earlier worker may have died over.
@@ -185,15 +182,15 @@ class BacklogWorkers:
         """
         tried: set[bytes] = set()
         while not self._stopping.is_set():
-            source = await self._take(lane, 1, before=lane.claimed_at)
-            rows = {item.row for item in source.items if item.row}
-            if not source.keys or rows & tried:
+            rows = await self._due(lane, 1, before=lane.claimed_at)
+            keys = {row["key"] for row in rows}
+            if not rows or keys & tried:
                 return
-            tried |= rows
-            await self._handle(source)
+            tried |= keys
+            await self._handle(lane, rows)
 
-    async def _take(self, lane: Lane, limit: int, *, before: datetime | None = None) -> LaneSource:
-        """Read due rows, and the data of those before a deadly one. Raises `StoreUnavailable`."""
+    async def _due(self, lane: Lane, limit: int, *, before: datetime | None = None) -> Rows:
+        """Return due rows, which are not decoded yet. Raises `StoreUnavailable`."""
         options: dict[str, Any] = {"before": before, "encryption": self._consume.encryption}
         consumers = self.consumers
         rows = await self._query(
@@ -201,80 +198,43 @@ class BacklogWorkers:
         )
         for error in lane.unavailable.values() if not rows else ():
             raise error
-        deadly = [n for n, row in enumerate(rows) if is_deadly(lane, self._handlers, row)]
-        if deadly:  # it is decoded alone, after those before it
-            rows = rows[: deadly[0] or 1]
-        attempt: AbstractAsyncContextManager[None] = nullcontext()
-        if deadly and not deadly[0]:
-            failed, undo = undecoded(lane, self._handlers, rows[0])
-            if failed.unhandleable[0].decision.is_dead:
-                return failed
-            attempt = self._attempt(self._consume, failed, undo)
-        try:
-            async with attempt:
-                source = await self._in_time(read_rows(lane, self._handlers, rows))
-        except StoreUnavailable as error:
-            if error not in lane.unavailable.values():
-                raise
-            return await self._take(lane, limit, before=before)  # rows of other topics
-        if source.redecoded:
-            return source
-        harmless = self._harmless(source)
-        items = await self._fetched(source.items[:harmless], validates=True)
-        if len(items) == harmless:
-            items = [*items, *source.items[harmless:]]
-        return replace(source, items=items)
+        return rows
 
-    @asynccontextmanager
-    async def _attempt(
-        self, consume: ConsumeTransactions, failed: LaneSource, undo: LaneSource
-    ) -> AsyncIterator[None]:
-        """Store an attempt as failed while the block makes it, in case that kills the process.
+    async def _read(self, lane: Lane, rows: Rows, *, validates: bool = True) -> LaneSource:
+        """Decode rows and fetch the data that they refer to. Raises `StoreUnavailable`.
 
-        `undo` is stored if the attempt can't be made now, or the worker is stopped.
-        """
-        await self._apply(consume, failed)
-        try:
-            yield
-        except (BreakerOpen, StoreUnavailable):
-            await self._apply(consume, undo)
-            raise
-        except asyncio.CancelledError:
-            if self._stopping.is_set():
-                with suppress(Exception):  # a clean end does not count as a failed attempt
-                    async with asyncio.timeout(_UNDO_ATTEMPT_SECONDS):
-                        await self._apply(consume, undo)
-            raise
-
-    async def _fetched(self, items: Sequence[Item], *, validates: bool) -> Sequence[Item]:
-        """Return items with the data that they refer to. Raises `StoreUnavailable`."""
-        return await self._in_time(resolve(items, self._consume.claims, lambda _: validates))
-
-    async def _in_time(self, fetching: Awaitable[T]) -> T:
-        """Return the result, in half of the lease, so that the lane is still held afterwards.
-
-        Raises `StoreUnavailable`.
+        Takes half of the lease at most, so that the lane is still held afterwards.
         """
         try:
             async with asyncio.timeout(self._settings.backlog_lease / 2):
-                return await fetching
+                source = await read_rows(lane, self._handlers, rows, validates=validates)
+                if source.redecoded:  # these are stored, and handled later
+                    return source
+                claims = self._consume.claims
+                return replace(
+                    source, items=await resolve(source.items, claims, lambda _: validates)
+                )
         except TimeoutError:
             raise StoreUnavailable("objects or schemas take longer than half a lease") from None
 
-    def _harmless(self, source: LaneSource) -> int:
-        """Return how many rows come before the first that may kill the process."""
-        return next(
-            (n for n, item in enumerate(source.items) if self._is_risky(source.lane, item)),
-            len(source.items),
-        )
+    async def _handle(self, lane: Lane, rows: Rows) -> None:
+        """Handle the rows before the first over which a process may have died; or that one alone.
 
-    async def _handle(self, source: LaneSource) -> None:
+        Rows whose data or schemas can't be fetched now stay due.
+        """
+        suspect = next((n for n, row in enumerate(rows) if is_suspect(lane, row)), len(rows))
+        try:
+            if suspect == 0:
+                await self._try_alone(lane, rows[0])
+            else:
+                await self._handle_together(await self._read(lane, rows[:suspect]))
+        except StoreUnavailable as error:
+            if error not in lane.unavailable.values():
+                raise  # with those of one topic, others can be handled
+
+    async def _handle_together(self, source: LaneSource) -> None:
         """Handle rows in one transaction; those to be tried alone get one each."""
-        harmless = self._harmless(source)
-        if source.items and not harmless:
-            await self._try_alone(replace(source, items=source.items[:1]))
-            return
-        items = source.items[:harmless]
+        items = source.items
         alone = [*takewhile(lambda item: item.reason == UNDECIDED, items)]
         if not alone:
             together = [*takewhile(lambda item: item.reason != UNDECIDED, items)]
@@ -287,29 +247,38 @@ class BacklogWorkers:
                 outcomes = await self._apply(self._consume, LaneSource.of(source.lane, [item]))
                 waiting |= {one.order_key for outcome in outcomes for one, _ in outcome.decided}
 
-    async def _try_alone(self, source: LaneSource) -> None:
-        """Handle the only row, over which a process may have died, while this one does no more."""
-        (item,) = source.items
-        if item.is_suspect:
-            log.warning("%s is tried alone: %s", item.name, item.last_error)
-        decision = pessimistic(item)
-        failed = replace(source, assumed={item.key: decision})
-        undo = replace(source, assumed={item.key: unchanged(item)})
-        async with self._consume.alone() as consume, self._attempt(consume, failed, undo):
-            if decision.is_dead:
-                return
-            # Not before: fetching or validating its data may be what kills the process.
-            found = await self._fetched([item], validates=False)
-            await self._apply(consume, replace(source, items=[*map(validated, found)]))
+    async def _try_alone(self, lane: Lane, row: asyncpg.Record) -> None:
+        """Handle a row over which a process may have died, while this one does nothing else.
 
-    def _is_risky(self, lane: Lane, item: Item) -> bool:
-        return item.is_suspect or (lane.starts > 1 and item.row is not None)
+        Decoding, fetching or validating it may be what kills the process, as well as its handler.
+        So the attempt is stored as failed before. It is undone if it can't be made now, or the
+        worker is stopped.
+        """
+        if row["reason"] == DIED:
+            where = f"{row['topic']}/{row['partition']} at offset {row['offset']}"
+            log.warning("%s, for %s, is tried alone: %s", where, row["consumer"], row["error"])
+        failed, undone = beforehand(lane, self._handlers, row)
+        async with self._consume.alone() as consume:
+            await self._apply(consume, failed)
+            if failed.unhandleable[0].decision.is_dead:
+                return
+            try:
+                await self._apply(consume, await self._read(lane, [row]))
+            except (BreakerOpen, StoreUnavailable):
+                await self._apply(consume, undone)
+                raise
+            except asyncio.CancelledError:
+                if self._stopping.is_set():
+                    with suppress(Exception):  # a clean end does not count as a failed attempt
+                        async with asyncio.timeout(_UNDO_ATTEMPT_SECONDS):
+                            await self._apply(consume, undone)
+                raise
 
     async def _apply(
         self, consume: ConsumeTransactions, source: LaneSource
     ) -> Sequence[BatchOutcome]:
         results = await consume.apply(source, self._attempts("handling rows"))
-        if not source.assumed:  # with assumed decisions no handler is called
+        if source.items and not source.assumed:  # otherwise no handler is called
             self._pace.learn(results)
         return results
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
@@ -14,11 +15,12 @@ from aiokafka import AIOKafkaProducer
 from pipeline import Policy, Retry
 from pipeline.apply import backlog, batch
 from pipeline.apply.breaker import BreakerOpen
+from pipeline.apply.encryption import Rows
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.retry import lane_source, lanes
-from pipeline.retry.lane_source import LaneSource, read_rows, take
+from pipeline.retry.lane_source import LaneSource, is_suspect, read_rows, take
 from pipeline.retry.lanes import Lane, LaneLost
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers.database import autocommitting
@@ -50,6 +52,11 @@ async def handle(desk: Desk, source: LaneSource) -> Sequence[BatchOutcome]:
     """Handle what was read."""
     attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
     return await desk.consume.apply(source, attempts)
+
+
+def is_note(source: LaneSource) -> bool:
+    """Whether it stores what becomes of a row if the process dies over it."""
+    return any(row.decision.is_assumed for row in source.unhandleable)
 
 
 async def waiting(new_desk: NewDesk, *amounts: int) -> tuple[Bank, Desk]:
@@ -207,15 +214,15 @@ async def test_a_death_counts_until_every_row_was_tried_alone(
     handle = desk.lanes._handle
     alone: list[bool] = []
 
-    async def interrupt_third(source: LaneSource) -> None:
+    async def interrupt_third(lane: Lane, rows: Rows) -> None:
         if len(alone) == 2:
             alone.append(False)
             if why == "an open breaker":
                 raise BreakerOpen(why)
             desk.lanes.stop()
             return
-        alone.append(len(source.items) == 1 and desk.lanes._is_risky(source.lane, source.items[0]))
-        await handle(source)
+        alone.append(len(rows) == 1 and is_suspect(lane, rows[0]))
+        await handle(lane, rows)
 
     monkeypatch.setattr(desk.lanes, "_handle", interrupt_third)
     await desk.lanes.work_off()
@@ -273,7 +280,7 @@ async def test_what_is_tried_alone_is_not_overtaken_at_its_last_attempt(
         consume: ConsumeTransactions, work: LaneSource
     ) -> Sequence[BatchOutcome]:
         results = await apply(consume, work)
-        if work.assumed and not seen:
+        if is_note(work) and not seen:
             seen.append(await desk.backlog())
             await another.apply(Deposit(20))
         return results
@@ -294,25 +301,25 @@ async def test_after_a_death_only_what_was_there_is_tried_one_by_one_and_read_so
     another = await new_desk(bank.handlers, topic=bank.deposits)
     await desk.apply(*(Deposit(n) for n in range(20)))
     await claim(desk, lease=0.0)  # and die
-    take_due, apply = desk.lanes._take, desk.lanes._apply
+    read_due, apply = desk.lanes._due, desk.lanes._apply
     read: list[int] = []
     handled: list[int] = []
 
-    async def take_and_count(*args: Any, **options: Any) -> LaneSource:
-        taken = await take_due(*args, **options)
-        read.append(len(taken.items))
-        return taken
+    async def read_and_count(lane: Lane, limit: int, *, before: datetime | None = None) -> Rows:
+        rows = await read_due(lane, limit, before=before)
+        read.append(len(rows))
+        return rows
 
     async def apply_and_count(
         consume: ConsumeTransactions, work: LaneSource
     ) -> Sequence[BatchOutcome]:
-        if work.assumed and not handled:
+        if is_note(work) and not handled:
             await another.apply(*(Deposit(n) for n in range(20, 60)))
-        if not work.assumed:
+        if not is_note(work):
             handled.append(len(work.items))
         return await apply(consume, work)
 
-    monkeypatch.setattr(desk.lanes, "_take", take_and_count)
+    monkeypatch.setattr(desk.lanes, "_due", read_and_count)
     monkeypatch.setattr(desk.lanes, "_apply", apply_and_count)
     await desk.lanes.work_off()
     assert bank.calls == list(range(60))
@@ -330,7 +337,7 @@ async def test_a_row_that_is_due_again_and_again_does_not_keep_a_lane_careful(
     careful: list[int] = []
 
     async def apply(consume: ConsumeTransactions, work: LaneSource) -> Sequence[BatchOutcome]:
-        careful.append(bool(work.assumed))
+        careful.append(is_note(work))
         return await BacklogWorkers._apply(desk.lanes, consume, work)
 
     monkeypatch.setattr(desk.lanes, "_apply", apply)
