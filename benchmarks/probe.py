@@ -117,11 +117,19 @@ class Probe:
         topic = self._plan.output
         found = self._consumer.list_topics(topic, timeout=_SECONDS_TO_ASK).topics[topic].partitions
         at = [TopicPartition(topic, one) for one in found]
-        ends = [self._consumer.get_watermark_offsets(one, timeout=_SECONDS_TO_ASK) for one in at]
-        return [
-            TopicPartition(topic, one.partition, end)
-            for one, (_, end) in zip(at, ends, strict=True)
-        ]
+        return [TopicPartition(topic, one.partition, self._end_of(one)) for one in at]
+
+    def _end_of(self, partition: TopicPartition) -> int:
+        """Return the end of a partition; one of a new topic may have no leader yet."""
+        until = time.monotonic() + _SECONDS_TO_ASK
+        while True:
+            try:
+                _, end = self._consumer.get_watermark_offsets(partition, timeout=_SECONDS_TO_ASK)
+                return int(end)
+            except KafkaException:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(0.1)
 
     def _send(self) -> None:
         plan, producer = self._plan, self._producer

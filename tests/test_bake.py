@@ -91,6 +91,7 @@ def set_up(unusual: BakedProject) -> BakedProject:
 
 
 @pytest.mark.integration
+@pytest.mark.timeout(5400)  # on half a core
 def test_a_new_service_passes_its_own_checks_and_tests(template: Template, output: Path) -> None:
     require("pgbouncer")
     project = template.bake(output)
