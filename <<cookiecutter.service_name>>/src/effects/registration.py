@@ -59,14 +59,22 @@ class NotRepeatable(Policy):
     def after_failure(
         self, error: BaseException, *, reason: str, is_free: bool = False, **spent: Any
     ) -> Decision:
-        """Return what becomes of a call that has failed once more."""
-        is_known = is_free or isinstance(as_decision(error), NOT_DONE)
+        """Return what becomes of a call that has failed once more, or whose result has not been
+        stored: its outcome is unknown unless the error says that it did not take place.
+        """
+        is_known = isinstance(as_decision(error), NOT_DONE)
         decision = super().after_failure(
             error, reason=reason if is_known else UNKNOWN, is_free=is_free, **spent
         )
-        if is_known or (self.can_ask and not decision.is_dead):
+        if is_known or ((self.can_ask or is_free) and not decision.is_dead):
             return decision
         return dead(self, UNKNOWN, error, attempts=decision.attempts)
+
+    def disconnected(self, error: BaseException, *, reason: str, **spent: Any) -> Decision:
+        """Return what becomes of a call whose result has not been stored, as the connection was
+        lost. It counts if that has been tried before.
+        """
+        return self.after_failure(error, reason=reason, is_free=reason != UNKNOWN, **spent)
 
 
 class Effects:

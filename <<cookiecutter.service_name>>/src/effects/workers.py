@@ -20,7 +20,7 @@ from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.handlers.policy import NOT_DONE, UNKNOWN, Decision, ProcessDied, assumed, dead
+from pipeline.handlers.policy import NOT_DONE, PARKED, UNKNOWN, Decision, ProcessDied, assumed, dead
 from pipeline.observe.health import Health
 from pipeline.retry import lanes
 from pipeline.retry.lane_source import LaneSource, pessimistic, unchanged
@@ -41,6 +41,8 @@ _TURNS = 100
 """Times that calls are begun before a lane is released, so that other workers can take it."""
 _GATHERING = 0.01
 """Seconds in which calls that end together are settled together."""
+_STORING = 2
+"""Times that the result of a call is stored by itself before the call is decided on without it."""
 _BURST = 0.1
 """Seconds whose calls an effect with a rate may begin at once."""
 
@@ -244,8 +246,9 @@ class EffectWorkers(BacklogWorkers):
         """Store the results of calls: one by one where storing may run code that fails."""
         settled = await self._settle_together(lane, [one for one in called if one.is_done])
         for one in called:
-            if one.item.key not in settled:
-                await self._settle_together(lane, [one])
+            for _ in range(_STORING):
+                if one.item.key not in settled:
+                    settled |= await self._settle_together(lane, [one])
 
     async def _settle_together(self, lane: Lane, called: Sequence[CallResult]) -> set[bytes]:
         """Store the results of calls; return the keys of those that are stored."""
@@ -278,9 +281,14 @@ def _stored(results: Sequence[BatchOutcome]) -> set[bytes]:
         for one in results
         for item in (
             *(*one.applied, *one.duplicates, *(item for item, _ in one.mismatched)),
-            *(item for item, decision in one.decided if not decision.is_undecided),
+            *(item for item, decision in one.decided if _is_final(item, decision)),
         )
     }
+
+
+def _is_final(item: Item, decision: Decision) -> bool:
+    """Whether the decision results from the call, and not from locks or servers."""
+    return decision.is_dead or decision.reason == PARKED or decision.attempts > item.attempts
 
 
 def _state(item: Item) -> tuple[str, int, float, str | None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+import sqlalchemy as sa
 
 from effects import Effects
 from pipeline import Event, Handlers, Policy, Reject, Retry, Transaction
@@ -13,6 +14,7 @@ from pipeline import Event, Handlers, Policy, Reject, Retry, Transaction
 from .desk import NewDesk, Outside, desk_of
 from tests.contract.bank import Deposit, Deposited
 from tests.pipeline.integration.test_exits import EXITS, Response
+from tests.pipeline.integration.test_ladder import RAISE
 
 
 @pytest.mark.parametrize("kind", EXITS)
@@ -158,3 +160,57 @@ async def test_a_call_that_is_returned_and_not_awaited_has_failed(
     await desk.call()
     (row,) = await desk.backlog()
     assert "await it" in row["error"]
+
+
+ENDS_ITS_CONNECTION = "SELECT pg_terminate_backend(pg_backend_pid())"
+IN_VAIN = [ENDS_ITS_CONNECTION, *(RAISE.format(code) for code in ("40P01", "55P03", "53100"))]
+"""Statements with which a transaction fails that no attempt is spent on."""
+
+
+def failing(statement: str, times: int) -> Callable[[Event, Transaction, object], Awaitable[None]]:
+    """Return a `then` that fails so often, by a statement."""
+    left = times
+
+    async def then(event: Event, tx: Transaction, result: object) -> None:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            await tx.session.execute(sa.text(statement))
+
+    return then
+
+
+async def always(event: Event, call: object) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("ask", [None, always], ids=["nobody to ask", "ask"])
+@pytest.mark.parametrize("statement", IN_VAIN, ids=["lost", "40P01", "55P03", "53100"])
+async def test_a_call_is_not_repeated_because_its_result_could_not_be_stored(
+    new_calling_desk: NewDesk, statement: str, ask: Any
+) -> None:
+    then = failing(statement, times=1_000)
+    outside, desk = await desk_of(new_calling_desk, repeatable=False, ask=ask, then=then)
+    await desk.apply(Deposit(1))
+    for _ in range(9):
+        await desk.call()
+        await desk.make_due()
+    assert outside.calls == [1]
+    (row,) = await desk.backlog()
+    assert row["reason"] == "outcome unknown"
+    if ask is None or statement == ENDS_ITS_CONNECTION:
+        assert row["died_at"]
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+@pytest.mark.parametrize("statement", IN_VAIN, ids=["lost", "40P01", "55P03", "53100"])
+async def test_a_result_is_stored_again_before_the_call_is_in_doubt(
+    new_calling_desk: NewDesk, statement: str, repeatable: bool
+) -> None:
+    # A handler that executes statements is called again, in a session of its own.
+    then = failing(statement, times=2)
+    outside, desk = await desk_of(new_calling_desk, repeatable=repeatable, then=then)
+    await desk.apply(Deposit(1))
+    await desk.call()
+    assert outside.calls == [1]
+    assert await desk.backlog() == []
