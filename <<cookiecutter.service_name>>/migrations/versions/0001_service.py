@@ -52,8 +52,24 @@ def upgrade() -> None:
         ),
         sa.PrimaryKeyConstraint("id", name="entry_pkey"),
         sa.ForeignKeyConstraint(["account_id"], ["account.id"], name="entry_account_id_fkey"),
+        sa.CheckConstraint("amount <> 0", name="entry_amount_check"),
     )
     op.create_index("ix_entry_account_id", "entry", ["account_id"])
+    op.execute(
+        "CREATE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$BEGIN RAISE 'rows of % are only added', TG_TABLE_NAME; END$$"
+    )
+    op.execute(
+        "CREATE TRIGGER entry_is_only_added BEFORE UPDATE OR DELETE OR TRUNCATE ON entry"
+        " EXECUTE FUNCTION refuse_change()"
+    )
+    op.create_table(
+        "deposit",
+        sa.Column("id", sa.Text, nullable=False),
+        sa.Column("amount", sa.BigInteger, nullable=False),
+        sa.Column("version", sa.BigInteger, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="deposit_pkey"),
+    )
     op.create_table(
         "payment",
         sa.Column("id", sa.Text, nullable=False),
@@ -69,6 +85,15 @@ def upgrade() -> None:
             name="payment_amounts_check",
         ),
     )
+    op.create_table(
+        "refund",
+        sa.Column("id", sa.Text, nullable=False),
+        sa.Column("payment_id", sa.Text, nullable=False),
+        sa.Column("amount", sa.BigInteger, nullable=False),
+        sa.Column("version", sa.BigInteger, nullable=False),
+        sa.PrimaryKeyConstraint("id", name="refund_pkey"),
+        sa.ForeignKeyConstraint(["payment_id"], ["payment.id"], name="refund_payment_id_fkey"),
+    )
     # <% endif %>
 
 
@@ -77,7 +102,10 @@ def downgrade() -> None:
     # <% if cookiecutter.worked_example in ("parcels", "yes") %>
     op.drop_table("parcel")
     # <% elif cookiecutter.worked_example == "payments" %>
+    op.drop_table("refund")
     op.drop_table("payment")
+    op.drop_table("deposit")
     op.drop_table("entry")
+    op.execute("DROP FUNCTION refuse_change")
     op.drop_table("account")
     # <% endif %>

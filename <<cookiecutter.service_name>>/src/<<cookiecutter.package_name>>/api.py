@@ -38,10 +38,10 @@ async def post_scan(scan: ScanRecorded, request: Idempotent) -> ParcelPlace:
 
 
 class RequestedPayment(BaseModel):
-    """A payment that was requested, and why it is not authorized if it is not."""
+    """A payment that was requested: the cents that are authorized; with 0, why it is refused."""
 
     payment_id: str
-    is_authorized: bool
+    authorized: int
     reason: Reason | None
 
 

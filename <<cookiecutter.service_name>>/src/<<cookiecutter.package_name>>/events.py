@@ -51,20 +51,24 @@ class ParcelDelayed(Event, type="parcel.delayed.v1", topic="parcel-events"):
 CustomerId = Annotated[str, Field(pattern="^customer:.")]
 MerchantId = Annotated[str, Field(pattern="^merchant:.")]
 PaymentId = Annotated[str, Field(pattern="^payment:.")]
+DepositId = Annotated[str, Field(pattern="^deposit:.")]
+RefundId = Annotated[str, Field(pattern="^refund:.")]
 # <% if cookiecutter.outside_calls == "yes" %>
 PayoutId = Annotated[str, Field(pattern="^payout:.")]
 # <% endif %>
 BankAccountId = Annotated[str, Field(pattern="^bank:.")]
 
-Amount = Annotated[int, Field(gt=0, le=10**15)]
+Amount = Annotated[int, Field(strict=True, gt=0, le=10**15)]
 """Money in the smallest unit of the one currency (cents): integers add up exactly everywhere."""
 
 Reason = Literal[
     "insufficient funds",
+    "already deposited",
     "already authorized",
     "unknown authorization",
     "already captured",
     "more than authorized",
+    "already refunded",
     "more than captured",
     # <% if cookiecutter.outside_calls == "yes" %>
     "already requested",
@@ -72,19 +76,21 @@ Reason = Literal[
     "refused by the bank",
     # <% endif %>
 ]
-"""Why a command is refused. A refusal is an event, not an error: the command is handled."""
+"""Why a command is refused. A refusal is no error: the command is handled."""
 
 
-class DepositReceived(Event, type="deposit.received.v1"):
+# Each command has an id that is the primary key of a row, so it takes effect once, also if it comes
+# as another message. None has other fields: an ignored one, like a currency, could change it.
+class DepositReceived(Event, type="deposit.received.v1", extra="forbid"):
     """Money of a customer has arrived from a bank. Its record has the customer's id as its key."""
 
-    deposit_id: str
+    deposit_id: DepositId
     bank_account: BankAccountId
     customer: CustomerId
     amount: Amount
 
 
-class AuthorizePayment(Event, type="payment.authorize.v1"):
+class AuthorizePayment(Event, type="payment.authorize.v1", extra="forbid"):
     """Reserve money of a customer for a merchant.
 
     The records of a payment's commands have its id as their key, so they stay in order. A merchant
@@ -98,7 +104,7 @@ class AuthorizePayment(Event, type="payment.authorize.v1"):
     amount: Amount
 
 
-class CapturePayment(Event, type="payment.capture.v1"):
+class CapturePayment(Event, type="payment.capture.v1", extra="forbid"):
     """Give the merchant reserved money; the customer gets the rest back."""
 
     payment_id: PaymentId
@@ -107,9 +113,10 @@ class CapturePayment(Event, type="payment.capture.v1"):
     amount: Amount
 
 
-class RefundPayment(Event, type="payment.refund.v1"):
+class RefundPayment(Event, type="payment.refund.v1", extra="forbid"):
     """Give the customer captured money back, all of it or a part."""
 
+    refund_id: RefundId
     payment_id: PaymentId
     customer: CustomerId
     merchant: MerchantId
@@ -119,7 +126,7 @@ class RefundPayment(Event, type="payment.refund.v1"):
 # <%- if cookiecutter.http_api == "yes" +%>
 
 
-class RequestPayment(Event, type="payment.request.v1"):
+class RequestPayment(Event, type="payment.request.v1", extra="forbid"):
     """Authorize a payment that a client requests by HTTP. The service gives it an id."""
 
     customer: CustomerId
@@ -131,7 +138,7 @@ class RequestPayment(Event, type="payment.request.v1"):
 # <%- if cookiecutter.outside_calls == "yes" +%>
 
 
-class RequestPayout(Event, type="payout.request.v1"):
+class RequestPayout(Event, type="payout.request.v1", extra="forbid"):
     """Transfer money of a merchant to a bank account."""
 
     payout_id: PayoutId
@@ -190,17 +197,19 @@ class PaymentRefunded(Event, type="payment.refunded.v1", topic="payment-events")
     """The customer has the amount back; `refunded` is the sum of the payment's refunds so far."""
 
     payment_id: str
+    refund_id: str
     amount: int
     refunded: int
 
 
 class PaymentRefused(Event, type="payment.refused.v1", topic="payment-events"):
-    """A command changed nothing; `command` is its type."""
+    """A command changed nothing; `command` is its type. A payment without a row has no sequence."""
 
     payment_id: str
     command: str
     amount: int
     reason: Reason
+    refund_id: str | None
 
 
 # <%- endif +%>

@@ -14,10 +14,11 @@ from pipeline import Handlers, Transaction
 from .events import ParcelDelayed, ParcelMoved, ScanRecorded
 from .tables import Parcel
 # <% elif cookiecutter.worked_example == "payments" %>
+from collections.abc import Sequence
 # <% if cookiecutter.http_api == "yes" %>
 from uuid import NAMESPACE_URL, uuid5
-
 # <% endif %>
+
 # <% if cookiecutter.outside_calls == "yes" %>
 import httpx2
 from opentelemetry.instrumentation.httpx import HTTPX2ClientInstrumentor
@@ -52,7 +53,7 @@ from .events import (
     RequestPayout,
     # <% endif %>
 )
-from .tables import Account, Entry, Payment, move
+from .tables import Account, Base, Deposit, Payment, Refund, move
 # <% else %>
 # <% if cookiecutter.outside_calls == "yes" %>
 from effects import Effects
@@ -161,33 +162,42 @@ HTTPX2ClientInstrumentor.instrument_client(client)  # type: ignore[arg-type, unu
     topic="payments",
     consumer="ledger",
     policy=IN_ORDER,
-    loads=[Account.by("customer"), Account.by("bank_account")],
+    loads=[Deposit.by("deposit_id"), Account.by("customer"), Account.by("bank_account")],
 )
-async def add_deposit(deposit: DepositReceived, tx: Transaction) -> None:
+async def add_deposit(command: DepositReceived, tx: Transaction) -> Reason | None:
     """Add money from a bank to a customer's account."""
-    bank_account = await tx.load_or_create(Account, deposit.bank_account)
-    customer = await tx.load_or_create(Account, deposit.customer)
-    add(move(deposit.amount, bank_account, customer, deposit.deposit_id), tx)
+    if await tx.load(Deposit, command.deposit_id) is not None:
+        return "already deposited"
+    bank_account = await tx.load_or_create(Account, command.bank_account)
+    customer = await tx.load_or_create(Account, command.customer)
+    deposit = Deposit(command.deposit_id, command.amount)
+    add([deposit, *move(command.amount, bank_account, customer, deposit.id)], tx)
+    return None
 
 
 # All commands of a payment have the same consumer: between consumers there is no order. What a
-# handler returns is stored with the inbox marker: `service inbox show` prints it.
+# handler returns is stored with the inbox marker: `service inbox show` prints it. What is refused
+# leaves no rows: they are created after the checks.
 @handlers.on(
     AuthorizePayment,
     topic="payments",
     consumer="ledger",
     policy=IN_ORDER,
-    loads=[Payment.by("payment_id"), Account.by("payment_id"), Account.by("customer")],
+    loads=[Payment.by("payment_id"), Account.by("customer")],
 )
 async def authorize_payment(command: AuthorizePayment, tx: Transaction) -> Reason | None:
-    """Reserve money. The merchant's account is not locked, as many payments share it."""
-    payment = await tx.load_or_create(Payment, command.payment_id)
-    reserved = await tx.load_or_create(Account, command.payment_id)
-    customer = await tx.load_or_create(Account, command.customer)
-    entries = payment.authorize(command, customer, reserved)
-    if isinstance(entries, str):
-        return refuse(command, entries, payment, tx)
-    add(entries, tx)
+    """Reserve money, in an account that has the payment's id.
+
+    The merchant's account is not locked, as many payments share it.
+    """
+    known = await tx.load(Payment, command.payment_id)
+    customer = await tx.load(Account, command.customer)
+    if known is not None:
+        return refuse(command, "already authorized", known, tx)
+    if customer is None or customer.balance < command.amount:
+        return refuse(command, "insufficient funds", None, tx)
+    payment, reserved = Payment(command), Account(command.payment_id)
+    add([payment, reserved, *move(command.amount, customer, reserved, payment.id)], tx)
     tx.publish(PaymentAuthorized(**command.model_dump()), of=payment)
     return None
 
@@ -205,16 +215,19 @@ async def authorize_payment(command: AuthorizePayment, tx: Transaction) -> Reaso
     ],
 )
 async def capture_payment(command: CapturePayment, tx: Transaction) -> Reason | None:
-    """Give the merchant reserved money."""
-    payment = await tx.load_or_create(Payment, command.payment_id)
+    """Give the merchant reserved money, and the customer the rest of it."""
+    payment = await tx.load(Payment, command.payment_id)
+    if payment is None:
+        return refuse(command, "unknown authorization", None, tx)
+    if reason := payment.capture(command):
+        return refuse(command, reason, payment, tx)
     reserved = await tx.load_or_create(Account, command.payment_id)
     customer = await tx.load_or_create(Account, command.customer)
     merchant = await tx.load_or_create(Account, command.merchant)
-    entries = payment.capture(command.amount, customer, merchant, reserved)
-    if isinstance(entries, str):
-        return refuse(command, entries, payment, tx)
-    add(entries, tx)
+    add(move(command.amount, reserved, merchant, payment.id), tx)
     returned = payment.authorized - payment.captured
+    if returned > 0:
+        add(move(returned, reserved, customer, payment.id), tx)
     captured = PaymentCaptured(payment_id=payment.id, amount=command.amount, returned=returned)
     tx.publish(captured, of=payment)
     return None
@@ -225,38 +238,54 @@ async def capture_payment(command: CapturePayment, tx: Transaction) -> Reason | 
     topic="payments",
     consumer="ledger",
     policy=IN_ORDER,
-    loads=[Payment.by("payment_id"), Account.by("customer"), Account.by("merchant")],
+    loads=[
+        Payment.by("payment_id"),
+        Refund.by("refund_id"),
+        Account.by("customer"),
+        Account.by("merchant"),
+    ],
 )
 async def refund_payment(command: RefundPayment, tx: Transaction) -> Reason | None:
     """Give the customer captured money back."""
-    payment = await tx.load_or_create(Payment, command.payment_id)
+    payment = await tx.load(Payment, command.payment_id)
+    if payment is None:
+        return refuse(command, "unknown authorization", None, tx)
+    if await tx.load(Refund, command.refund_id) is not None:
+        return refuse(command, "already refunded", payment, tx)
+    if reason := payment.refund(command, await tx.load(Account, command.merchant)):
+        return refuse(command, reason, payment, tx)
     customer = await tx.load_or_create(Account, command.customer)
     merchant = await tx.load_or_create(Account, command.merchant)
-    entries = payment.refund(command.amount, customer, merchant)
-    if isinstance(entries, str):
-        return refuse(command, entries, payment, tx)
-    add(entries, tx)
-    refunded = payment.refunded
-    event = PaymentRefunded(payment_id=payment.id, amount=command.amount, refunded=refunded)
-    tx.publish(event, of=payment)
+    refund = Refund(command.refund_id, payment.id, command.amount)
+    add([refund, *move(command.amount, merchant, customer, payment.id)], tx)
+    refunded = PaymentRefunded(
+        payment_id=payment.id,
+        refund_id=refund.id,
+        amount=command.amount,
+        refunded=payment.refunded,
+    )
+    tx.publish(refunded, of=payment)
     return None
 
 
-def add(entries: list[Entry], tx: Transaction) -> None:
-    """Insert entries when the batch is written."""
-    for entry in entries:
-        tx.add(entry)
+def add(rows: Sequence[Base], tx: Transaction) -> None:
+    """Insert rows when the batch is written."""
+    for row in rows:
+        tx.add(row)
 
 
-def refuse(command: PaymentCommand, reason: Reason, payment: Payment, tx: Transaction) -> Reason:
+def refuse(
+    command: PaymentCommand, reason: Reason, payment: Payment | None, tx: Transaction
+) -> Reason:
     """Publish that a command is refused, and return the reason."""
     refused = PaymentRefused(
-        payment_id=payment.id,
+        payment_id=command.payment_id,
         command=command.__event_type__,
         amount=command.amount,
         reason=reason,
+        refund_id=command.refund_id if isinstance(command, RefundPayment) else None,
     )
-    tx.publish(refused, of=payment)
+    tx.publish(refused, of=payment, key=None if payment else command.payment_id)
     return reason
 # <% if cookiecutter.http_api == "yes" %>
 
@@ -266,12 +295,16 @@ async def answer_payment(request: RequestPayment, tx: Transaction) -> dict[str, 
     """Authorize a payment that is requested by HTTP.
 
     Its id is made from the request's key. A repeat has the same id, even if the stored answer was
-    deleted in the meantime; then it is refused instead of paid twice.
+    deleted in the meantime; then it is answered with what is authorized.
     """
-    id = uuid5(NAMESPACE_URL, f"{tx.message.source} {tx.message.id}")
-    command = AuthorizePayment(payment_id=f"payment:{id}", **request.model_dump())
+    payment_id = f"payment:{uuid5(uuid5(NAMESPACE_URL, tx.message.source), tx.message.id)}"
+    payment = await tx.load(Payment, payment_id)
+    if payment is not None:
+        return {"payment_id": payment.id, "authorized": payment.authorized, "reason": None}
+    command = AuthorizePayment(payment_id=payment_id, **request.model_dump())
     reason = await authorize_payment(command, tx)
-    return {"payment_id": command.payment_id, "is_authorized": reason is None, "reason": reason}
+    authorized = 0 if reason else command.amount
+    return {"payment_id": payment_id, "authorized": authorized, "reason": reason}
 # <% endif %>
 # <% if cookiecutter.outside_calls == "yes" %>
 
@@ -285,19 +318,15 @@ async def answer_payment(request: RequestPayment, tx: Transaction) -> dict[str, 
 )
 async def start_payout(command: RequestPayout, tx: Transaction) -> Reason | None:
     """Reserve the money, in an account that has the payout's id, and stage the bank's call."""
-    merchant = await tx.load_or_create(Account, command.merchant)
-    reason: Reason | None = None
     if await tx.load(Account, command.payout_id) is not None:
-        reason = "already requested"
-    elif merchant.balance < command.amount:
-        reason = "insufficient funds"
-    elif bank is None:
-        reason = "no bank"
-    if reason is not None:
-        tx.publish(payout_refused(command, reason), key=command.payout_id)
-        return reason
-    reserved = await tx.load_or_create(Account, command.payout_id)
-    add(move(command.amount, merchant, reserved, command.payout_id), tx)
+        return "already requested"  # without an event: it may be made, so none may say "refused"
+    merchant = await tx.load(Account, command.merchant)
+    if merchant is None or merchant.balance < command.amount:
+        return refuse_payout(command, "insufficient funds", None, tx)
+    if bank is None:
+        return refuse_payout(command, "no bank", None, tx)
+    reserved = Account(command.payout_id)
+    add([reserved, *move(command.amount, merchant, reserved, command.payout_id)], tx)
     tx.call(command, of=reserved)
     return None
 
@@ -307,7 +336,7 @@ async def end_payout(command: RequestPayout, tx: Transaction, is_accepted: bool 
     reserved = await tx.load_or_create(Account, command.payout_id)
     if is_accepted is False:
         target = await tx.load_or_create(Account, command.merchant)
-        tx.publish(payout_refused(command, "refused by the bank"), of=reserved)
+        refuse_payout(command, "refused by the bank", reserved, tx)
     else:
         target = await tx.load_or_create(Account, command.bank_account)
         made = PayoutMade(
@@ -317,18 +346,25 @@ async def end_payout(command: RequestPayout, tx: Transaction, is_accepted: bool 
     add(move(command.amount, reserved, target, command.payout_id), tx)
 
 
-def payout_refused(command: RequestPayout, reason: Reason) -> PayoutRefused:
-    """Return the event of a payout that is refused."""
-    return PayoutRefused(
+def refuse_payout(
+    command: RequestPayout, reason: Reason, reserved: Account | None, tx: Transaction
+) -> Reason:
+    """Publish that a payout is refused, and return the reason."""
+    refused = PayoutRefused(
         payout_id=command.payout_id,
         merchant=command.merchant,
         amount=command.amount,
         reason=reason,
     )
+    tx.publish(refused, of=reserved, key=None if reserved else command.payout_id)
+    return reason
 
 
 async def is_at_bank(command: RequestPayout, call: Call) -> bool:
-    """Return whether the bank has the transfer. It does not keep those that it refuses."""
+    """Return whether the bank has the transfer. It does not keep those that it refuses.
+
+    A request that is under way may still arrive. The bank knows it by its key then.
+    """
     answer = await client.get(transfers(), params={"reference": command.payout_id})
     check(answer)
     return bool(answer.json())
@@ -337,7 +373,7 @@ async def is_at_bank(command: RequestPayout, call: Call) -> bool:
 @effects.on(
     RequestPayout,
     consumer="pay-out",
-    repeatable=False,  # the bank would make a repeated transfer twice
+    repeatable=False,  # the bank forgets keys: after a long outage it would pay twice
     ask=is_at_bank,
     then=end_payout,
     # Only what `then` usually changes: a lock of the merchant's row would delay its payments.
@@ -351,7 +387,8 @@ async def pay_out(command: RequestPayout, call: Call) -> bool:
         "amount": command.amount,
     }
     try:
-        answer = await client.post(transfers(), json=transfer)
+        headers = {"Idempotency-Key": call.id}
+        answer = await client.post(transfers(), json=transfer, headers=headers)
     except httpx2.ConnectError as error:
         raise Retry("the bank was not reached") from error
     if answer.status_code == 422:

@@ -16,7 +16,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate
 
-from .events import AuthorizePayment, Reason
+from .events import AuthorizePayment, CapturePayment, Reason, RefundPayment
 
 # <%- else %>
 from sqlalchemy.orm import DeclarativeBase
@@ -78,9 +78,10 @@ class Account(Aggregate, Base):
 
 
 class Entry(Base):
-    """A change of an account's balance. Rows are added only, never changed or deleted."""
+    """A change of an account's balance. A trigger refuses to change or delete rows."""
 
     __tablename__ = "entry"
+    __table_args__ = (CheckConstraint("amount <> 0", name="entry_amount_check"),)
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(), primary_key=True)
     account_id: Mapped[str] = mapped_column(ForeignKey("account.id"), index=True)
@@ -104,10 +105,23 @@ def move(amount: int, source: Account, target: Account, reference: str) -> list[
     return [Entry(source, -amount, reference), Entry(target, amount, reference)]
 
 
+class Deposit(Aggregate, Base):
+    """Money that has arrived. Its id is the bank's, so no deposit is added twice."""
+
+    __tablename__ = "deposit"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    amount: Mapped[int] = mapped_column(BigInteger)
+
+    def __init__(self, id: str, amount: int) -> None:
+        self.id = id
+        self.amount = amount
+
+
 class Payment(Aggregate, Base):
     """How much of a payment is authorized, captured and refunded.
 
-    Its methods return the entries to add, or the reason why they have changed nothing.
+    Its methods return None, or the reason why they have changed nothing.
     """
 
     __tablename__ = "payment"
@@ -126,50 +140,49 @@ class Payment(Aggregate, Base):
     captured: Mapped[int] = mapped_column(BigInteger)
     refunded: Mapped[int] = mapped_column(BigInteger)
 
-    def __init__(self, id: str) -> None:
-        self.id = id
-        self.customer = self.merchant = ""
-        self.authorized = self.captured = self.refunded = 0
-
-    def authorize(
-        self, command: AuthorizePayment, customer: Account, reserved: Account
-    ) -> list[Entry] | Reason:
-        """Reserve the amount, in an account that has the payment's id."""
-        if self.authorized > 0:
-            return "already authorized"
-        if customer.balance < command.amount:
-            return "insufficient funds"
+    def __init__(self, command: AuthorizePayment) -> None:
+        self.id = command.payment_id
         self.customer = command.customer
         self.merchant = command.merchant
         self.authorized = command.amount
-        return move(command.amount, customer, reserved, self.id)
+        self.captured = self.refunded = 0
 
-    def capture(
-        self, amount: int, customer: Account, merchant: Account, reserved: Account
-    ) -> list[Entry] | Reason:
-        """Give the merchant the amount, and the customer the rest of what is reserved."""
-        if (self.customer, self.merchant) != (customer.id, merchant.id):
+    def capture(self, command: CapturePayment) -> Reason | None:
+        """Capture the amount, once."""
+        if (self.customer, self.merchant) != (command.customer, command.merchant):
             return "unknown authorization"
         if self.captured > 0:
             return "already captured"
-        if amount > self.authorized:
+        if command.amount > self.authorized:
             return "more than authorized"
-        self.captured = amount
-        entries = move(amount, reserved, merchant, self.id)
-        if reserved.balance > 0:
-            entries += move(reserved.balance, reserved, customer, self.id)
-        return entries
+        self.captured = command.amount
+        return None
 
-    def refund(self, amount: int, customer: Account, merchant: Account) -> list[Entry] | Reason:
-        """Give the customer the amount back, which the merchant must still have."""
-        if (self.customer, self.merchant) != (customer.id, merchant.id):
+    def refund(self, command: RefundPayment, merchant: Account | None) -> Reason | None:
+        """Refund the amount, which the merchant must still have."""
+        if (self.customer, self.merchant) != (command.customer, command.merchant):
             return "unknown authorization"
-        if amount > self.captured - self.refunded:
+        if command.amount > self.captured - self.refunded:
             return "more than captured"
-        if amount > merchant.balance:
+        if merchant is None or command.amount > merchant.balance:
             return "insufficient funds"
-        self.refunded += amount
-        return move(amount, merchant, customer, self.id)
+        self.refunded += command.amount
+        return None
+
+
+class Refund(Aggregate, Base):
+    """A part of a payment that was refunded. Its id is the command's: none is made twice."""
+
+    __tablename__ = "refund"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    payment_id: Mapped[str] = mapped_column(ForeignKey("payment.id"))
+    amount: Mapped[int] = mapped_column(BigInteger)
+
+    def __init__(self, id: str, payment_id: str, amount: int) -> None:
+        self.id = id
+        self.payment_id = payment_id
+        self.amount = amount
 
 
 # <%- endif +%>

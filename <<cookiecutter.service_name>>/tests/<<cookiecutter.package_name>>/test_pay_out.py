@@ -1,4 +1,4 @@
-"""Payouts and the bank. A pattern for calls to a service that repeats what it gets twice."""
+"""Payouts and the bank. A pattern for calls that must not be made twice."""
 
 from collections.abc import AsyncIterator
 from typing import Literal
@@ -7,12 +7,13 @@ import httpx2
 import pytest
 from pydantic import SecretStr
 
+from pipeline import Event
 from pipeline.testing import Harness, Outcome
 
 from <<cookiecutter.package_name>> import handlers
 from <<cookiecutter.package_name>>.events import PayoutMade, PayoutRefused, Reason, RequestPayout
 
-from .test_payments import BOOKS, balance, fund, ledger_is_balanced
+from .test_payments import BOOKS, balance, fund, ledger_is_balanced, rows
 
 PAYOUT = RequestPayout(payout_id="payout:1", merchant=BOOKS, bank_account="bank:de-1", amount=300)
 MADE = PayoutMade(payout_id="payout:1", merchant=BOOKS, amount=300)
@@ -22,27 +23,48 @@ def refused(reason: Reason) -> PayoutRefused:
     return PayoutRefused(payout_id="payout:1", merchant=BOOKS, amount=300, reason=reason)
 
 
+What = Literal["accept", "refuse", "lose the request", "lose the answer", "delay the request"]
+
+
 class Bank:
-    """A bank in the place of the network. It makes each transfer that it gets."""
+    """A bank in the place of the network. It makes the transfer of each key once."""
 
     def __init__(self) -> None:
+        self.next: What = "accept"
+        self.delayed: httpx2.Request | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again."""
+        self.requests = 0
+        """Number of requests for a transfer."""
         self.transfers: list[str] = []
         """References, in the order of the requests."""
-        self.next: Literal["accept", "refuse", "lose the request", "lose the answer"] = "accept"
+        self._status: dict[str, int] = {}
+        """By key, so that a request that comes again is answered as it was."""
 
     def answer(self, request: httpx2.Request) -> httpx2.Response:
         """Answer a request as `next` says, which is for one transfer."""
         if request.method == "GET":
             reference = request.url.params["reference"]
             return httpx2.Response(200, json=[one for one in self.transfers if one == reference])
+        self.requests += 1
         what, self.next = self.next, "accept"
-        if what == "refuse":
-            return httpx2.Response(422)
-        if what != "lose the request":
-            self.transfers.append("payout:1")
-        if what != "accept":
-            raise httpx2.ReadError("cut off", request=request)
-        return httpx2.Response(201)
+        if what == "delay the request":
+            self.delayed = request
+        elif what != "lose the request":
+            answer = self.transfer(request, 422 if what == "refuse" else 201)
+            if what != "lose the answer":
+                return answer
+        raise httpx2.ReadTimeout("no answer", request=request)
+
+    def transfer(self, request: httpx2.Request, status: int = 201) -> httpx2.Response:
+        """Make a transfer, or refuse it, unless its key is known."""
+        key = request.headers["Idempotency-Key"]
+        if key not in self._status:
+            self._status[key] = status
+            self.transfers += ["payout:1"] if status == 201 else []
+        return httpx2.Response(self._status[key])
 
 
 @pytest.fixture
@@ -73,9 +95,9 @@ async def test_money_is_reserved_before_the_call_and_at_the_bank_after_it(
     await ledger_is_balanced(harness)
 
 
-@pytest.mark.parametrize("lost", ["lose the request", "lose the answer"])
+@pytest.mark.parametrize(("lost", "requests"), [("lose the request", 2), ("lose the answer", 1)])
 async def test_without_an_answer_the_bank_is_asked_before_the_transfer_is_repeated(
-    harness: Harness, bank: Bank, lost: Literal["lose the request", "lose the answer"]
+    harness: Harness, bank: Bank, lost: What, requests: int
 ) -> None:
     await fund(harness, BOOKS, 500)
     await harness.handle(PAYOUT)
@@ -84,8 +106,27 @@ async def test_without_an_answer_the_bank_is_asked_before_the_transfer_is_repeat
     assert (failure.decision, failure.reason) == ("parked", "outcome unknown")
     await harness.advance(minutes=1)
     assert (await call_bank(harness)).published == [MADE]
-    assert bank.transfers == ["payout:1"]
+    assert (bank.transfers, bank.requests) == (["payout:1"], requests)
     await ledger_is_balanced(harness)
+
+
+@pytest.mark.parametrize(
+    ("then", "event", "transfers"),
+    [("accept", MADE, ["payout:1"]), ("refuse", refused("refused by the bank"), [])],
+)
+async def test_a_request_that_arrives_after_the_next_one_is_no_other_transfer(
+    harness: Harness, bank: Bank, then: What, event: Event, transfers: list[str]
+) -> None:
+    await fund(harness, BOOKS, 500)
+    await harness.handle(PAYOUT)
+    bank.next = "delay the request"
+    assert (await call_bank(harness)).failures
+    await harness.advance(minutes=1)
+    bank.next = then
+    assert (await call_bank(harness)).published == [event]
+    assert bank.delayed is not None
+    bank.transfer(bank.delayed)
+    assert bank.transfers == transfers
 
 
 async def test_the_merchant_has_the_money_back_if_the_bank_refuses(
@@ -99,17 +140,27 @@ async def test_the_merchant_has_the_money_back_if_the_bank_refuses(
     await ledger_is_balanced(harness)
 
 
-async def test_a_payout_is_refused_without_money_or_the_second_time(
-    harness: Harness, bank: Bank
+@pytest.mark.parametrize("funds", [0, 299])
+async def test_a_payout_is_refused_without_money_and_adds_no_rows(
+    harness: Harness, bank: Bank, funds: int
+) -> None:
+    if funds:
+        await fund(harness, BOOKS, funds)
+    counts = await rows(harness)
+    assert (await harness.handle(PAYOUT)).published == [refused("insufficient funds")]
+    assert await rows(harness) == counts
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+async def test_of_a_payout_that_is_requested_again_nothing_is_published(
+    harness: Harness, bank: Bank, is_made: bool
 ) -> None:
     await fund(harness, BOOKS, 500)
-    much = PAYOUT.model_copy(update={"payout_id": "payout:2", "amount": 501})
-    (event,) = (await harness.handle(much)).published
-    assert isinstance(event, PayoutRefused)
-    assert event.reason == "insufficient funds"
     await harness.handle(PAYOUT)
+    if is_made:
+        await call_bank(harness)
     again = await harness.handle(PAYOUT, id="again")
-    assert again.published == [refused("already requested")]
+    assert (again.results, again.published) == (["already requested"], [])
     assert again.calls == []
     await ledger_is_balanced(harness)
 
@@ -124,7 +175,7 @@ async def test_a_payout_is_made_once_wherever_the_process_dies(
     harness: Harness, bank: Bank
 ) -> None:
     async for crash in harness.each_crash():
-        bank.transfers.clear()
+        bank.forget()
         await fund(harness, BOOKS, 500)
         await harness.handle(PAYOUT)
         await call_bank(harness)

@@ -1,7 +1,10 @@
 """What commands do to the ledger. A pattern for the tests of your own handlers with money."""
 
+import json
+
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
+from sqlalchemy.exc import DBAPIError
 
 from pipeline import Event
 from pipeline.testing import Harness
@@ -18,13 +21,13 @@ from <<cookiecutter.package_name>>.events import (
     Reason,
     RefundPayment,
 )
-from <<cookiecutter.package_name>>.tables import Account, Entry, Payment, move
+from <<cookiecutter.package_name>>.tables import Account, Base, Entry, Payment, Refund, move
 
 ADA = "customer:ada"
 BOOKS = "merchant:books"
 
 
-def deposit(amount: int, id: str = "deposit-1") -> DepositReceived:
+def deposit(amount: int, id: str = "deposit:1") -> DepositReceived:
     return DepositReceived(deposit_id=id, bank_account="bank:at-1", customer=ADA, amount=amount)
 
 
@@ -36,15 +39,17 @@ def capture(amount: int, payment_id: str = "payment:1") -> CapturePayment:
     return CapturePayment(payment_id=payment_id, customer=ADA, merchant=BOOKS, amount=amount)
 
 
-def refund(amount: int, payment_id: str = "payment:1") -> RefundPayment:
-    return RefundPayment(payment_id=payment_id, customer=ADA, merchant=BOOKS, amount=amount)
+def refund(amount: int, id: str = "refund:1") -> RefundPayment:
+    return RefundPayment(
+        payment_id="payment:1", refund_id=id, customer=ADA, merchant=BOOKS, amount=amount
+    )
 
 
 async def fund(harness: Harness, account: str, amount: int) -> None:
     """Give an account money, without a message."""
     async with harness.session() as session:
         rows = Account("bank:at-1"), Account(account)
-        entries = move(amount, *rows, "deposit-0")
+        entries = move(amount, *rows, "deposit:0")
         session.add_all([*rows, *entries])
 
 
@@ -61,6 +66,7 @@ async def ledger_is_balanced(harness: Harness) -> None:
         by_reference = [int(amount) for amount in await session.scalars(references)]
         accounts = {one.id: one for one in await session.scalars(select(Account))}
         payments = [*await session.scalars(select(Payment))]
+        refunds = [*await session.scalars(select(Refund))]
     assert sum(by_account.values()) == 0
     assert not any(by_reference)
     assert {id: one.balance for id, one in accounts.items() if one.balance} == {
@@ -69,9 +75,20 @@ async def ledger_is_balanced(harness: Harness) -> None:
     assert all(one.balance >= 0 or id.startswith("bank:") for id, one in accounts.items())
     for payment in payments:
         assert 0 <= payment.refunded <= payment.captured <= payment.authorized
-        if payment.authorized > 0:
-            is_open = payment.captured == 0
-            assert accounts[payment.id].balance == (payment.authorized if is_open else 0)
+        is_open = payment.captured == 0
+        assert accounts[payment.id].balance == (payment.authorized if is_open else 0)
+        refunded = [one.amount for one in refunds if one.payment_id == payment.id]
+        assert sum(refunded) == payment.refunded
+
+
+async def rows(harness: Harness) -> dict[str, int]:
+    """Count the rows of each table."""
+    async with harness.session() as session:
+        counts = {
+            name: await session.scalar(select(func.count()).select_from(table))
+            for name, table in Base.metadata.tables.items()
+        }
+    return {name: count or 0 for name, count in counts.items()}
 
 
 async def test_a_payment_is_authorized_captured_and_refunded(harness: Harness) -> None:
@@ -80,7 +97,9 @@ async def test_a_payment_is_authorized_captured_and_refunded(harness: Harness) -
     assert outcome.published == [
         PaymentAuthorized(payment_id="payment:1", customer=ADA, merchant=BOOKS, amount=500),
         PaymentCaptured(payment_id="payment:1", amount=400, returned=100),
-        PaymentRefunded(payment_id="payment:1", amount=150, refunded=150),
+        PaymentRefunded(
+            payment_id="payment:1", refund_id="refund:1", amount=150, refunded=150
+        ),
     ]
     numbers = [(one.key, one.sequence) for one in outcome.records]
     assert numbers == [("payment:1", 1), ("payment:1", 2), ("payment:1", 3)]
@@ -99,22 +118,34 @@ REFUSED: list[tuple[list[Event], PaymentCommand, Reason]] = [
     ([deposit(800)], refund(500), "unknown authorization"),
     ([deposit(800), authorize(500)], refund(1), "more than captured"),
     ([deposit(800), authorize(500), capture(400)], refund(401), "more than captured"),
+    ([deposit(800), authorize(500), capture(400), refund(100)], refund(100), "already refunded"),
+    ([], authorize(500), "insufficient funds"),
+    ([], capture(500), "unknown authorization"),
+    ([], refund(500), "unknown authorization"),
 ]
 
 
 @pytest.mark.parametrize(("before", "command", "reason"), REFUSED)
-async def test_a_refusal_is_published_and_moves_no_money(
+async def test_a_refusal_is_published_and_adds_no_rows(
     harness: Harness, before: list[Event], command: PaymentCommand, reason: Reason
 ) -> None:
     await harness.handle_batch(before)
-    balances = await balance(harness, ADA)
-    outcome = await harness.handle(command)
+    counts = await rows(harness)
+    outcome = await harness.handle(command, id="of its own")
     assert outcome.failures == []
-    type = command.__event_type__
     assert outcome.published == [
-        PaymentRefused(payment_id="payment:1", command=type, amount=command.amount, reason=reason)
+        PaymentRefused(
+            payment_id="payment:1",
+            command=command.__event_type__,
+            amount=command.amount,
+            reason=reason,
+            refund_id="refund:1" if isinstance(command, RefundPayment) else None,
+        )
     ]
-    assert await balance(harness, ADA) == balances
+    (record,) = outcome.records
+    is_known = authorize(500) in before
+    assert (record.key, record.sequence is not None) == ("payment:1", is_known)
+    assert await rows(harness) == counts
     await ledger_is_balanced(harness)
 
 
@@ -125,6 +156,22 @@ async def test_a_command_that_is_sent_twice_takes_effect_once(harness: Harness) 
         assert again.is_duplicate
         assert again.published == []
     assert await balance(harness, ADA) == 400
+    await ledger_is_balanced(harness)
+
+
+async def test_a_command_that_is_sent_again_with_another_event_id_takes_effect_once(
+    harness: Harness,
+) -> None:
+    once = [deposit(800), authorize(500), capture(500), refund(100)]
+    for number in range(3):
+        for event in once:
+            await harness.handle(event, id=f"{event.__event_type__} {number}")
+    assert await balance(harness, ADA) == 400
+    again = await harness.handle(deposit(800), id="again")
+    assert (again.results, again.published) == (["already deposited"], [])
+    assert (await harness.handle(refund(100, "refund:2"))).published == [
+        PaymentRefunded(payment_id="payment:1", refund_id="refund:2", amount=100, refunded=200)
+    ]
     await ledger_is_balanced(harness)
 
 
@@ -147,6 +194,45 @@ async def test_a_dead_command_holds_those_behind_it_of_its_payment_alone(harness
     assert len((await harness.handle(authorize(500, "payment:2"))).published) == 1
     (letter,) = await harness.dead_letters()
     assert letter.reason == "invalid payload"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"amount": amount} for amount in (True, "7", " 9 ", 5.0, 0, -1, 10**15 + 1)),
+        {"currency": "JPY"},
+        {"customer": "merchant:books"},
+    ],
+)
+async def test_a_command_that_is_not_exactly_one_is_a_dead_letter(
+    harness: Harness, change: dict[str, object]
+) -> None:
+    await harness.handle(deposit(800))
+    type = AuthorizePayment.__event_type__
+    headers = {"ce_specversion": "1.0", "ce_id": "1", "ce_source": "/shop", "ce_type": type}
+    payload = json.dumps(authorize(500).model_dump() | change)
+    await harness.handle_record("payments", payload, key="payment:1", headers=headers)
+    (letter,) = await harness.dead_letters()
+    assert letter.reason == "invalid payload"
+    assert await balance(harness, ADA) == 800
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE entry SET amount = 1",
+        "DELETE FROM entry",
+        "INSERT INTO entry (account_id, amount, reference) VALUES ('customer:ada', 0, 'nothing')",
+    ],
+)
+async def test_entries_are_only_added_and_each_changes_a_balance(
+    harness: Harness, statement: str
+) -> None:
+    await harness.handle(deposit(800))
+    with pytest.raises(DBAPIError, match="rows of entry are only added|entry_amount_check"):
+        async with harness.session() as session:
+            await session.execute(text(statement))
+    await ledger_is_balanced(harness)
 
 
 async def test_the_ledger_is_balanced_in_whatever_way_commands_come(harness: Harness) -> None:

@@ -24,12 +24,13 @@ pytestmark = pytest.mark.integration
 
 @dataclass
 class Bank:
-    """A server that makes each transfer that it gets, and lists those with a reference."""
+    """A server that makes the transfer of each key once, and lists those with a reference."""
 
     faults: list[str] = field(default_factory=list)
     """What goes wrong with the next requests: "cut before", "cut after" or "unavailable"."""
     transfers: list[str] = field(default_factory=list)
     """References of the transfers, in their order."""
+    keys: set[str] = field(default_factory=set)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the request of a connection."""
@@ -46,7 +47,9 @@ class Bank:
             found = json.dumps([one for one in self.transfers if one == reference]).encode()
             answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(found), found)
         elif fault != "cut before":
-            self.transfers.append(json.loads(body)["reference"])
+            if fields["idempotency-key:"] not in self.keys:
+                self.transfers.append(json.loads(body)["reference"])
+            self.keys.add(fields["idempotency-key:"])
             answer = b"HTTP/1.1 201 Created\r\nContent-Length: 0\r\n\r\n"
         if not fault.startswith("cut"):
             writer.write(answer)

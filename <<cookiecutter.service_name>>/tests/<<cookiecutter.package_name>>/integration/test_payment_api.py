@@ -42,31 +42,39 @@ async def test_a_payment_is_authorized_and_its_repeat_has_the_same_id(
 ) -> None:
     first = await post(client, 500, "key-1")
     again = await post(client, 500, "key-1")
-    assert first.json()["is_authorized"]
     assert first.json()["payment_id"].startswith("payment:")
+    assert (first.json()["authorized"], first.json()["reason"]) == (500, None)
     assert (again.status_code, again.json()) == (200, first.json())
     assert await db.fetchval("SELECT balance FROM account WHERE id = $1", ADA) == 300
 
 
-async def test_a_repeat_after_its_answer_is_forgotten_has_the_same_id_and_is_refused(
-    client: httpx2.AsyncClient, db: asyncpg.Connection
+@pytest.mark.parametrize("amount", [100, 200])
+async def test_a_repeat_after_its_answer_is_forgotten_is_answered_with_what_is_authorized(
+    client: httpx2.AsyncClient, db: asyncpg.Connection, amount: int
 ) -> None:
     first = await post(client, 100, "key-1")
     await db.execute("DELETE FROM pipeline.inbox")
-    again = await post(client, 100, "key-1")
-    assert again.json() == {
-        "payment_id": first.json()["payment_id"],
-        "is_authorized": False,
-        "reason": "already authorized",
-    }
+    again = await post(client, amount, "key-1")
+    assert again.json() == first.json()
+    assert again.json()["authorized"] == 100
     assert await db.fetchval("SELECT balance FROM account WHERE id = $1", ADA) == 700
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 1
 
 
 async def test_a_payment_without_funds_is_answered_with_the_reason(
     client: httpx2.AsyncClient,
 ) -> None:
     answer = (await post(client, 801, "key-1")).json()
-    assert (answer["is_authorized"], answer["reason"]) == (False, "insufficient funds")
+    assert (answer["authorized"], answer["reason"]) == (0, "insufficient funds")
+
+
+@pytest.mark.parametrize("change", [{"amount": "5"}, {"amount": 5.0}, {"currency": "JPY"}])
+async def test_a_request_that_is_not_exactly_one_is_rejected(
+    client: httpx2.AsyncClient, change: dict[str, object]
+) -> None:
+    payment = {"customer": ADA, "merchant": "merchant:books", "amount": 5} | change
+    headers = {"Idempotency-Key": "key-1"}
+    assert (await client.post("/payments", json=payment, headers=headers)).status_code == 422
 
 
 async def test_one_key_for_two_payments_is_refused(client: httpx2.AsyncClient) -> None:

@@ -46,7 +46,7 @@ def send(producer: AIOKafkaProducer, topics: Rename) -> Send:
 
 def deposit(customer: str, amount: int) -> DepositReceived:
     return DepositReceived(
-        deposit_id=f"of {customer}", bank_account="bank:at-1", customer=customer, amount=amount
+        deposit_id=f"deposit:{customer}", bank_account="bank:at-1", customer=customer, amount=amount
     )
 
 
