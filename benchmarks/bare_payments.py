@@ -43,7 +43,7 @@ class PaymentsHandler(OrmHandler):
                 keys[loads.entity].update(loads.key_of(command))
         async with AsyncSession(self._shell, autoflush=False) as session:
             batch = Batch(session.sync_session)
-            # Payments before accounts, for whose rows the other lane waits.
+            # Refunds and payments before accounts, for whose rows the other lane waits.
             for entity in sorted(keys, key=lambda one: one.__tablename__, reverse=True):
                 for row in await session.scalars(_lock(entity), {"ids": sorted(keys[entity])}):
                     batch.rows[entity, row.id] = row
@@ -57,22 +57,28 @@ class Batch:
     """What the handlers use of `Transaction`: rows in memory, and events to store."""
 
     def __init__(self, session: Session) -> None:
-        self.add = session.add
+        self._session = session
         self.rows: dict[tuple[type[Any], str], Any] = {}
         self.staged: list[tuple[bytes, bytes, int, bytes]] = []
 
+    def add(self, row: Any) -> None:
+        """Insert a row, which later commands of the batch find."""
+        self._session.add(row)
+        self.rows[type(row), row.id] = row
+
+    async def load(self, entity: type[Any], id: str) -> Any:
+        """Return the locked row, or None."""
+        return self.rows.get((entity, id))
+
     async def load_or_create(self, entity: type[Any], id: str) -> Any:
         """Return the locked row, or a new one."""
-        row = self.rows.get((entity, id))
-        if row is None:
-            row = self.rows[entity, id] = entity(id)
-            row.version = 0
-            self.add(row)
-        return row
+        if (entity, id) not in self.rows:
+            self.add(entity(id))
+        return self.rows[entity, id]
 
-    def publish(self, event: Any, of: Any) -> None:
-        """Stage an event of a row."""
-        of.version += 1
+    def publish(self, event: Any, of: Any, key: str | None = None) -> None:
+        """Stage an event of a row; here each refused command is of a payment that has one."""
+        of.version = (of.version or 0) + 1
         payload = event.model_dump_json().encode()
         self.staged.append((of.id.encode(), event.__event_type__.encode(), of.version, payload))
 

@@ -24,7 +24,11 @@ AUTHORIZE = "payment.authorize.v1"
 CAPTURE = "payment.capture.v1"
 REFUND = "payment.refund.v1"
 REFUSED = "payment.refused.v1"
-CHECKS = {"account": "account_balance_check", "payment": "payment_amounts_check"}
+CHECKS = {
+    "account": "account_balance_check",
+    "entry": "entry_amount_check",
+    "payment": "payment_amounts_check",
+}
 """Name of the CHECK of each table."""
 _BANK = "bank:benchmark"
 _DEPOSIT = "deposit:benchmark"
@@ -45,6 +49,11 @@ class Command(NamedTuple):
     merchant: str
     amount: int
 
+    @property
+    def refund_id(self) -> str:
+        """Return the id of the command's own, if it is a refund."""
+        return f"refund:{self.number}"
+
     def record(self) -> Record:
         """Return key, payload and headers of the command's record."""
         headers = {
@@ -61,6 +70,8 @@ class Command(NamedTuple):
             "merchant": self.merchant,
             "amount": self.amount,
         }
+        if self.type == REFUND:
+            data["refund_id"] = self.refund_id
         return (
             self.payment_id.encode(),
             json.dumps(data).encode(),
@@ -87,6 +98,8 @@ class Ledger:
     payments: Mapping[str, Row]
     events: Mapping[str, Sequence[tuple[str, int]]]
     """Type and amount of each event, by payment, in order."""
+    refunds: Mapping[str, tuple[str, int]]
+    """Payment and amount of each refund, by its id."""
     entries: Mapping[str, int]
     """Number of entries, by reference."""
 
@@ -130,6 +143,7 @@ class Payments:
         balances = Counter[str]({**self.deposits, _BANK: -sum(self.deposits.values())})
         payments: dict[str, Row] = {}
         events = defaultdict[str, list[tuple[str, int]]](list)
+        refunds: dict[str, tuple[str, int]] = {}
         entries = Counter[str]({_DEPOSIT: len(balances)})
 
         def move(amount: int, source: str, target: str) -> None:
@@ -137,7 +151,8 @@ class Payments:
             balances[target] += amount
             entries[payment_id] += 2
 
-        for _, type, payment_id, customer, merchant, amount in self.commands:
+        for one in self.commands:
+            _, type, payment_id, customer, merchant, amount = one
             payment = payments.get(payment_id, Row(customer, merchant, amount))
             balances[merchant] += 0
             event = type.replace("authorize", "authorized").replace("capture", "captured")
@@ -153,10 +168,11 @@ class Payments:
             else:
                 payment = payment._replace(refunded=payment.refunded + amount)
                 event = "payment.refunded.v1"
+                refunds[one.refund_id] = payment_id, amount
                 move(amount, merchant, customer)
             payments[payment_id] = payment
             events[payment_id].append((event, amount))
-        return Ledger(balances, payments, events, entries)
+        return Ledger(balances, payments, events, refunds, entries)
 
 
 def make(count: int, *, seed: int = 1) -> Payments:
@@ -241,10 +257,17 @@ async def check(rig: Rig, site: Site, load: Payments) -> None:
         rows = await connection.fetch(
             "SELECT id, customer, merchant, authorized, captured, refunded FROM payment"
         )
+        refunds = await connection.fetch("SELECT id, payment_id, amount FROM refund")
         entries = await connection.fetch("SELECT account_id, amount, reference FROM entry")
     payments = {id: Row(*row) for id, *row in rows}
     has_entries = "entries" not in removed(site.contestant)
-    found = Ledger(balances, payments, events, Counter(one["reference"] for one in entries))
+    found = Ledger(
+        balances,
+        payments,
+        events,
+        {id: (payment, amount) for id, payment, amount in refunds},
+        Counter(one["reference"] for one in entries),
+    )
     faults = [*unlike(load.ledger, found, has_entries=has_entries)]
     if has_entries:
         faults += unbalanced(balances, entries)
@@ -260,6 +283,7 @@ def unlike(expected: Ledger, found: Ledger, *, has_entries: bool = True) -> Iter
     yield from _differing("the balance of", expected.balances, found.balances)
     yield from _differing("the row of", expected.payments, found.payments)
     yield from _differing("the events of", expected.events, found.events)
+    yield from _differing("the refund", expected.refunds, found.refunds)
     if has_entries:
         yield from _differing("the number of entries of", expected.entries, found.entries)
 

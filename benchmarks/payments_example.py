@@ -7,7 +7,8 @@ the measure `ledger` removes it from the tables.
 import os
 from typing import Any
 
-from payment_ledger import tables  # type: ignore[import-not-found]
+from payment_ledger import handlers as example  # type: ignore[import-not-found]
+from payment_ledger import tables
 from payment_ledger.events import (  # type: ignore[import-not-found]
     AuthorizePayment,
     CapturePayment,
@@ -17,13 +18,12 @@ from payment_ledger.events import (  # type: ignore[import-not-found]
     PaymentRefused,
     RefundPayment,
 )
-from payment_ledger.handlers import handlers  # type: ignore[import-not-found]
 from sqlalchemy import CheckConstraint
 
 TABLES = tables.Base.metadata
 COMMANDS = (AuthorizePayment, CapturePayment, RefundPayment)
 EVENTS = (PaymentAuthorized, PaymentCaptured, PaymentRefunded, PaymentRefused)
-HANDLERS = [one for one in handlers if one.event in COMMANDS]
+HANDLERS = [one for one in example.handlers if one.event in COMMANDS]
 """Those of the commands, as the example registers them."""
 
 
@@ -35,7 +35,7 @@ def _move_without_entries(amount: int, source: Any, target: Any, reference: str)
 
 WITHOUT = frozenset(os.environ.get("BENCH_WITHOUT", "").split())
 if "entries" in WITHOUT:
-    tables.move = _move_without_entries
+    example.move = _move_without_entries
 if "CHECK" in WITHOUT:
     for table in TABLES.tables.values():
         table.constraints -= {one for one in table.constraints if isinstance(one, CheckConstraint)}

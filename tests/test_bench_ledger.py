@@ -84,6 +84,14 @@ def test_a_ledger_that_is_not_as_the_load_says_fails_the_check(
     assert fault.startswith(f"{said} {PAYMENT} is ")
 
 
+def test_a_refund_that_is_missing_fails_the_check() -> None:
+    right = payments.make(200).ledger
+    id, *_ = right.refunds
+    others = {one: refund for one, refund in right.refunds.items() if one != id}
+    (fault,) = payments.unlike(right, replace(right, refunds=others))
+    assert fault.startswith(f"the refund {id} is None, it should be ('payment:")
+
+
 @pytest.mark.parametrize(
     ("balances", "amounts", "said"),
     [
