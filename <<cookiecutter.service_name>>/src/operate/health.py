@@ -112,6 +112,13 @@ def backlog(status: Status) -> Iterator[Finding]:
                 f" one for {one.oldest:,.0f} seconds",
                 "see `service dead list --waiting --summary` (BacklogAge in the runbook)",
             )
+        if one.is_full:
+            yield Finding(
+                "wrong",
+                f"full of due messages of consumer {name}: partitions wait before they store"
+                " another one to be tried alone",
+                "see `service dead list --waiting --summary` (PartitionBlocked in the runbook)",
+            )
 
 
 def consumers(status: Status) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from datetime import UTC, date, datetime
 import asyncpg
 from aiokafka.errors import KafkaError
 
+from pipeline.apply import backlog
 from pipeline.errors import describe_error
 from pipeline.retention import maintenance, partitions
 from pipeline.retention.partitions import State
@@ -124,6 +125,8 @@ class Backlog:
     dead: int = 0
     oldest: float = 0.0
     """Seconds since the oldest waiting message was received."""
+    is_full: bool = False
+    """Whether partitions wait before they store another message to be tried alone."""
 
 
 @dataclass
@@ -257,6 +260,8 @@ class _Measure:
         rows = await self.connection.fetch(_BACKLOG, AT_MOST + 1, names)
         self.found.backlog = {name: Backlog() for name in names}
         self.found.backlog |= {name: Backlog(*counts) for name, *counts in rows}
+        for name in names if self.found.is_waiting_cut_off else ():
+            self.found.backlog[name].is_full = await backlog.is_full(self.connection, [name])
 
     async def outbox(self) -> None:
         self.found.is_this_cluster = await cluster.is_ours(self.connection)

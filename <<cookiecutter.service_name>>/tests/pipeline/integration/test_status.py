@@ -98,6 +98,10 @@ async def test_what_waits_and_what_is_dead_is_told_by_consumer(
     )
     (line,) = (await told(service))["backlog"]
     assert line == "deposit  10,000+ waiting, 2 dead, oldest at least 3 h"
+    assert (await told(service)).get("wrong") is None
+    await db.execute("UPDATE pipeline.backlog SET due_at = now() WHERE died_at IS NULL")
+    (full,) = (await told(service))["wrong"]
+    assert full.startswith("backlog: full of due messages of consumer deposit: partitions wait")
     await db.execute("UPDATE pipeline.backlog SET consumer = 'retired'")
     assert (await told(service))["backlog"] == [
         "retired  10,000+ waiting, 2 dead, oldest at least 3 h",
