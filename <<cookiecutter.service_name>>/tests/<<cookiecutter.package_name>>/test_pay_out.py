@@ -182,6 +182,6 @@ async def test_a_payout_is_made_once_wherever_the_process_dies(
         if await balance(harness, "payout:1") > 0:  # the bank is asked after a while
             await harness.advance(hours=1)
             await call_bank(harness)
-        assert bank.transfers == ["payout:1"], crash
+        assert (bank.transfers, bank.requests) == (["payout:1"], 1), crash
         assert await balance(harness, "bank:de-1") == 300, crash
         await ledger_is_balanced(harness)
