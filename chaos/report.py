@@ -45,6 +45,8 @@ class Report:
     """What scans had the service do besides, and what it has forgotten and dropped, by name."""
     migrations: Mapping[str, int]
     """Of the releases that came out meanwhile: `expand` before its processes, `contract` behind."""
+    rates: Mapping[str, float]
+    """Scans applied a second, by phase."""
     seconds: float
     """From the first scan to the last event."""
     seed: int

@@ -15,6 +15,7 @@ from chaos.breaker import Breaker
 from chaos.errands import OUTSIDE, WORK, Work
 from chaos.memory import CLOCK, MARKERS, Memory
 from chaos.poison import AFTER_DEATH, CALLS
+from chaos.rates import Progress
 from chaos.recovery import Ended
 from chaos.releases import Releases
 from chaos.report import Report
@@ -115,9 +116,12 @@ class Round:
                 await checker.says("applied")
                 releases = Releases(system, self._project)
                 breaker = Breaker(system, memory, outside, releases)
-                ended = await self._break(feed, feeding, checker, breaker)
+                progress = Progress(lambda: checker.said["applied"])
+                noting = group.create_task(progress.watch())
+                ended = await self._break(feed, feeding, checker, breaker, progress)
                 watching.cancel()
                 stuck = await self._drain(checker)
+                noting.cancel()
                 guarding.cancel()
                 stuck += [
                     f"{name} did not end when it was asked to" for name in await system.stop()
@@ -130,7 +134,8 @@ class Round:
             raise reason_of(failures) from None
         finally:
             await system.close()
-        return self._report(checker.said, ended, releases.migrated, [*stuck, *system.ended])
+        stuck = [*stuck, *system.ended]
+        return self._report(checker.said, ended, releases.migrated, progress.rates(), stuck)
 
     def _feed(self) -> Helper:
         plan = self._plan
@@ -169,6 +174,7 @@ class Round:
         said: Mapping[str, Any],
         ended: Sequence[Ended],
         migrations: Mapping[str, int],
+        rates: Mapping[str, float],
         stuck: Sequence[str],
     ) -> Report:
         plan, ledger, counts = self._plan, said["ledger"], said["counts"]
@@ -195,6 +201,7 @@ class Round:
             recovery=said["recovery"],
             errands=said["errands"],
             migrations=dict(migrations),
+            rates=rates,
             seconds=ledger["seconds"],
             seed=plan.seed,
             events=plan.events,
@@ -204,7 +211,12 @@ class Round:
         )
 
     async def _break(
-        self, feed: Helper, feeding: asyncio.Task[None], checker: Helper, breaker: Breaker
+        self,
+        feed: Helper,
+        feeding: asyncio.Task[None],
+        checker: Helper,
+        breaker: Breaker,
+        progress: Progress,
     ) -> Sequence[Ended]:
         """Feed, and carry the schedule out; return what was broken when all is fed and healed."""
         with Display(self._console, self._plan.events) as display:
@@ -221,7 +233,9 @@ class Round:
             try:
                 feed.tell(self._system.servers.stack.kafka)
                 await breaker.run(self._plan.schedule, display.note)
+                progress.end_phase()
                 await feeding
+                progress.end_phase()
             finally:
                 showing.cancel()
         return breaker.ended

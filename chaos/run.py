@@ -78,6 +78,7 @@ def show(report: Report, console: Console) -> None:
         *((name, count, "") for name, count in report.errands.items() if count),
         *((name, count, "migrations of releases") for name, count in report.migrations.items()),
         ("faults", sum(report.faults.values()), "carried out"),
+        *(("applied/s", round(rate), phase) for phase, rate in report.rates.items()),
         ("seconds", round(report.seconds), "from the first scan to the last event"),
     ):
         wrong = count and name in WRONG

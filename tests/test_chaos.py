@@ -34,6 +34,7 @@ from chaos.memory import Memory
 from chaos.outside import Outside
 from chaos.poison import ATTEMPTS, ILLEGIBLE, TALLY, Given, Poison, understand
 from chaos.proxy import HOST, Proxy
+from chaos.rates import PHASES, rates
 from chaos.recovery import Ended, Recovery, measure, undisturbed
 from chaos.releases import Releases
 from chaos.report import Report
@@ -564,6 +565,12 @@ def test_scans_that_wait_for_a_poisoned_one_tell_nothing_of_recovery() -> None:
     assert {number for _, number in undisturbed(records)} == {"1", "4"}
 
 
+def test_rates_are_those_of_the_phases_that_have_been() -> None:
+    begin, broken, fed, done = (10.0, 0), (20.0, 300), (20.5, 310), (40.5, 410)
+    assert rates([begin, broken, fed, done]) == {PHASES[0]: 30, PHASES[2]: 5}
+    assert rates([begin, broken, fed, (19.0, 300)]) == {PHASES[0]: 30}
+
+
 GOOD = Report(
     sent=10,
     duplicates=1,
@@ -584,6 +591,7 @@ GOOD = Report(
     recovery={},
     errands={},
     migrations={},
+    rates={},
     seconds=1.0,
     seed=1,
     events=10,
