@@ -229,7 +229,7 @@ async def test_entries_are_only_added_and_each_changes_a_balance(
     harness: Harness, statement: str
 ) -> None:
     await harness.handle(deposit(800))
-    with pytest.raises(DBAPIError, match="rows of entry are only added|entry_amount_check"):
+    with pytest.raises(DBAPIError, match=r"rows of entry are only added|entry_amount_check"):
         async with harness.session() as session:
             await session.execute(text(statement))
     await ledger_is_balanced(harness)
