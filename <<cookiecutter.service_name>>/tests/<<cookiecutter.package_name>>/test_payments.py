@@ -97,9 +97,7 @@ async def test_a_payment_is_authorized_captured_and_refunded(harness: Harness) -
     assert outcome.published == [
         PaymentAuthorized(payment_id="payment:1", customer=ADA, merchant=BOOKS, amount=500),
         PaymentCaptured(payment_id="payment:1", amount=400, returned=100),
-        PaymentRefunded(
-            payment_id="payment:1", refund_id="refund:1", amount=150, refunded=150
-        ),
+        PaymentRefunded(payment_id="payment:1", refund_id="refund:1", amount=150, refunded=150),
     ]
     numbers = [(one.key, one.sequence) for one in outcome.records]
     assert numbers == [("payment:1", 1), ("payment:1", 2), ("payment:1", 3)]
