@@ -177,11 +177,13 @@ def decide_alone(item: Item, failure: RolledBack) -> Decision:
 
 
 def observed(failed: Sequence[tuple[Item, BaseException]]) -> list[FailedMessage]:
-    """Return failures for the breaker; a message that was parked or rejected has not failed."""
+    """Return failures for the breaker: none of messages that were parked or rejected, and none that
+    are nobody's fault.
+    """
     return [
         FailedMessage(item.consumer, item.order_key, error, item.last_error)
         for item, error in failed
-        if not isinstance(error, Park | Reject)
+        if not isinstance(error, Park | Reject) and not is_nobodys(error)
     ]
 
 

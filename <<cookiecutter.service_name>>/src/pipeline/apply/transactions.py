@@ -45,7 +45,7 @@ from .failures import (
 from .filters import Filters
 from .inbox import look_up, to_handle, too_old
 from .item import Item
-from .ladder import BATCH, LADDER, PIECES, RUNS, STORED, Rung
+from .ladder import BATCH, LADDER, PIECES, RUNS, Rung
 from .outcome import BatchOutcome
 from .positions import SourceLost
 from .runs import apply_run, apply_runs, write_staged
@@ -155,7 +155,7 @@ class ConsumeTransactions:
                     elif item := self._alone(piece, memory, result):
                         memory.decisions[item.key] = decide_alone(item, result)
                         self.breaker.observe(observed([(item, result.error)]))
-                        left.append((piece, STORED))
+                        left.append((piece, rung))  # no handler is called any more
                     else:
                         memory.suspects |= {item.key for item in result.items}
                         if result.has_timed_out and len(result.items) == 1:

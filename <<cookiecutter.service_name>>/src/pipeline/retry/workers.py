@@ -18,6 +18,7 @@ import asyncpg
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve
 from pipeline.apply.encryption import Rows
+from pipeline.apply.item import Item
 from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
@@ -239,8 +240,7 @@ class BacklogWorkers:
         if not alone:
             together = [*takewhile(lambda item: item.reason != UNDECIDED, items)]
             outcomes = await self._apply(self._consume, replace(source, items=together))
-            decided = (pair for one in outcomes for pair in one.decided)
-            alone = [item for item, decision in decided if decision.is_undecided]
+            alone = _to_try_alone(together, outcomes)
         waiting: set[bytes] = set()
         for item in alone[:_TURNS]:
             if item.order_key not in waiting and not self._stopping.is_set():
@@ -315,3 +315,22 @@ class BacklogWorkers:
             unless=self._stopping.is_set,
             report=lambda reason: self._health.not_ready(self.name, reason),
         )
+
+
+def _to_try_alone(items: Sequence[Item], outcomes: Sequence[BatchOutcome]) -> list[Item]:
+    """Return, in order, the messages on which a transaction has not decided.
+
+    Those behind one of their key that waits are not among them.
+    """
+    decided = {item.key: one for outcome in outcomes for item, one in outcome.decided}
+    alone: list[Item] = []
+    waiting: set[bytes] = set()
+    for item in items:
+        decision = decided.get(item.key)
+        if decision is None or (decision.is_dead and not decision.holds):
+            continue
+        if not decision.is_undecided:
+            waiting.add(item.order_key)
+        elif item.order_key not in waiting:
+            alone.append(item)
+    return alone

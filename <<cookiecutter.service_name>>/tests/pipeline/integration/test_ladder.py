@@ -1,15 +1,17 @@
 """What counts is what committed: the message that is at fault, and no other, spends an attempt."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
+from typing import Any
 
 import asyncpg
 import pytest
 import sqlalchemy as sa
 
-from pipeline import Event, Reject, Transaction
+from pipeline import Event, Handlers, Policy, Reject, Transaction
 from pipeline.apply import backlog
+from pipeline.apply.backlog import Row
 from pipeline.errors import is_infrastructure
 from pipeline.servers.probe import Probe
 from pipeline.settings import Settings
@@ -47,6 +49,19 @@ def add_to(account: Account, event: Deposited) -> Account:
     account.balance += event.amount
     account.history += f"{event.amount},"
     return account
+
+
+async def add(event: Deposited, tx: Transaction) -> None:
+    add_to(await tx.load_or_create(Account, event.account), event)
+
+
+LATER = Policy(schedule=(60,))
+IN_THE_LANE = 3
+"""Calls until a message is called in a lane that has failed beside others."""
+
+
+class Later(Deposited, type="later"):
+    """For a handler that is called later."""
 
 
 async def bank_whose_handler_executes(new_desk: NewDesk, statement: str) -> Desk:
@@ -293,3 +308,93 @@ async def test_the_probe_leaves_nothing_and_tells_whether_the_database_can_be_wr
 
 async def _is_none(db: asyncpg.Connection, counted: str) -> bool:
     return bool(await db.fetchval(counted) == 0)
+
+
+async def test_of_two_messages_of_a_key_to_be_tried_alone_the_earlier_one_is_first(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """The first is refused by the database, and the second takes too long once."""
+    calls: list[int] = []
+    handlers = Handlers()
+
+    @handlers.on(
+        Deposited, topic="asked", consumer="ask", timeout=0.3, mode="deferred", policy=LATER
+    )
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        calls.append(event.amount)
+        if event.amount == 4 and calls.count(4) == 1:
+            await asyncio.sleep(2)
+        await add(event, tx)
+
+    await db.execute(AT_FLUSH.format("22023"))
+    desk = await new_desk(handlers, topic="asked")
+    await desk.apply(Deposit(POISON), Deposit(4))
+    await desk.work_off()
+    await db.execute("DROP TRIGGER fail ON account")
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [POISON, 4]}
+
+
+async def test_what_a_worker_has_not_decided_does_not_overtake_what_waits(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """In the lane the first is applied, then fails; beside it the second takes too long."""
+    calls: list[int] = []
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic="asked", consumer="ask", timeout=0.3, policy=LATER)
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        calls.append(event.amount)
+        if event.amount == 1 and calls.count(1) != IN_THE_LANE:
+            raise ValueError("not now")
+        if event.amount == 2 and calls.count(2) == 1:
+            await asyncio.sleep(2)
+        await add(event, tx)
+
+    desk = await new_desk(handlers, topic="asked")
+    await desk.apply(Deposit(1), Deposit(2))
+    assert calls.count(1) == IN_THE_LANE - 1
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {}
+    assert calls.count(2) == 1
+
+
+async def test_storing_many_beside_one_that_has_failed_may_take_too_long(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic="asked", consumer="ask", policy=LATER)
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        raise ValueError("not now")
+
+    @handlers.on(Later, topic="asked", consumer="later", mode="deferred")
+    async def later(event: Later, tx: Transaction) -> None: ...
+
+    desk = await new_desk(handlers, topic="asked", transaction_timeout=1.0, lock_timeout=0.5)
+    store = backlog.add
+
+    async def slowly(connection: Any, rows: Sequence[Row], encryption: Any) -> Any:
+        await asyncio.sleep(0.012 * len(rows))
+        return await store(connection, rows, encryption)
+
+    monkeypatch.setattr(backlog, "add", slowly)
+    others = [Deposit(n, account=f"of {n}", type="later") for n in range(2, 101)]
+    await desk.apply(Deposit(1), *others)
+    assert len(await desk.backlog()) == 100
+
+
+async def test_locks_open_no_breaker(new_desk: NewDesk) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic="asked", consumer="ask", mode="deferred", policy=LATER)
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        await tx.session.execute(sa.text(RAISE.format("55P03")))
+
+    desk = await new_desk(handlers, topic="asked", breaker_keys=3)
+    await desk.apply(*deposits(1, 2, 3, 4, 5, 6))
+    await desk.work_off()
+    assert {row["reason"] for row in await desk.backlog()} == {"locked out"}
+    assert not desk.consume.breaker.open
