@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 
 PHASES = ("while faults go on", "until all is sent", "until all is done")
@@ -39,11 +39,9 @@ def rates(moments: list[tuple[float, int]]) -> dict[str, float]:
     """Return the rate of each phase, by the times at which phases begin and end, and the scans
     applied by then. One that is too short, or that has not been, has none.
     """
-    ends: Mapping[str, tuple[tuple[float, int], tuple[float, int]]] = dict(
-        zip(PHASES, pairwise(moments), strict=False)
-    )
+    phases = zip(PHASES, pairwise(moments), strict=False)
     return {
         phase: (after - before) / (end - begin)
-        for phase, ((begin, before), (end, after)) in ends.items()
+        for phase, ((begin, before), (end, after)) in phases
         if end - begin >= _SHORTEST
     }

@@ -228,7 +228,7 @@ class EffectWorkers(BacklogWorkers):
         effect, policy = Effect.of(item), item.handler.policy
         attempts, waited = item.attempts, item.waited
         if effect.is_repeatable:
-            return pessimistic(policy, *_state(item)[:3]) if is_risky else None
+            return pessimistic(policy, item.reason, attempts, waited) if is_risky else None
         is_stored = may_have_happened(item)
         if is_stored and (effect.ask is None or item.fault or attempts >= policy.attempts):
             why = item.fault or OutcomeUnknown(item.last_error)
@@ -291,14 +291,14 @@ def _is_final(item: Item, decision: Decision) -> bool:
     return decision.is_dead or decision.reason == PARKED or decision.attempts > item.attempts
 
 
-def _state(item: Item) -> tuple[str, int, float, str | None]:
-    """Return what is stored of earlier attempts."""
-    return item.reason, item.attempts, item.waited, item.last_error
+def _unchanged(item: Item) -> Decision:
+    """Return the decision that no call was made."""
+    return unchanged(item.reason, item.attempts, item.waited, item.last_error)
 
 
 def _before(item: Item) -> Decision:
     """Return the decision on a row from before it was stored that its call begins."""
-    before = unchanged(*_state(item))
+    before = _unchanged(item)
     return replace(before, reason=UNKNOWN) if may_have_happened(item) else before
 
 
@@ -309,7 +309,7 @@ def _failed_with_open_breaker(called: CallResult) -> Decision | None:
     """
     item, effect, error = called.item, Effect.of(called.item), called.error
     if effect.is_repeatable or isinstance(error, NOT_DONE):
-        return unchanged(*_state(item))
+        return _unchanged(item)
     if error is None:  # it took place, and `then` has failed
         return None
     if may_have_happened(item) and not called.is_made:

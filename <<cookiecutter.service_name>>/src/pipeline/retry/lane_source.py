@@ -339,7 +339,7 @@ def pessimistic(policy: Policy, reason: str, attempts: int, waited: float) -> De
         return dead(policy, "attempts used up", error, attempts=attempts)
     error = ProcessDied(f"a process began with it (attempt {attempts + 1}) and died")
     if reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
-        return replace(unchanged(DIED, attempts, waited, None), error=described(error))
+        return unchanged(DIED, attempts, waited, described(error))
     return assumed(policy, error, attempts=attempts, waited=waited)
 
 

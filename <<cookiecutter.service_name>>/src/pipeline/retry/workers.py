@@ -230,8 +230,9 @@ class BacklogWorkers:
             else:
                 await self._handle_together(await self._read(lane, rows[:suspect]))
         except StoreUnavailable as error:
+            # If it is that of a topic, rows of the others can be handled.
             if error not in lane.unavailable.values():
-                raise  # with those of one topic, others can be handled
+                raise
 
     async def _handle_together(self, source: LaneSource) -> None:
         """Handle rows in one transaction; those to be tried alone get one each."""
