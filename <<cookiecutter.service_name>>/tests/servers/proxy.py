@@ -38,6 +38,8 @@ async def proxy(
         tasks.add(task)
         writers = [client_writer]
         try:
+            if not listener.is_serving():
+                return  # it was accepted when the proxy ended
             with suppress(OSError):
                 server, server_writer = await asyncio.open_connection(host, port)
                 writers.append(server_writer)
@@ -60,4 +62,5 @@ async def proxy(
         yield listener.sockets[0].getsockname()[1]
     finally:
         listener.close()
+        await asyncio.sleep(0)  # what was accepted has a task then
         await end(*tasks)

@@ -28,6 +28,7 @@ from sqlalchemy.orm import (
 )
 
 from pipeline import Aggregate, Event, EventBatch, Handlers, Reject, Transaction
+from pipeline.apply.positions import SourceLost
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import watch_coroutines
 
@@ -1005,7 +1006,8 @@ async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
 
     habits.habits = {2: stray, 3: innocent, 4: innocent}
     deposits = [Deposit(n, account=name) for n, name in ((2, "ada"), (3, "bob"), (4, "eve"))]
-    await habits.desk.apply(*deposits)
+    with suppress(SourceLost):  # its COMMIT was executed, and the answer was lost
+        await habits.desk.apply(*deposits)
     await asyncio.gather(*tasks, return_exceptions=True)
     # Alone it may end before its task begins, which is refused then.
     errors = await errors_of(habits.desk)
