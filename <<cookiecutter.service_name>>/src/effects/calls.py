@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from pipeline.apply.calls import result_as_json
 from pipeline.apply.item import Item
 from pipeline.errors import describe_error, is_of_the_database
-from pipeline.handlers.policy import DIED, NOT_DONE, UNKNOWN, as_decision
+from pipeline.handlers.policy import NOT_DONE, as_decision
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.transaction import Transaction
 from pipeline.observe import metrics
@@ -105,7 +105,7 @@ class Caller:
         try:
             with current:
                 async with limit:
-                    call = Call(item.message, item.attempts + 1)
+                    call = Call(item.message, item.history.attempts + 1)
                     if may_have_happened(item):
                         if await _has_happened(item, call):
                             return called
@@ -132,7 +132,8 @@ class Caller:
 
 def may_have_happened(item: Item) -> bool:
     """Whether an earlier call may have taken place, so that it must not simply be repeated."""
-    return item.reason in (UNKNOWN, DIED) and not Effect.of(item).is_repeatable
+    history, effect = item.history, Effect.of(item)
+    return (history.is_unknown or history.deaths > 0) and not effect.is_repeatable
 
 
 async def _has_happened(item: Item, call: Call) -> bool:

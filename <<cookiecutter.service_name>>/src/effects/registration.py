@@ -1,14 +1,22 @@
 """Registration: which function makes the calls of an event, and what is done when they fail."""
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pipeline.apply.item import Item
 from pipeline.events.event import Event
 from pipeline.events.message import Message
 from pipeline.handlers.aggregate import Declared
-from pipeline.handlers.policy import NOT_DONE, UNKNOWN, Decision, Policy, as_decision, dead
+from pipeline.handlers.policy import (
+    NOT_DONE,
+    UNKNOWN,
+    Decision,
+    History,
+    Policy,
+    as_decision,
+    dead,
+)
 from pipeline.handlers.registry import Handler, Handlers, check_function, check_options
 from pipeline.handlers.staging import CALLS
 from pipeline.handlers.transaction import Transaction
@@ -57,24 +65,27 @@ class NotRepeatable(Policy):
     """Whether a function of the service finds out, by the schedule; otherwise a person has to."""
 
     def after_failure(
-        self, error: BaseException, *, reason: str, is_free: bool = False, **spent: Any
+        self, error: BaseException, history: History, *, reason: str, is_free: bool = False
     ) -> Decision:
         """Return what becomes of a call that has failed once more, or whose result has not been
         stored: its outcome is unknown unless the error says that it did not take place.
         """
         is_known = isinstance(as_decision(error), NOT_DONE)
-        decision = super().after_failure(
-            error, reason=reason if is_known else UNKNOWN, is_free=is_free, **spent
-        )
-        if is_known or ((self.can_ask or is_free) and not decision.is_dead):
+        decision = super().after_failure(error, history, reason=reason, is_free=is_free)
+        if is_known:
             return decision
-        return dead(self, UNKNOWN, error, attempts=decision.attempts)
+        if decision.is_dead or not (self.can_ask or is_free):
+            return dead(self, UNKNOWN, error, decision.history)
+        history = decision.history._replace(is_unknown=True)
+        return replace(decision, reason=UNKNOWN, history=history)
 
-    def disconnected(self, error: BaseException, *, reason: str, **spent: Any) -> Decision:
+    def disconnected(self, error: BaseException, history: History) -> Decision:
         """Return what becomes of a call whose result has not been stored, as the connection was
-        lost. It counts if that has been tried before.
+        lost. The third loss in a row counts.
         """
-        return self.after_failure(error, reason=reason, is_free=reason != UNKNOWN, **spent)
+        decision = super().disconnected(error, history)
+        history = decision.history._replace(is_unknown=True)
+        return replace(decision, reason=UNKNOWN, history=history)
 
 
 class Effects:

@@ -20,10 +20,18 @@ from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.handlers.policy import NOT_DONE, PARKED, UNKNOWN, Decision, ProcessDied, assumed, dead
+from pipeline.handlers.policy import (
+    NOT_DONE,
+    PARKED,
+    UNKNOWN,
+    Decision,
+    assumed,
+    dead,
+    unchanged,
+)
 from pipeline.observe.health import Health
 from pipeline.retry import lanes
-from pipeline.retry.lane_source import LaneSource, pessimistic, unchanged
+from pipeline.retry.lane_source import LaneSource
 from pipeline.retry.lanes import Lane
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.schema import LANES
@@ -190,7 +198,7 @@ class EffectWorkers(BacklogWorkers):
 
     def _is_risky(self, lane: Lane, item: Item) -> bool:
         """Whether a process may have died over the call."""
-        return item.is_suspect or lane.starts > 1
+        return item.history.deaths > 0 or lane.starts > 1
 
     async def _call(self, lane: Lane, item: Item, *, noted_at: float | None) -> CallResult | None:
         """Make the call and return its result; None if it must not be made."""
@@ -205,7 +213,7 @@ class EffectWorkers(BacklogWorkers):
                 # It was delayed for longer than the lane's lease. If the lane is ours still, no
                 # other worker has made the call; otherwise this raises `LaneLost`.
                 log.warning("effects: %s was delayed, and begins again", item.handler.consumer)
-                await self._note(lane, [item], {item.key: _before(item)})
+                await self._note(lane, [item], {item.key: _unchanged(item)})
                 return None
             # Not before: validation may be what kills the process.
             if item.event is None and item.fault is None:
@@ -225,22 +233,25 @@ class EffectWorkers(BacklogWorkers):
         It is what becomes of the row if the process dies over the call; a dead one if the call must
         not be made.
         """
-        effect, policy = Effect.of(item), item.handler.policy
-        attempts, waited = item.attempts, item.waited
+        effect, policy, history = Effect.of(item), item.handler.policy, item.history
         if effect.is_repeatable:
-            return pessimistic(policy, item.reason, attempts, waited) if is_risky else None
-        is_stored = may_have_happened(item)
-        if is_stored and (effect.ask is None or item.fault or attempts >= policy.attempts):
-            why = item.fault or OutcomeUnknown(item.last_error)
-            return dead(policy, UNKNOWN, why, attempts=attempts)
+            return assumed(policy, history) if is_risky else None
+        is_stored, is_last = may_have_happened(item), history.attempts >= policy.attempts
+        if is_stored and (effect.ask is None or item.fault or is_last):
+            return dead(policy, UNKNOWN, item.fault or OutcomeUnknown(item.last_error), history)
         if item.fault is not None:
             return None
-        error = ProcessDied(f"a process began the call (attempt {attempts + 1}) and died")
-        decision = assumed(policy, error, attempts=attempts, waited=waited, reason=UNKNOWN)
+        decision = assumed(policy, history)
         # A worker that lost the lane begins no call that is late, but may be in the middle of one:
         # until that is over `ask` has no final answer.
         longest = self._settings.backlog_lease + item.handler.timeout
-        return replace(decision, due_in=max(decision.due_in or 0.0, longest))
+        deaths = history.deaths + is_risky
+        return replace(
+            decision,
+            reason=UNKNOWN,
+            history=decision.history._replace(deaths=deaths, is_unknown=True),
+            due_in=max(decision.due_in or 0.0, longest),
+        )
 
     async def _settle(self, lane: Lane, called: Sequence[CallResult]) -> None:
         """Store the results of calls: one by one where storing may run code that fails."""
@@ -288,18 +299,13 @@ def _stored(results: Sequence[BatchOutcome]) -> set[bytes]:
 
 def _is_final(item: Item, decision: Decision) -> bool:
     """Whether the decision results from the call, and not from locks or servers."""
-    return decision.is_dead or decision.reason == PARKED or decision.attempts > item.attempts
+    has_counted = decision.attempts > item.history.attempts
+    return has_counted or decision.is_dead or decision.reason == PARKED
 
 
 def _unchanged(item: Item) -> Decision:
     """Return the decision that no call was made."""
-    return unchanged(item.reason, item.attempts, item.waited, item.last_error)
-
-
-def _before(item: Item) -> Decision:
-    """Return the decision on a row from before it was stored that its call begins."""
-    before = _unchanged(item)
-    return replace(before, reason=UNKNOWN) if may_have_happened(item) else before
+    return unchanged(item.reason, item.history, item.last_error)
 
 
 def _failed_with_open_breaker(called: CallResult) -> Decision | None:
@@ -313,7 +319,5 @@ def _failed_with_open_breaker(called: CallResult) -> Decision | None:
     if error is None:  # it took place, and `then` has failed
         return None
     if may_have_happened(item) and not called.is_made:
-        return _before(item)
-    return item.handler.policy.after_failure(
-        error, attempts=item.attempts, waited=item.waited, reason=UNKNOWN
-    )
+        return _unchanged(item)
+    return item.handler.policy.after_failure(error, item.history, reason=UNKNOWN)

@@ -68,7 +68,6 @@ REASONS: Mapping[str, str] = {
     " handled after the message that its key waits for",
     "undecided": "nothing: it is tried at once, alone",
     "connection lost": "nothing: it is tried again; the third loss counts as an attempt",
-    "connection lost twice": "nothing: it is tried again; the next loss counts as an attempt",
     "deferred": "nothing: it is handled in its turn",
     "redriven": "nothing: it is handled in its turn",
 }

@@ -525,7 +525,7 @@ async def test_a_call_that_must_not_be_repeated_is_a_dead_letter_after_a_death(
     (row,) = await desk.backlog()
     assert (row["reason"], row["attempts"]) == (UNKNOWN, 1)
     assert row["died_at"] is not None
-    assert "a process began the call (attempt 1) and died" in row["error"]
+    assert "a process began with it (attempt 1) and died" in row["error"]
 
 
 async def test_nobody_is_asked_while_the_call_may_still_be_under_way(
@@ -740,9 +740,11 @@ async def test_a_process_that_knows_no_handler_leaves_an_unknown_outcome_unknown
     await begin_and_die(desk, outside, db)
     await (await new_calling_desk(older, topic=TOPIC)).call()
     (row,) = await desk.backlog()
-    assert row["reason"] == UNKNOWN
+    assert (row["reason"], row["is_unknown"]) == ("no handler", True)
     await desk.make_due()
     await desk.call()
+    (row,) = await desk.backlog()
+    assert row["reason"] == UNKNOWN
     assert outside.calls == [1]
 
 

@@ -198,8 +198,11 @@ async def test_a_call_is_not_repeated_because_its_result_could_not_be_stored(
     assert outside.calls == [1]
     (row,) = await desk.backlog()
     assert row["reason"] == "outcome unknown"
-    if ask is None or statement == ENDS_ITS_CONNECTION:
+    assert row["is_unknown"]
+    if ask is None:
         assert row["died_at"]
+    elif statement == ENDS_ITS_CONNECTION:
+        assert row["attempts"] > 0
 
 
 @pytest.mark.parametrize("repeatable", [True, False])

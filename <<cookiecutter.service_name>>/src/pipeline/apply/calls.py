@@ -136,6 +136,7 @@ async def _handle(items: Sequence[Item], attempt: Attempt, gap: int) -> str | No
     except BaseException as error:  # also sys.exit(), and the panic of an extension module
         if attempt.deadline.is_over:
             attempt.is_cut_off = True
+            attempt.guard.was_cancelled = False  # not by the handler
             late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
             late.__cause__ = error  # its traceback says where the handler waited
             raise CallFailed(items, late, attempt.context, has_timed_out=True) from error

@@ -22,7 +22,6 @@ probe is asked first (`servers/probe.py`). While it fails, nothing is decided an
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from opentelemetry.context import Context
 
@@ -86,7 +85,7 @@ class RolledBack(Exception):
     @property
     def may_be_outage(self) -> bool:
         """Whether the cause may be that the database can't be used now."""
-        return self.is_lost or may_be_outage(self.error)
+        return self.is_lost or self.has_timed_out or may_be_outage(self.error)
 
     @property
     def is_certain(self) -> bool:
@@ -166,13 +165,13 @@ def decide_isolated(item: Item, failure: RolledBack) -> Decision:
 
 def decide_alone(item: Item, failure: RolledBack) -> Decision:
     """Return the decision on a message that was alone in its transaction."""
-    error, policy, spent = failure.error, item.handler.policy, _spent(item)
+    error, policy, history = failure.error, item.handler.policy, item.history
     if failure.is_lost:
-        return policy.disconnected(error, **spent, reason=item.reason)
+        return policy.disconnected(error, history)
     if is_contention(error):
-        return policy.after_failure(error, **spent, reason=LOCKED_OUT, is_free=True)
+        return policy.after_failure(error, history, reason=LOCKED_OUT, is_free=True)
     if is_of_resources(error) or isinstance(error, StoreUnavailable):
-        return policy.after_failure(error, **spent, reason=failure.reason, is_free=True)
+        return policy.after_failure(error, history, reason=failure.reason, is_free=True)
     return _after_failure(item, failure)
 
 
@@ -188,11 +187,6 @@ def observed(failed: Sequence[tuple[Item, BaseException]]) -> list[FailedMessage
 
 
 def _after_failure(item: Item, failure: RolledBack) -> Decision:
-    decision = item.handler.policy.after_failure(
-        failure.error, **_spent(item), reason=failure.reason
-    )
+    policy = item.handler.policy
+    decision = policy.after_failure(failure.error, item.history, reason=failure.reason)
     return replace(decision, trace=failure.trace)
-
-
-def _spent(item: Item) -> dict[str, Any]:
-    return {"attempts": item.attempts, "waited": item.waited}

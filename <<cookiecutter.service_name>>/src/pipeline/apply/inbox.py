@@ -251,7 +251,7 @@ def to_handle(
                 item.handler.policy,
                 item.fault.reason if isinstance(item.fault, DataUnavailable) else "invalid payload",
                 item.fault,
-                attempts=item.attempts,
+                item.history,
             )
         if decision is None:
             now.append(item)

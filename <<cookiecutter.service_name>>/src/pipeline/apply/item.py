@@ -13,7 +13,7 @@ from pipeline.events.event import Event
 from pipeline.events.message import LONGEST_KEPT_KEY, Message, Record
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.ordering import sequence_of
-from pipeline.handlers.policy import DIED, Reject
+from pipeline.handlers.policy import NEW, History, Reject
 from pipeline.handlers.registry import Handler
 
 
@@ -77,10 +77,8 @@ class Item(NamedTuple):
     event: Event | None = None
     """None if the payload is not validated yet, or is invalid: then `fault` says why."""
     fault: BaseException | None = None
-    attempts: int = 0
-    """Attempts before this one."""
-    waited: float = 0.0
-    """Seconds of waiting so far that count for the policy's `max_age`."""
+    history: History = NEW
+    """What is known from earlier transactions."""
     row: bytes | None = None
     """Key of its row, if it comes from the backlog."""
     stored: Known | None = None
@@ -105,11 +103,6 @@ class Item(NamedTuple):
     def name(self) -> str:
         """Consumer, type and id, for the log."""
         return f"{self.consumer}: {self.message.type} {self.message.id!r}"
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether a process has died while it handled the message."""
-        return self.reason == DIED
 
     @property
     def sequence(self) -> int:

@@ -51,7 +51,8 @@ class Runs:
             return [self._left.popleft() for _ in range(self._lengths.pop())]
         run: list[Item] = []
         while self._left and len(run) < self._size:
-            is_suspect = self._left[0].attempts > 0 or self._left[0].key in self._suspects
+            first = self._left[0]
+            is_suspect = first.history.attempts > 0 or first.key in self._suspects
             if is_suspect and run:
                 break
             run.append(self._left.popleft())

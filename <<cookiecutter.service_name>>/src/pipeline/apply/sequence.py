@@ -11,7 +11,7 @@ from pipeline.handlers.ordering import (
     name_of,
     sequence_of,
 )
-from pipeline.handlers.policy import DIED, FOLLOWER, GAP, PARKED, REDRIVEN, Decision, dead, early
+from pipeline.handlers.policy import FOLLOWER, GAP, Decision, dead, early
 from pipeline.handlers.rows import Rows
 
 from .item import Item, StoredRecord
@@ -66,15 +66,11 @@ def _decide_on_early(item: Item, gap: int, *, follows: bool) -> Decision | None:
     assert gaps is not None
     error = SequenceGap(item.sequence, gap)
     waited = item.record.stored_for if isinstance(item.record, StoredRecord) else 0.0
-    # An attempt that was stored before a risky call does not count: no handler was called.
-    was_tried = item.attempts > 0 and item.reason not in (GAP, DIED)
-    attempts = item.attempts if was_tried else 0
     if waited < gaps.wait:
-        return early(error, attempts=attempts, waited=item.waited, due_in=gaps.wait - waited)
-    # A redriven message is applied too: its operator has seen the gap. So is one tried since then.
-    if gaps.then == "apply" or item.reason in (REDRIVEN, PARKED) or was_tried:
+        return early(error, item.history, gaps.wait - waited)
+    if gaps.then == "apply" or item.history.is_redriven:  # its operator has seen the gap
         return None
-    return replace(dead(policy, GAP, error, attempts=attempts), holds=gaps.then == "hold")
+    return replace(dead(policy, GAP, error, item.history), holds=gaps.then == "hold")
 
 
 def in_sequence(items: Sequence[Item]) -> Sequence[Item]:

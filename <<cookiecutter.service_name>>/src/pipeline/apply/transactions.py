@@ -177,7 +177,7 @@ class ConsumeTransactions:
         is_open = self.breaker.open
         if is_open and any(item.consumer in is_open for item in source.items):
             return PIECES  # the first of them is the probe
-        is_careful = self._is_careful(source) or any(item.attempts for item in source.items)
+        is_careful = self._is_careful(source) or any(item.history.attempts for item in source.items)
         return RUNS if is_careful else BATCH
 
     def _is_careful(self, source: Source) -> bool:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import Literal, NamedTuple, TypeGuard
 
 from pipeline.errors import (
     MISSING,
@@ -24,6 +24,8 @@ _SHORTEST_FOR_MIGRATION, _LONGEST_FOR_MIGRATION = 1.0, 3_600.0
 """Delays in seconds, in between as long as the message has waited."""
 _TRACEBACK = 20_000
 """Characters of a traceback that are kept."""
+_MOST_LOSSES = 3
+"""Losses of its connection after which a message has failed."""
 
 
 class _Later(Exception):
@@ -87,6 +89,28 @@ class ProcessDied(Exception):
     """The process has died every time it handled this message: out of memory, or in a loop."""
 
 
+class History(NamedTuple):
+    """What is known of a message from earlier transactions, whatever it waits for now.
+
+    A decision that spends no attempt changes `waited` and nothing else of it.
+    """
+
+    attempts: int = 0
+    waited: float = 0.0
+    """Seconds of waiting so far that count for the policy's `max_age`."""
+    deaths: int = 0
+    """Processes that have died while they handled it, and connections lost, since its last attempt
+    with an end. If there are any, it is tried while its process does nothing else."""
+    is_redriven: bool = False
+    """Whether an operator has redriven it, so that it waits for no gap in its sequence."""
+    is_unknown: bool = False
+    """Whether it is a call that may have taken place and must not be repeated."""
+
+
+NEW = History()
+"""That of a message which no transaction has handled yet."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """Limits and schedule of retries, and the effect of a dead message on its key."""
@@ -112,55 +136,54 @@ class Policy:
     def after_failure(
         self,
         error: BaseException,
+        history: History,
         *,
-        attempts: int,
-        waited: float,
         reason: str,
         is_free: bool = False,
     ) -> "Decision":
         """Return the decision on a message that has failed.
 
-        `attempts` and `waited` are those before this attempt. `is_free`: it spends none, because
-        locks or servers were in the way; nor does one whose error is what the catalog lacks, which
-        waits for its migration. The delays of such messages grow.
+        `history` is that before this attempt. `is_free`: it spends none, because locks or servers
+        were in the way; nor does one whose error is what the catalog lacks, which waits for its
+        migration. The delays of such messages grow.
         """
         error = as_decision(error)
-        if isinstance(error, Reject):
-            return dead(self, "rejected", error, attempts=attempts + 1)
         is_parked = isinstance(error, Park)
         grows = is_free or all(isinstance(as_raised(one), MISSING) for one in leaves(error))
+        if is_parked or not grows:
+            history = history._replace(deaths=0, is_unknown=False)  # its handler has ended
         is_free = is_parked or grows
-        attempts += not is_free
-        delay = _longer(self, attempts, waited) if grows else _delay(self, attempts)
+        attempts = history.attempts + (not is_free)
+        history = history._replace(attempts=attempts)
+        if isinstance(error, Reject):
+            return dead(self, "rejected", error, history)
+        delay = (_longer if grows else _delay)(self, history)
         if isinstance(error, _Later) and is_delay(error.after):
             delay = error.after
         if attempts >= self.attempts and not is_free:
-            return dead(self, "attempts used up", error, attempts=attempts)
-        if waited + delay > self.max_age:
-            return dead(self, "waited too long", error, attempts=attempts)
+            return dead(self, "attempts used up", error, history)
+        if history.waited + delay > self.max_age:
+            return dead(self, "waited too long", error, history)
         delay *= random.uniform(1 - _JITTER, 1 + _JITTER)
         if is_parked:
             delay = max(delay, SHORTEST)
         return Decision(
             PARKED if is_parked else reason,
-            attempts=attempts,
-            waited=waited + delay,
+            history._replace(waited=history.waited + delay),
             due_in=delay,
             error=described(error),
             traceback=None if is_parked else _traceback(error),
         )
 
-    def disconnected(
-        self, error: BaseException, *, attempts: int, waited: float, reason: str
-    ) -> "Decision":
+    def disconnected(self, error: BaseException, history: History) -> "Decision":
         """Return the decision on a message that was alone when its connection was lost.
 
-        The third loss in a row is its failure; `reason` is that of its stored row.
+        The third loss in a row is its failure.
         """
-        if reason == LOST_TWICE:
-            return self.after_failure(error, attempts=attempts, waited=waited, reason="failed")
-        reason = LOST_TWICE if reason == LOST else LOST
-        return Decision(reason, attempts, waited, _SHORTEST_FOR_MIGRATION, error=described(error))
+        history = history._replace(deaths=history.deaths + 1)
+        if history.deaths >= _MOST_LOSSES:
+            return self.after_failure(error, history, reason="failed")
+        return Decision(LOST, history, _SHORTEST_FOR_MIGRATION, error=described(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +191,8 @@ class Decision:
     """The decision on a message that is not applied now."""
 
     reason: str
-    attempts: int = 0
-    waited: float = 0.0
-    """Seconds of waiting so far that count for the policy's `max_age`."""
+    """Why it waits, or is dead, for people: what the engine has to know is in `history`."""
+    history: History = NEW
     due_in: float | None = 0.0
     """Seconds until the next attempt; None: it is dead."""
     holds: bool = False
@@ -181,6 +203,11 @@ class Decision:
     """Whether it is stored before a risky attempt, and holds only if the process dies in it."""
     trace: str | None = None
     """`traceparent` of the attempt that was decided on, if there was one."""
+
+    @property
+    def attempts(self) -> int:
+        """Attempts so far."""
+        return self.history.attempts
 
     @property
     def is_decided(self) -> bool:
@@ -199,9 +226,7 @@ class Decision:
 
 
 LOST = "connection lost"
-"""Reason of a message that was alone when its connection was lost, which counts as no attempt."""
-LOST_TWICE = "connection lost twice"
-"""Reason of such a message after the second loss in a row; the third is its failure."""
+"""Reason of a message whose connection was lost while it was alone; the third loss counts."""
 LOCKED_OUT = "locked out"
 """Reason of a message that was alone when locks were in its way, which counts as no attempt."""
 DIED = "process died"
@@ -240,11 +265,15 @@ def suspected(error: BaseException) -> Decision:
     return Decision(DIED, error=described(error))
 
 
-def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0) -> Decision:
-    """Return the decision that makes a message a dead letter."""
+def dead(policy: Policy, reason: str, error: BaseException, history: History = NEW) -> Decision:
+    """Return the decision that makes a message a dead letter.
+
+    The reason of a call that may have taken place is always that, so that it is redriven only by a
+    person who has found out.
+    """
     return Decision(
-        reason,
-        attempts=attempts,
+        UNKNOWN if history.is_unknown else reason,
+        history,
         due_in=None,
         holds=policy.after_death == "hold",
         error=described(error),
@@ -252,29 +281,42 @@ def dead(policy: Policy, reason: str, error: BaseException, *, attempts: int = 0
     )
 
 
-def early(error: BaseException, *, attempts: int, waited: float, due_in: float) -> Decision:
+def early(error: BaseException, history: History, due_in: float) -> Decision:
     """Return the decision on a message that waits for predecessors, `due_in` seconds at most."""
-    return Decision(GAP, attempts, waited, max(due_in, SHORTEST), error=described(error))
+    return Decision(GAP, history, max(due_in, SHORTEST), error=described(error))
 
 
-def assumed(
-    policy: Policy, error: BaseException, *, attempts: int, waited: float, reason: str = DIED
-) -> Decision:
-    """Return the decision that is stored before a risky attempt: the attempt counts as failed."""
-    delay = max(_delay(policy, attempts + 1), SHORTEST)
-    return Decision(
-        reason, attempts + 1, waited + delay, delay, error=described(error), is_assumed=True
-    )
+def assumed(policy: Policy, history: History) -> Decision:
+    """Return the decision that is stored before a risky attempt: it counts, as a death.
+
+    The row keeps waiting, even if that was its last attempt: if it were dead while it is tried, a
+    later message of its key could overtake it. When it is taken again with all attempts used up,
+    it dies.
+    """
+    attempts, waited, deaths, *_ = history
+    if deaths and attempts >= policy.attempts:
+        error = ProcessDied(f"a process began with it (attempt {attempts}) and died")
+        return dead(policy, "attempts used up", error, history)
+    error = ProcessDied(f"a process began with it (attempt {attempts + 1}) and died")
+    history = history._replace(attempts=attempts + 1, deaths=deaths + 1)
+    delay = max(_delay(policy, history), SHORTEST)
+    history = history._replace(waited=waited + delay)
+    return Decision(DIED, history, delay, error=described(error), is_assumed=True)
 
 
-def _delay(policy: Policy, attempts: int) -> float:
-    return policy.schedule[min(max(attempts, 1), len(policy.schedule)) - 1]
+def unchanged(reason: str, history: History, error: str | None) -> Decision:
+    """Return the decision that undoes `assumed`: the attempt was not made."""
+    return Decision(reason, history, SHORTEST, error=error, is_assumed=True)
 
 
-def _longer(policy: Policy, attempts: int, waited: float) -> float:
+def _delay(policy: Policy, history: History) -> float:
+    return policy.schedule[min(max(history.attempts, 1), len(policy.schedule)) - 1]
+
+
+def _longer(policy: Policy, history: History) -> float:
     """Return a delay in seconds that grows with the time waited, where no attempts are counted."""
-    shortest = max(_delay(policy, attempts), _SHORTEST_FOR_MIGRATION)
-    return max(shortest, min(waited, _LONGEST_FOR_MIGRATION))
+    shortest = max(_delay(policy, history), _SHORTEST_FOR_MIGRATION)
+    return max(shortest, min(history.waited, _LONGEST_FOR_MIGRATION))
 
 
 def described(error: BaseException) -> str:

@@ -19,18 +19,13 @@ from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import (
     DEFERRED,
-    DIED,
     FORGOTTEN,
-    GAP,
-    SHORTEST,
-    UNDECIDED,
-    UNKNOWN,
     Decision,
+    History,
     Policy,
-    ProcessDied,
     assumed,
     dead,
-    described,
+    unchanged,
 )
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
@@ -162,7 +157,8 @@ WITH due AS MATERIALIZED (
      GROUP BY order_key
 )
 SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_key, value, headers,
-       type, hash, hash_version, traceparent, reason, attempts, waited, error,
+       type, hash, hash_version, traceparent, reason, error,
+       attempts, waited, deaths, is_redriven, is_unknown,
        date_part('epoch', clock_timestamp() - received_at) AS stored_for,
        COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
   FROM (SELECT due.due_at AS key_due_at, b.*,
@@ -261,15 +257,14 @@ def _read(
     hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
     found = items_of(handlers, record, validates=False, hash=hash)
     if isinstance(found, Undecoded):
-        decision = dead(Policy(), found.reason, found.error, attempts=row["attempts"])
+        decision = dead(Policy(), found.reason, found.error, history_of(row))
         return Row(row["key"], consumer, record, decision)
     if not consumer and found:
         return [item._replace(was_young=True) for item in found]
     own = next((item for item in found if item.consumer == consumer), None)
     if own is not None:
         item = own._replace(
-            attempts=row["attempts"],
-            waited=row["waited"],
+            history=history_of(row),
             row=row["key"],
             stored=Known(row["hash"], row["hash_version"]),
             was_young=True,
@@ -283,12 +278,14 @@ def _read(
     if not consumer:
         return Row(row["key"], consumer, record, dead(Policy(), "no handler", error))
     # During a deployment a process of another version may have a handler.
-    decision = Policy().after_failure(
-        error, attempts=row["attempts"], waited=row["waited"], reason="no handler"
-    )
-    if row["reason"] == UNKNOWN:  # the outcome of its call is still unknown
-        decision = replace(decision, reason=UNKNOWN)
+    policy, history = Policy(), history_of(row)
+    decision = policy.after_failure(error, history, reason="no handler", is_free=True)
     return Row(row["key"], consumer, record, decision)
+
+
+def history_of(row: asyncpg.Record) -> History:
+    """Return what a row says of its message's history."""
+    return History(*(row[column] for column in History._fields))
 
 
 def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
@@ -307,7 +304,7 @@ def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
 
 def is_suspect(lane: Lane, row: asyncpg.Record) -> bool:
     """Whether a process may have died over the row, which is due."""
-    return (lane.starts > 1 or row["reason"] == DIED) and not row["must_wait"]
+    return (lane.starts > 1 or row["deaths"] > 0) and not row["must_wait"]
 
 
 def beforehand(
@@ -316,34 +313,9 @@ def beforehand(
     """Return sources that store that an attempt at the row has failed, and that none was made."""
     takers = handlers.of(row["topic"], row["type"])
     policy = next((one.policy for one in takers if one.consumer == row["consumer"]), Policy())
-    record = stored_record(row, stored_for=row["stored_for"])
+    record, history = stored_record(row, stored_for=row["stored_for"]), history_of(row)
     failed, undone = (
         LaneSource(lane, (), [row["order_key"]], [Row(row["key"], row["consumer"], record, one)])
-        for one in (
-            pessimistic(policy, row["reason"], row["attempts"], row["waited"]),
-            unchanged(row["reason"], row["attempts"], row["waited"], row["error"]),
-        )
+        for one in (assumed(policy, history), unchanged(row["reason"], history, row["error"]))
     )
     return failed, undone
-
-
-def pessimistic(policy: Policy, reason: str, attempts: int, waited: float) -> Decision:
-    """Return the decision that holds if the process dies while it handles a row.
-
-    It counts the attempt as failed. The row keeps waiting, even if that was its last attempt: if it
-    were dead while it is tried, a later message of its key could overtake it. When it is taken
-    again with all attempts used up, it dies.
-    """
-    if reason == DIED and attempts >= policy.attempts:
-        error = ProcessDied(f"a process began with it (attempt {attempts}) and died")
-        return dead(policy, "attempts used up", error, attempts=attempts)
-    error = ProcessDied(f"a process began with it (attempt {attempts + 1}) and died")
-    if reason == GAP:  # it may have to wait further, so that no handler is called: no attempt
-        return unchanged(DIED, attempts, waited, described(error))
-    return assumed(policy, error, attempts=attempts, waited=waited)
-
-
-def unchanged(reason: str, attempts: int, waited: float, error: str | None) -> Decision:
-    """Return the decision that undoes `pessimistic`: the attempt was not made."""
-    reason = DIED if reason == DIED else UNDECIDED
-    return Decision(reason, attempts, waited, SHORTEST, error=error, is_assumed=True)

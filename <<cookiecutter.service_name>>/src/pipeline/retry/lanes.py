@@ -9,7 +9,7 @@ import asyncpg
 from pipeline.apply.backlog import Row, has_calls
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
-from pipeline.handlers.policy import DIED, GAP, REDRIVEN
+from pipeline.handlers.policy import GAP, REDRIVEN
 from pipeline.servers.database import lease_ended
 
 _DEMOTED = 10_000
@@ -82,16 +82,18 @@ _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
 
 _SET = """
 UPDATE pipeline.backlog AS b
-   SET reason = new.reason, attempts = new.attempts, waited = new.waited, holds = new.holds,
+   SET reason = new.reason, attempts = new.attempts, waited = new.waited, deaths = new.deaths,
+       is_redriven = new.is_redriven, is_unknown = new.is_unknown, holds = new.holds,
        error = new.error, traceback = new.traceback,
        remembered_hash = new.remembered_hash,
        traceparent = COALESCE(new.traceparent, b.traceparent),
        due_at = clock_timestamp() + make_interval(secs => new.due_in),
        died_at = CASE WHEN new.due_in IS NULL THEN clock_timestamp() END
-  FROM unnest($1::bytea[], $2::text[], $3::integer[], $4::float[], $5::float[], $6::boolean[],
-              $7::text[], $8::text[], $9::bytea[], $10::text[])
-       AS new (key, reason, attempts, waited, due_in, holds, error, traceback, remembered_hash,
-               traceparent)
+  FROM unnest($1::bytea[], $2::text[], $3::integer[], $4::float[], $5::integer[], $6::boolean[],
+              $7::boolean[], $8::float[], $9::boolean[], $10::text[], $11::text[], $12::bytea[],
+              $13::text[])
+       AS new (key, reason, attempts, waited, deaths, is_redriven, is_unknown, due_in, holds, error,
+               traceback, remembered_hash, traceparent)
  WHERE b.key = new.key
 """
 
@@ -134,8 +136,8 @@ _LOCK_ONLY = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDAT
 
 _REDRIVE = """
 UPDATE pipeline.backlog
-   SET reason = CASE WHEN error LIKE 'ProcessDied:%' THEN $2 ELSE $3 END,
-       attempts = 0, waited = 0, due_at = NULL, died_at = NULL, holds = false
+   SET reason = $2, attempts = 0, waited = 0, is_redriven = true, is_unknown = false,
+       due_at = NULL, died_at = NULL, holds = false
  WHERE key = ANY ($1)
 """
 
@@ -209,8 +211,7 @@ async def settle(
             _SET,
             [row.key for row in changed],
             [row.decision.reason for row in changed],
-            [row.decision.attempts for row in changed],
-            [row.decision.waited for row in changed],
+            *map(list, zip(*(row.decision.history for row in changed), strict=True)),
             [row.decision.due_in for row in changed],
             [row.decision.holds for row in changed],
             [row.decision.error for row in changed],
@@ -257,7 +258,7 @@ async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None
 
     Call `fence_lane` before, and `schedule_heads` after.
     """
-    await connection.execute(_REDRIVE, keys, DIED, REDRIVEN)
+    await connection.execute(_REDRIVE, keys, REDRIVEN)
 
 
 async def discard(

@@ -23,7 +23,7 @@ from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
-from pipeline.handlers.policy import DIED, UNDECIDED
+from pipeline.handlers.policy import UNDECIDED
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
@@ -255,7 +255,7 @@ class BacklogWorkers:
         So the attempt is stored as failed before. It is undone if it can't be made now, or the
         worker is stopped.
         """
-        if row["reason"] == DIED:
+        if row["deaths"]:
             where = f"{row['topic']}/{row['partition']} at offset {row['offset']}"
             log.warning("%s, for %s, is tried alone: %s", where, row["consumer"], row["error"])
         failed, undone = beforehand(lane, self._handlers, row)

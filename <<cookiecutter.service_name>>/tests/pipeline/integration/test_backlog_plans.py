@@ -17,7 +17,7 @@ from pipeline.apply import backlog
 from pipeline.apply.backlog import Row, lane_of
 from pipeline.apply.batch import read
 from pipeline.apply.item import Item, order_key
-from pipeline.handlers.policy import Decision
+from pipeline.handlers.policy import Decision, History
 from pipeline.retry import lanes
 from pipeline.retry.lane_source import take
 from pipeline.retry.lanes import Lane
@@ -192,7 +192,7 @@ async def test_what_is_due_in_a_lane(
 async def test_what_a_run_of_a_key_leaves_behind(asked: Explaining, key: bytes) -> None:
     first, second, *done = await rows_of(asked._db, key, 500)
     record = Deposit(1).record("deposits", 0)
-    failed = Row(first, "deposit", record, Decision("failed", attempts=1, due_in=30.0))
+    failed = Row(first, "deposit", record, Decision("failed", History(attempts=1), due_in=30.0))
     done = [second, *done]
     await lanes.settle(
         asked, lane(key), done=done, changed=[failed], keys=[key], keys_with_progress=[key]

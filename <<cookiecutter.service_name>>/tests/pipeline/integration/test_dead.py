@@ -23,7 +23,7 @@ from pipeline.apply.batch import Batch, read
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.errors import StoreUnavailable
 from pipeline.events.message import Record
-from pipeline.handlers.policy import GAP
+from pipeline.handlers.policy import GAP, NEW
 from pipeline.handlers.policy import dead as fate_of
 from pipeline.retry import lanes
 from pipeline.retry.lane_source import read_rows, take
@@ -64,7 +64,7 @@ async def bury(desk: Desk, *deposits: Deposit, holds: bool = False) -> None:
     """Store deposits, at offsets that follow the position, as if a handler had rejected them."""
     start = await desk.position()
     policy = HOLDING if holds else Policy()
-    decision = fate_of(policy, "rejected", Reject("no"), attempts=1)
+    decision = fate_of(policy, "rejected", Reject("no"), NEW._replace(attempts=1))
     items = (await desk.read(*deposits, start=start)).items
     rows = [Row(one.key, one.consumer, one.record, decision, one) for one in items]
     async with autocommitting(desk.engine) as driver:
@@ -362,9 +362,8 @@ async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk
             " died_at = now()"
         )
     await redrive(desk)
-    assert [(one.reason, one.attempts) for one in await letters(desk, "waiting")] == [
-        ("process died", 0)
-    ]
+    [row] = await desk.backlog()
+    assert (row["reason"], row["attempts"], row["deaths"]) == ("redriven", 0, 1)
 
 
 async def test_what_belongs_to_a_consumer_that_the_service_lost_is_left_alone(

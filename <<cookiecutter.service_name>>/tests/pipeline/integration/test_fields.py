@@ -8,7 +8,7 @@ from pipeline.apply import backlog, inbox
 from pipeline.apply.backlog import Row
 from pipeline.apply.item import Item, StoredRecord, order_key
 from pipeline.events.message import Message
-from pipeline.handlers.policy import Decision
+from pipeline.handlers.policy import Decision, History
 from pipeline.handlers.registry import Handler
 
 from .bank import Bank
@@ -58,7 +58,7 @@ async def test_a_row_of_the_backlog(ledger: tuple[Bank, Desk], db: asyncpg.Conne
     handler: Handler
     (handler,) = bank.handlers.of(bank.deposits, "deposited")
     record = StoredRecord("topic", 1, 2, 3, b"record_key", b"value", [("headers", b"5")], 0.0)
-    decision = Decision("reason", 6, 7.5, None, True, "error", "traceback")
+    decision = Decision("reason", History(6, 7.5), None, True, "error", "traceback")
     item = Item(handler, b"key", MESSAGE, record)
     row = Row(b"key", "consumer", record, decision, item, b"remembered_hash")
     await backlog.add(db, [row], None)

@@ -148,10 +148,11 @@ async def test_a_message_over_which_connections_die_is_at_fault_at_the_third(
     seen = []
     for _ in range(6):
         row = await tried_alone(desk)
-        seen.append((row["reason"], row["attempts"]))
-    lost = "connection lost", "connection lost twice", "failed"
-    assert seen == [*((one, int(one == "failed")) for one in lost)] + [
-        (one, 2 if one == "failed" else 1) for one in lost
+        seen.append((row["reason"], row["attempts"], row["deaths"]))
+    lost = "connection lost"
+    assert seen == [
+        *((lost, 0, 1), (lost, 0, 2), ("failed", 1, 0)),
+        *((lost, 1, 1), (lost, 1, 2), ("failed", 2, 0)),
     ]
 
 
@@ -287,6 +288,56 @@ async def test_a_database_that_becomes_read_only_is_waited_for_and_nothing_is_sp
     await applying
     assert await desk.backlog() == []
     assert set(await histories(db)) == {"of 1", "of 2", "of 4"}
+
+
+async def test_a_time_limit_that_passes_in_an_outage_is_nobodys(
+    new_desk: NewDesk, db: asyncpg.Connection, database_url: str
+) -> None:
+    name = database_url.rsplit("/", 1)[1]
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    outages: list[str] = []
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask", timeout=0.3)
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        if not outages:
+            await db.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+            await tx.session.execute(sa.text("SELECT pg_sleep(10)"))
+        tx.session.add(add_to(Account(event.account), event))
+
+    desk = await new_desk(bank.handlers, topic="asked")
+    desk.outages = outages
+    applying = asyncio.create_task(desk.apply(*deposits(1)))
+    await eventually(lambda: len(outages) > 1)
+    await db.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+    await applying
+    assert (set(await histories(db)), await desk.backlog()) == ({"of 1"}, [])
+
+
+async def test_a_call_that_waits_for_the_database_until_its_time_limit_says_so(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask", timeout=0.3)
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        await tx.session.execute(sa.text("SELECT pg_sleep(10)"))
+
+    desk = await new_desk(bank.handlers, topic="asked")
+    await desk.apply(*deposits(1))
+    row = await tried_alone(desk)
+    assert row["error"] == "TimeoutError: ask takes longer than 0.3 s"
+    assert row["attempts"] == 1
+
+
+@pytest.mark.parametrize("code", ["40P01", "55P03", "42P01", "53100"])
+async def test_what_spends_no_attempt_says_nothing_about_the_deaths_over_a_message(
+    new_desk: NewDesk, db: asyncpg.Connection, code: str
+) -> None:
+    desk = await bank_whose_handler_executes(new_desk, RAISE.format(code))
+    await desk.apply(*deposits(1, POISON, 4))
+    await db.execute("UPDATE pipeline.backlog SET deaths = 1")
+    row = await tried_alone(desk)
+    assert (row["attempts"], row["deaths"], row["waits"]) == (0, 1, True)
 
 
 async def test_the_probe_leaves_nothing_and_tells_whether_the_database_can_be_written(

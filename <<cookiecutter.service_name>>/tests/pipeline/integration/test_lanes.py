@@ -361,7 +361,7 @@ async def test_who_is_told_to_end_accuses_no_row(new_desk: NewDesk) -> None:
     with pytest.raises(asyncio.CancelledError):
         await working
     (row,) = await desk.backlog()
-    assert (row["reason"], row["attempts"]) == ("undecided", 1)
+    assert (row["reason"], row["attempts"], row["deaths"]) == ("failed", 1, 0)
 
 
 async def test_a_worker_whose_loop_is_torn_down_has_died(
@@ -387,7 +387,9 @@ async def test_a_row_over_which_a_process_died_at_its_last_attempt_is_dead_untri
     bank.refused = {10}
     await desk.apply(Deposit(10))
     bank.calls.clear()
-    await db.execute("UPDATE pipeline.backlog SET reason = 'process died', attempts = 2")
+    await db.execute(
+        "UPDATE pipeline.backlog SET deaths = 1, reason = 'process died', attempts = 2"
+    )
     await desk.make_due()
     await desk.work_off()
     (row,) = await desk.backlog()

@@ -24,7 +24,7 @@ from tests.servers.processes import Start
 from tests.servers.waiting import eventually
 
 SERVICE = (("service_0001", None), ("service_0002", "service_0001"))
-ENGINE = ("pipeline_0002", "pipeline_0001")
+ENGINE = ("pipeline_0003", "pipeline_0002")
 
 
 @pytest.fixture
@@ -61,17 +61,17 @@ async def bring_to(db: asyncpg.Connection, *names: str) -> None:
 @pytest.mark.parametrize(
     ("had", "missing"),
     [
-        (["pipeline_0002", "service_0002"], set()),
-        (["pipeline_0001", "service_0002"], {"pipeline_0002"}),
-        (["pipeline_0002", "service_0001"], {"service_0002"}),
-        (["pipeline_0002"], {"service_0002"}),
-        (["service_0002"], {"pipeline_0002"}),
-        ([], {"pipeline_0002", "service_0002"}),
+        (["pipeline_0003", "service_0002"], set()),
+        (["pipeline_0002", "service_0002"], {"pipeline_0003"}),
+        (["pipeline_0003", "service_0001"], {"service_0002"}),
+        (["pipeline_0003"], {"service_0002"}),
+        (["service_0002"], {"pipeline_0003"}),
+        ([], {"pipeline_0003", "service_0002"}),
         (["pipeline_9999", "service_0002"], set()),
-        (["pipeline_0002", "service_9999"], set()),
+        (["pipeline_0003", "service_9999"], set()),
         (["pipeline_9999", "service_9999"], set()),
         (["pipeline_9999", "service_0001"], {"service_0002"}),
-        (["pipeline_0001", "service_9999"], {"pipeline_0002"}),
+        (["pipeline_0002", "service_9999"], {"pipeline_0003"}),
         (["merged_9999"], set()),
     ],
 )
@@ -90,9 +90,9 @@ async def test_an_older_branch_is_missing_and_a_newer_one_is_not(
     ("had", "missing"),
     [
         (["service_0002"], set()),  # Alembic tells it of the engine's no more: it depends on them
-        (["pipeline_0001", "service_0001"], {"pipeline_0002", "service_0002"}),
-        (["pipeline_0002", "service_0001"], {"service_0002"}),
-        (["pipeline_0001", "service_9999"], {"pipeline_0002"}),
+        (["pipeline_0002", "service_0001"], {"pipeline_0003", "service_0002"}),
+        (["pipeline_0003", "service_0001"], {"service_0002"}),
+        (["pipeline_0002", "service_9999"], {"pipeline_0003"}),
         (["service_9999"], set()),
     ],
 )
@@ -101,7 +101,7 @@ async def test_what_others_depend_on_is_there_with_them(
 ) -> None:
     add(folder, *ENGINE)
     add(folder, *SERVICE[0])
-    add(folder, *SERVICE[1], depends_on="pipeline_0002")
+    add(folder, *SERVICE[1], depends_on="pipeline_0003")
     migrations = revisions.load_migrations()
     assert migrations is not None
     await bring_to(db, *had)
@@ -112,7 +112,7 @@ async def test_a_branch_that_others_depend_on_may_be_newer(
     folder: Path, db: asyncpg.Connection
 ) -> None:
     add(folder, *ENGINE)
-    add(folder, *SERVICE[0], depends_on="pipeline_0001")
+    add(folder, *SERVICE[0], depends_on="pipeline_0002")
     migrations = revisions.load_migrations()
     assert migrations is not None
     await bring_to(db, "pipeline_9999", "service_0001")
@@ -150,7 +150,7 @@ async def test_a_process_refuses_an_older_schema_and_says_what_to_do(
     assert await process.ended() == 1, process.output
     (line,) = (one for one in process.output.splitlines() if "NotMigrated" in one)
     assert line == (
-        "NotMigrated: the database lacks pipeline_0002, service_0001: run `service migrate` first"
+        "NotMigrated: the database lacks pipeline_0003, service_0001: run `service migrate` first"
     )
     assert "Traceback" not in process.output
     assert await db.fetchval("SELECT count(*) FROM pg_class") == before
@@ -250,8 +250,12 @@ async def test_a_database_of_an_older_first_revision_is_named_before_anything_is
         await connection.execute("CREATE SCHEMA pipeline")
         await connection.execute(first_inbox.REFUSE_COMMIT)
         await connection.execute(first_inbox.TABLES + older)
+        await connection.execute(
+            "ALTER TABLE pipeline.backlog ADD deaths integer, ADD is_redriven boolean,"
+            " ADD is_unknown boolean"
+        )
         await connection.execute("CREATE TABLE alembic_version (version_num text PRIMARY KEY)")
-        await connection.execute("INSERT INTO alembic_version VALUES ('pipeline_0001')")
+        await connection.execute("INSERT INTO alembic_version VALUES ('pipeline_0002')")
     finally:
         await connection.close()
     for command in ("migrate", "run"):
@@ -299,7 +303,7 @@ async def test_the_database_of_another_service_is_refused_and_left_as_it_is(
     connection = await asyncpg.connect(shared.replace("+asyncpg", ""))
     try:
         assert [row[0] for row in await connection.fetch("SELECT * FROM alembic_version")] == [
-            "pipeline_0001"
+            "pipeline_0002"
         ]
     finally:
         await connection.close()
@@ -465,7 +469,7 @@ async def test_a_database_without_any_revision_is_refused_where_tables_are_too(
     await db.execute("DROP TABLE alembic_version")
     process = await start("relay", cwd=folder)
     assert await process.ended() == 1, process.output
-    assert "NotMigrated: the database lacks pipeline_0001" in process.output
+    assert "NotMigrated: the database lacks pipeline_0002" in process.output
 
 
 async def test_nothing_is_refused_where_it_is_not_known_which_schema_the_code_needs(

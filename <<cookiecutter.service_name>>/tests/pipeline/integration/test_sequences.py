@@ -9,6 +9,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+import sqlalchemy as sa
 from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -22,10 +23,12 @@ from pipeline.servers.database import autocommitting
 from .desk import Desk, NewDesk
 from .lives import Life
 from .test_backlog import QUICK
+from .test_ladder import RAISE
 from .test_lanes import is_note
 from tests.contract.bank import Base, Deposit, Deposited
 
 TOPIC = "moves"
+ENDS_ITS_CONNECTION = "SELECT pg_terminate_backend(pg_backend_pid())"
 
 
 class Follower(Sequenced, Timed, Aggregate, Base):
@@ -51,6 +54,8 @@ class Following:
     """How often the handler fails at a number."""
     parks: set[int] = field(default_factory=set)
     """Numbers at which the handler parks, once."""
+    statements: dict[int, str] = field(default_factory=dict)
+    """What the handler executes at a number, once."""
     life: Life | None = None
     """Of the process that it runs in, where that may die."""
     seen: list[tuple[int, int]] = field(default_factory=list)
@@ -75,6 +80,8 @@ class Following:
             if event.amount in self.parks:
                 self.parks.remove(event.amount)
                 raise Park("not there yet", after=1)
+            if statement := self.statements.pop(event.amount, None):
+                await tx.session.execute(sa.text(statement))
             if self.failures[event.amount]:
                 self.failures[event.amount] -= 1
                 raise ValueError("not now")
@@ -241,11 +248,13 @@ async def test_one_over_which_a_process_died_while_it_waited_is_not_applied_over
 ) -> None:
     service, desk = await following(new_desk, then="hold")
     await desk.apply(*numbered(1, 3))
-    await db.execute("UPDATE pipeline.backlog SET attempts = 1, reason = 'process died'")
+    await db.execute(
+        "UPDATE pipeline.backlog SET deaths = 1, attempts = 1, reason = 'process died'"
+    )
     await desk.make_due()
     await desk.work_off()
     (three,) = await desk.backlog()
-    assert (three["reason"], three["attempts"]) == ("sequence gap", 0), "nobody was called"
+    assert (three["reason"], three["attempts"], three["deaths"]) == ("sequence gap", 1, 1)
     await deadline_passes(desk, db)
     assert await history(db) == [1]
     (three,) = await desk.backlog()
@@ -253,7 +262,7 @@ async def test_one_over_which_a_process_died_while_it_waited_is_not_applied_over
     assert service.seen == [(1, 0)]
 
 
-async def test_one_that_waits_spends_no_attempt_beforehand(
+async def test_one_that_waits_keeps_no_attempt_that_was_counted_beforehand(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, desk = await following(new_desk, policy=Policy(attempts=1, schedule=(0,)))
@@ -273,8 +282,10 @@ async def test_one_that_waits_spends_no_attempt_beforehand(
 
     monkeypatch.setattr(desk.lanes, "_apply", apply_and_look)
     await desk.lanes.work_off()
-    assert [(row["reason"], row["attempts"]) for row in seen] == [("process died", 0)]
+    assert [(row["reason"], row["attempts"]) for row in seen] == [("process died", 1)]
     monkeypatch.undo()
+    [row] = await desk.backlog()
+    assert (row["reason"], row["attempts"], row["deaths"]) == ("sequence gap", 0, 0)
     await desk.apply(*numbered(2))
     await desk.work_off()
     assert await history(db) == [1, 2, 3]
@@ -295,6 +306,31 @@ async def test_one_that_was_redriven_goes_on_without_what_is_missing_when_its_ha
     assert [row["reason"] for row in await desk.backlog()] == ["parked by its handler"]
     await desk.make_due()
     await desk.work_off()
+    assert await history(db) == [1, 4]
+
+
+IN_ITS_WAY = [ENDS_ITS_CONNECTION, *map(RAISE.format, ("40P01", "55P03", "42P01", "53100"))]
+
+
+@pytest.mark.parametrize("statement", [*IN_ITS_WAY, None])
+async def test_one_that_was_redriven_goes_on_without_what_is_missing_whatever_was_in_its_way(
+    new_desk: NewDesk, db: asyncpg.Connection, statement: str | None
+) -> None:
+    service, desk = await following(new_desk, then="die")
+    await desk.apply(*numbered(1, 4))
+    await deadline_passes(desk, db)
+    (four,) = await desk.backlog()
+    async with autocommitting(desk.engine) as driver:
+        await lanes.redrive(driver, [four["key"]])
+        await lanes.schedule_heads(driver, [four["lane"]], [four["order_key"]])
+    if statement is None:  # the process has died over it
+        await db.execute("UPDATE pipeline.backlog SET reason = 'process died', deaths = 1")
+    else:
+        service.statements = {4: statement}
+        await desk.work_off()
+    for _ in range(3):
+        await desk.make_due()
+        await desk.work_off()
     assert await history(db) == [1, 4]
 
 

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 
 from pipeline import Park, Policy, Reject, Retry
-from pipeline.handlers.policy import PARKED, Decision, as_decision
+from pipeline.handlers.policy import NEW, PARKED, Decision, as_decision
 
 
 def group(*errors: Exception) -> ExceptionGroup[Exception]:
@@ -44,14 +44,14 @@ def test_an_error_that_is_no_group_is_itself(error: BaseException) -> None:
 
 def fate_of(error: BaseException) -> Decision:
     """Return what becomes of a message after its first failure."""
-    return Policy().after_failure(error, attempts=0, waited=0.0, reason="failed")
+    return Policy().after_failure(error, NEW, reason="failed")
 
 
 @pytest.mark.parametrize("waited", [0.0, 100.0, 10_000.0])
 def test_a_missing_column_spends_no_attempt_and_is_tried_less_and_less_often(waited: float) -> None:
     error = group(asyncpg.UndefinedColumnError("column x does not exist"))
     policy = Policy(attempts=1, schedule=(0,), max_age=1e6)
-    decision = policy.after_failure(error, attempts=0, waited=waited, reason="failed")
+    decision = policy.after_failure(error, NEW._replace(waited=waited), reason="failed")
     assert (decision.reason, decision.attempts) == ("failed", 0)
     assert decision.due_in == pytest.approx(min(max(waited, 1.0), 3_600.0), rel=0.1)
 
