@@ -428,9 +428,8 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "apply/backlog.py",
-                "reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),",
+                "       clock_timestamp() + make_interval(secs => due_in),",
                 """\
-reason, attempts, waited,
        CASE WHEN reason <> 'follows another'
             THEN clock_timestamp() + make_interval(secs => due_in) END,""",
             )
@@ -574,7 +573,7 @@ reason, attempts, waited,
         [
             Edit(
                 "../effects/calls.py",
-                "return item.reason in (UNKNOWN, DIED) and not Effect.of(item).is_repeatable",
+                "return (history.is_unknown or history.deaths > 0) and not effect.is_repeatable",
                 "return False",
             )
         ],
