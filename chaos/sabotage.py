@@ -428,8 +428,9 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "apply/backlog.py",
-                "       clock_timestamp() + make_interval(secs => due_in),",
+                "reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),",
                 """\
+reason, attempts, waited,
        CASE WHEN reason <> 'follows another'
             THEN clock_timestamp() + make_interval(secs => due_in) END,""",
             )
@@ -573,7 +574,7 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "../effects/calls.py",
-                "return (history.is_unknown or history.deaths > 0) and not effect.is_repeatable",
+                "return item.reason == UNKNOWN and not Effect.of(item).is_repeatable",
                 "return False",
             )
         ],

@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from pipeline.apply.calls import result_as_json
 from pipeline.apply.item import Item
 from pipeline.errors import describe_error, is_of_the_database
-from pipeline.handlers.policy import NOT_DONE, as_decision
+from pipeline.handlers.policy import NOT_DONE, UNKNOWN, as_decision
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.transaction import Transaction
 from pipeline.observe import metrics
@@ -132,8 +132,7 @@ class Caller:
 
 def may_have_happened(item: Item) -> bool:
     """Whether an earlier call may have taken place, so that it must not simply be repeated."""
-    history, effect = item.history, Effect.of(item)
-    return (history.is_unknown or history.deaths > 0) and not effect.is_repeatable
+    return item.reason == UNKNOWN and not Effect.of(item).is_repeatable
 
 
 async def _has_happened(item: Item, call: Call) -> bool:

@@ -76,16 +76,13 @@ class NotRepeatable(Policy):
             return decision
         if decision.is_dead or not (self.can_ask or is_free):
             return dead(self, UNKNOWN, error, decision.history)
-        history = decision.history._replace(is_unknown=True)
-        return replace(decision, reason=UNKNOWN, history=history)
+        return replace(decision, reason=UNKNOWN)
 
     def disconnected(self, error: BaseException, history: History) -> Decision:
         """Return what becomes of a call whose result has not been stored, as the connection was
         lost. The third loss in a row counts.
         """
-        decision = super().disconnected(error, history)
-        history = decision.history._replace(is_unknown=True)
-        return replace(decision, reason=UNKNOWN, history=history)
+        return replace(super().disconnected(error, history), reason=UNKNOWN)
 
 
 class Effects:

@@ -245,13 +245,10 @@ class EffectWorkers(BacklogWorkers):
         # A worker that lost the lane begins no call that is late, but may be in the middle of one:
         # until that is over `ask` has no final answer.
         longest = self._settings.backlog_lease + item.handler.timeout
-        deaths = history.deaths + is_risky
-        return replace(
-            decision,
-            reason=UNKNOWN,
-            history=decision.history._replace(deaths=deaths, is_unknown=True),
-            due_in=max(decision.due_in or 0.0, longest),
-        )
+        # It is no suspect: most processes die of something else.
+        history = decision.history._replace(deaths=history.deaths + is_risky)
+        due_in = max(decision.due_in or 0.0, longest)
+        return replace(decision, reason=UNKNOWN, history=history, due_in=due_in)
 
     async def _settle(self, lane: Lane, called: Sequence[CallResult]) -> None:
         """Store the results of calls: one by one where storing may run code that fails."""

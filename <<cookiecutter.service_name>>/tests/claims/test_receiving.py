@@ -311,7 +311,7 @@ async def test_data_that_may_have_killed_the_process_is_fetched_when_the_attempt
     await counter.apply(deposit)
     await redrive(counter.desk)
     objects.put(place(deposit), content)
-    await db.execute("UPDATE pipeline.backlog SET deaths = 1, reason = 'process died'")
+    await db.execute("UPDATE pipeline.backlog SET reason = 'process died'")
     spent: list[int] = []
     fetch = Claims.fetch
 

@@ -198,7 +198,6 @@ async def test_a_call_is_not_repeated_because_its_result_could_not_be_stored(
     assert outside.calls == [1]
     (row,) = await desk.backlog()
     assert row["reason"] == "outcome unknown"
-    assert row["is_unknown"]
     if ask is None:
         assert row["died_at"]
     elif statement == ENDS_ITS_CONNECTION:

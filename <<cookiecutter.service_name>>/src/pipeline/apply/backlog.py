@@ -21,7 +21,7 @@ import asyncpg
 from pipeline.events.cloudevents import event_headers
 from pipeline.events.message import Record, headers_as_json, printable
 from pipeline.events.payload import HASH_VERSION
-from pipeline.handlers.policy import DEFERRED, DIED, LOST, REDRIVEN, Decision, Policy, dead
+from pipeline.handlers.policy import DEFERRED, Decision, Policy, dead
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import StagedEvent
 from pipeline.schema import LANES
@@ -89,13 +89,11 @@ _ADD = """
 INSERT INTO pipeline.backlog
        (key, lane, order_key, sequence, consumer, topic, partition, "offset", timestamp,
         record_key, value, headers, source, id, type, hash, hash_version, remembered_hash,
-        traceparent, reason, attempts, waited, deaths, is_redriven,
-        due_at, died_at, holds, error, traceback)
+        traceparent, reason, attempts, waited, due_at, died_at, holds, error, traceback)
 SELECT key, lane, order_key, sequence, consumer, topic, partition,
        COALESCE("offset", nextval('pipeline.backlog_call_seq')), timestamp, record_key, value,
        headers, source, id, type, hash, $1, remembered_hash, traceparent,
-       reason, attempts, waited, (reason = ANY ($3))::integer, reason = $4,
-       clock_timestamp() + make_interval(secs => due_in),
+       reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),
        CASE WHEN is_dead THEN clock_timestamp() END, holds, error, traceback
   FROM unnest($2::pipeline.new_backlog_row[])
     ON CONFLICT DO NOTHING
@@ -201,7 +199,7 @@ async def add(
         )
         if not decision.is_dead or decision.holds:
             waiting.add(key)
-    await connection.execute(_ADD, HASH_VERSION, new, [DIED, LOST], REDRIVEN)
+    await connection.execute(_ADD, HASH_VERSION, new)
     return rows
 
 
@@ -258,7 +256,7 @@ def mismatch_row(item: Item, error: IdentityMismatch) -> Row:
 
     It does not block its key: the other message has the place in the order.
     """
-    decision = dead(Policy(), "identity mismatch", error)
+    decision = dead(Policy(), "identity mismatch", error, item.history)
     key = item.row or mismatch_key(item)
     return Row(key, item.consumer, item.record, decision, item, error.remembered)
 

@@ -32,7 +32,8 @@ async def gap_before(
     if row is not None and gap < 0:
         if sequence == row.followed and row.followed_by not in (None, name_of(item.message)):
             error = SequenceConflict(sequence, str(row.followed_by))
-            outcome.decided.append((item, dead(item.handler.policy, "sequence conflict", error)))
+            decided = dead(item.handler.policy, "sequence conflict", error, item.history)
+            outcome.decided.append((item, decided))
         else:
             outcome.superseded.append((item, f"sequence {row.followed} of {row.followed_by!r}"))
         return None

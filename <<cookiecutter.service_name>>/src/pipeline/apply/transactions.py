@@ -150,7 +150,10 @@ class ConsumeTransactions:
                 case NeedsOwnSession():
                     left.append((piece, rung))
                 case RolledBack():
-                    if await self._was_outage(result, retrying) and not result.is_lost:
+                    was_outage = await self._was_outage(result, retrying)
+                    # What it waits for may be what prevents others from writing.
+                    result.is_lost |= was_outage and result.has_timed_out
+                    if was_outage and not result.is_lost:
                         left.append((piece, rung))  # nothing counts
                     elif item := self._alone(piece, memory, result):
                         memory.decisions[item.key] = decide_alone(item, result)
@@ -158,7 +161,7 @@ class ConsumeTransactions:
                         left.append((piece, rung))  # no handler is called any more
                     else:
                         memory.suspects |= {item.key for item in result.items}
-                        if result.has_timed_out and len(result.items) == 1:
+                        if result.has_timed_out and not was_outage and len(result.items) == 1:
                             [item] = result.items
                             memory.decisions[item.key] = undecided(result.error)
                         left += self._divided(piece, rung + 1)

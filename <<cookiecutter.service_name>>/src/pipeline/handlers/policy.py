@@ -92,19 +92,19 @@ class ProcessDied(Exception):
 class History(NamedTuple):
     """What is known of a message from earlier transactions, whatever it waits for now.
 
-    A decision that spends no attempt changes `waited` and nothing else of it.
+    A decision that spends no attempt adds to it and removes nothing.
     """
 
     attempts: int = 0
     waited: float = 0.0
     """Seconds of waiting so far that count for the policy's `max_age`."""
     deaths: int = 0
-    """Processes that have died while they handled it, and connections lost, since its last attempt
-    with an end. If there are any, it is tried while its process does nothing else."""
+    """Processes that have died while they handled it, since its last attempt with an end. If there
+    are any, it is tried while its process does nothing else."""
+    losses: int = 0
+    """Connections lost while it was alone, since its last attempt with an end."""
     is_redriven: bool = False
-    """Whether an operator has redriven it, so that it waits for no gap in its sequence."""
-    is_unknown: bool = False
-    """Whether it is a call that may have taken place and must not be repeated."""
+    """Whether an operator has redriven it, so that it does not die of a gap in its sequence."""
 
 
 NEW = History()
@@ -151,7 +151,7 @@ class Policy:
         is_parked = isinstance(error, Park)
         grows = is_free or all(isinstance(as_raised(one), MISSING) for one in leaves(error))
         if is_parked or not grows:
-            history = history._replace(deaths=0, is_unknown=False)  # its handler has ended
+            history = history._replace(deaths=0, losses=0)  # its handler has ended
         is_free = is_parked or grows
         attempts = history.attempts + (not is_free)
         history = history._replace(attempts=attempts)
@@ -180,8 +180,8 @@ class Policy:
 
         The third loss in a row is its failure.
         """
-        history = history._replace(deaths=history.deaths + 1)
-        if history.deaths >= _MOST_LOSSES:
+        history = history._replace(losses=history.losses + 1)
+        if history.losses >= _MOST_LOSSES:
             return self.after_failure(error, history, reason="failed")
         return Decision(LOST, history, _SHORTEST_FOR_MIGRATION, error=described(error))
 
@@ -191,7 +191,7 @@ class Decision:
     """The decision on a message that is not applied now."""
 
     reason: str
-    """Why it waits, or is dead, for people: what the engine has to know is in `history`."""
+    """Why it waits, or is dead."""
     history: History = NEW
     due_in: float | None = 0.0
     """Seconds until the next attempt; None: it is dead."""
@@ -266,13 +266,9 @@ def suspected(error: BaseException) -> Decision:
 
 
 def dead(policy: Policy, reason: str, error: BaseException, history: History = NEW) -> Decision:
-    """Return the decision that makes a message a dead letter.
-
-    The reason of a call that may have taken place is always that, so that it is redriven only by a
-    person who has found out.
-    """
+    """Return the decision that makes a message a dead letter."""
     return Decision(
-        UNKNOWN if history.is_unknown else reason,
+        reason,
         history,
         due_in=None,
         holds=policy.after_death == "hold",

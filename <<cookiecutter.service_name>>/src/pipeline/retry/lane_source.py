@@ -19,7 +19,11 @@ from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import (
     DEFERRED,
+    DIED,
     FORGOTTEN,
+    LOST,
+    REDRIVEN,
+    UNKNOWN,
     Decision,
     History,
     Policy,
@@ -145,8 +149,10 @@ class LaneSource:
             metrics.backlog_applied(consumer, stored_for + seconds)
 
 
-# A row that seems to be stored in the future was stored before the clock was set back.
-_TAKE = """
+# A row that seems to be stored in the future was stored before the clock was set back. The reason
+# completes the history of a row that a consume transaction has added, a command has redriven, or a
+# process of version 1.0.0 has changed.
+_TAKE = f"""
 WITH due AS MATERIALIZED (
     SELECT order_key, min(due_at) AS due_at, max(attempts) AS attempts
       FROM (SELECT order_key, due_at, attempts FROM pipeline.backlog
@@ -158,7 +164,9 @@ WITH due AS MATERIALIZED (
 )
 SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_key, value, headers,
        type, hash, hash_version, traceparent, reason, error,
-       attempts, waited, deaths, is_redriven, is_unknown,
+       attempts, waited, GREATEST(deaths, (reason = '{DIED}')::integer) AS deaths,
+       GREATEST(losses, (reason = '{LOST}')::integer) AS losses,
+       is_redriven OR reason = '{REDRIVEN}' AS is_redriven,
        date_part('epoch', clock_timestamp() - received_at) AS stored_for,
        COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
   FROM (SELECT due.due_at AS key_due_at, b.*,
@@ -280,6 +288,8 @@ def _read(
     # During a deployment a process of another version may have a handler.
     policy, history = Policy(), history_of(row)
     decision = policy.after_failure(error, history, reason="no handler", is_free=True)
+    if row["reason"] == UNKNOWN:  # the outcome of its call is still unknown
+        decision = replace(decision, reason=UNKNOWN)
     return Row(row["key"], consumer, record, decision)
 
 

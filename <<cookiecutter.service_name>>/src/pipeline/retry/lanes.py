@@ -9,7 +9,7 @@ import asyncpg
 from pipeline.apply.backlog import Row, has_calls
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
-from pipeline.handlers.policy import GAP, REDRIVEN
+from pipeline.handlers.policy import DIED, GAP, REDRIVEN
 from pipeline.servers.database import lease_ended
 
 _DEMOTED = 10_000
@@ -83,16 +83,16 @@ _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
 _SET = """
 UPDATE pipeline.backlog AS b
    SET reason = new.reason, attempts = new.attempts, waited = new.waited, deaths = new.deaths,
-       is_redriven = new.is_redriven, is_unknown = new.is_unknown, holds = new.holds,
+       losses = new.losses, is_redriven = new.is_redriven, holds = new.holds,
        error = new.error, traceback = new.traceback,
        remembered_hash = new.remembered_hash,
        traceparent = COALESCE(new.traceparent, b.traceparent),
        due_at = clock_timestamp() + make_interval(secs => new.due_in),
        died_at = CASE WHEN new.due_in IS NULL THEN clock_timestamp() END
-  FROM unnest($1::bytea[], $2::text[], $3::integer[], $4::float[], $5::integer[], $6::boolean[],
+  FROM unnest($1::bytea[], $2::text[], $3::integer[], $4::float[], $5::integer[], $6::integer[],
               $7::boolean[], $8::float[], $9::boolean[], $10::text[], $11::text[], $12::bytea[],
               $13::text[])
-       AS new (key, reason, attempts, waited, deaths, is_redriven, is_unknown, due_in, holds, error,
+       AS new (key, reason, attempts, waited, deaths, losses, is_redriven, due_in, holds, error,
                traceback, remembered_hash, traceparent)
  WHERE b.key = new.key
 """
@@ -136,8 +136,8 @@ _LOCK_ONLY = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDAT
 
 _REDRIVE = """
 UPDATE pipeline.backlog
-   SET reason = $2, attempts = 0, waited = 0, is_redriven = true, is_unknown = false,
-       due_at = NULL, died_at = NULL, holds = false
+   SET reason = CASE WHEN error LIKE 'ProcessDied:%' THEN $2 ELSE $3 END,
+       attempts = 0, waited = 0, due_at = NULL, died_at = NULL, holds = false
  WHERE key = ANY ($1)
 """
 
@@ -258,7 +258,7 @@ async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None
 
     Call `fence_lane` before, and `schedule_heads` after.
     """
-    await connection.execute(_REDRIVE, keys, REDRIVEN)
+    await connection.execute(_REDRIVE, keys, DIED, REDRIVEN)
 
 
 async def discard(

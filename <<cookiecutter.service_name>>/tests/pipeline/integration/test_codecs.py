@@ -251,7 +251,7 @@ async def test_a_row_that_kills_when_it_is_decoded_dies_undecoded(new_desk: NewD
     codec.read.clear()
     async with desk.engine.begin() as connection:
         await connection.exec_driver_sql(
-            "UPDATE pipeline.backlog SET deaths = 1, attempts = 6, due_at = now()"
+            "UPDATE pipeline.backlog SET deaths = 2, attempts = 6, due_at = now()"
             ' WHERE "offset" = 0'
         )
     await desk.work_off()
@@ -277,7 +277,7 @@ async def test_an_attempt_is_counted_before_a_suspect_is_decoded(new_desk: NewDe
     bank.refused.clear()
     async with desk.engine.begin() as connection:
         await connection.exec_driver_sql(
-            "UPDATE pipeline.backlog SET deaths = 1, reason = 'process died', due_at = now()"
+            "UPDATE pipeline.backlog SET reason = 'process died', due_at = now()"
         )
     await desk.work_off()
     assert attempts == [("process died", 2)]

@@ -103,9 +103,7 @@ async def test_an_open_breaker_spends_no_attempt_of_what_is_tried_alone(
     desk = await new_desk(bank.handlers, topic=bank.deposits, retry_pause=3_600)
     bank.refused = {10}
     await desk.apply(Deposit(10))
-    await db.execute(
-        "UPDATE pipeline.backlog SET deaths = 1, reason = 'process died', attempts = 1"
-    )
+    await db.execute("UPDATE pipeline.backlog SET reason = 'process died', attempts = 1")
     bank.errors = {n: KeyError("bad deployment") for n in range(1000)}
     with suppress(BreakerOpen):
         await desk.apply(*(Deposit(n, account=str(n)) for n in range(100, 200)))
@@ -171,9 +169,7 @@ async def test_a_suspect_and_records_that_were_nobodys_share_a_lane(
     bank.refused = {1_000}
     await desk.apply(Deposit(1_000))
     await redriven_in_a_new_shape(bank, desk, db, 200)
-    await db.execute(
-        "UPDATE pipeline.backlog SET deaths = 1, reason = 'process died' WHERE consumer <> ''"
-    )
+    await db.execute("UPDATE pipeline.backlog SET reason = 'process died' WHERE consumer <> ''")
     await desk.make_due()
     bank.refused = set()
     bank.calls.clear()
@@ -470,7 +466,7 @@ async def test_what_is_tried_alone_runs_while_nobody_else_does(
     bank.refused = {10}
     await desk.apply(Deposit(10))
     bank.refused = set()
-    await db.execute("UPDATE pipeline.backlog SET deaths = 1, reason = 'process died'")
+    await db.execute("UPDATE pipeline.backlog SET reason = 'process died'")
     await desk.make_due()
     others: list[asyncio.Task[object]] = []
 

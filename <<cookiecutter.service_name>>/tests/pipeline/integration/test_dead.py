@@ -363,7 +363,7 @@ async def test_what_has_killed_processes_is_tried_alone_when_it_is_redriven(desk
         )
     await redrive(desk)
     [row] = await desk.backlog()
-    assert (row["reason"], row["attempts"], row["deaths"]) == ("redriven", 0, 1)
+    assert (row["reason"], row["attempts"]) == ("process died", 0)
 
 
 async def test_what_belongs_to_a_consumer_that_the_service_lost_is_left_alone(

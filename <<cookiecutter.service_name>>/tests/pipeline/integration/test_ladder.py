@@ -148,7 +148,7 @@ async def test_a_message_over_which_connections_die_is_at_fault_at_the_third(
     seen = []
     for _ in range(6):
         row = await tried_alone(desk)
-        seen.append((row["reason"], row["attempts"], row["deaths"]))
+        seen.append((row["reason"], row["attempts"], row["losses"]))
     lost = "connection lost"
     assert seen == [
         *((lost, 0, 1), (lost, 0, 2), ("failed", 1, 0)),
@@ -310,6 +310,7 @@ async def test_a_time_limit_that_passes_in_an_outage_is_nobodys(
     await eventually(lambda: len(outages) > 1)
     await db.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
     await applying
+    await desk.work_off()
     assert (set(await histories(db)), await desk.backlog()) == ({"of 1"}, [])
 
 
@@ -335,9 +336,9 @@ async def test_what_spends_no_attempt_says_nothing_about_the_deaths_over_a_messa
 ) -> None:
     desk = await bank_whose_handler_executes(new_desk, RAISE.format(code))
     await desk.apply(*deposits(1, POISON, 4))
-    await db.execute("UPDATE pipeline.backlog SET deaths = 1")
+    await db.execute("UPDATE pipeline.backlog SET deaths = 1, losses = 1")
     row = await tried_alone(desk)
-    assert (row["attempts"], row["deaths"], row["waits"]) == (0, 1, True)
+    assert (row["attempts"], row["deaths"], row["losses"], row["waits"]) == (0, 1, 1, True)
 
 
 async def test_the_probe_leaves_nothing_and_tells_whether_the_database_can_be_written(

@@ -22,6 +22,7 @@ from pipeline.handlers.staging import StagedEvent
 
 from tests.contract.bank import Base
 from tests.servers.databases import empty_database, migrations_of_the_engine
+from tests.servers.waiting import eventually
 
 COLUMNS = Path(migrations.__file__).with_name("columns.json")
 
@@ -253,3 +254,27 @@ async def test_the_tables_of_a_service_are_compared_in_every_schema_that_it_uses
         "remove_table inbox_g7",
         "remove_table shop.gone",
     ]
+
+
+async def test_a_column_is_added_when_no_transaction_holds_the_table_and_others_pass_meanwhile(
+    url: str, config: Config
+) -> None:
+    await upgrade(config, "pipeline_0001")
+    plain = url.replace("+asyncpg", "")
+    reader, other = await asyncpg.connect(plain), await asyncpg.connect(plain)
+    try:
+        transaction = reader.transaction()
+        await transaction.start()
+        await reader.execute("SELECT FROM pipeline.backlog")
+        migrating = asyncio.create_task(upgrade(config, "pipeline_0002"))
+        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+        await eventually(lambda: other.fetchval(waiting))
+        for _ in range(100):
+            await other.execute("DELETE FROM pipeline.backlog")
+        assert not migrating.done()
+        await transaction.rollback()
+        await migrating
+        await other.execute("SELECT deaths, losses, is_redriven FROM pipeline.backlog")
+    finally:
+        await reader.close()
+        await other.close()

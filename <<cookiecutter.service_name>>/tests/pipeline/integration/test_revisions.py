@@ -251,8 +251,8 @@ async def test_a_database_of_an_older_first_revision_is_named_before_anything_is
         await connection.execute(first_inbox.REFUSE_COMMIT)
         await connection.execute(first_inbox.TABLES + older)
         await connection.execute(
-            "ALTER TABLE pipeline.backlog ADD deaths integer, ADD is_redriven boolean,"
-            " ADD is_unknown boolean"
+            "ALTER TABLE pipeline.backlog ADD deaths integer, ADD losses integer,"
+            " ADD is_redriven boolean"
         )
         await connection.execute("CREATE TABLE alembic_version (version_num text PRIMARY KEY)")
         await connection.execute("INSERT INTO alembic_version VALUES ('pipeline_0002')")

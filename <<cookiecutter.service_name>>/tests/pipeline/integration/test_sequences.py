@@ -248,9 +248,7 @@ async def test_one_over_which_a_process_died_while_it_waited_is_not_applied_over
 ) -> None:
     service, desk = await following(new_desk, then="hold")
     await desk.apply(*numbered(1, 3))
-    await db.execute(
-        "UPDATE pipeline.backlog SET deaths = 1, attempts = 1, reason = 'process died'"
-    )
+    await db.execute("UPDATE pipeline.backlog SET attempts = 1, reason = 'process died'")
     await desk.make_due()
     await desk.work_off()
     (three,) = await desk.backlog()
@@ -324,7 +322,9 @@ async def test_one_that_was_redriven_goes_on_without_what_is_missing_whatever_wa
         await lanes.redrive(driver, [four["key"]])
         await lanes.schedule_heads(driver, [four["lane"]], [four["order_key"]])
     if statement is None:  # the process has died over it
-        await db.execute("UPDATE pipeline.backlog SET reason = 'process died', deaths = 1")
+        await db.execute(
+            "UPDATE pipeline.backlog SET reason = 'process died', deaths = 1, is_redriven = true"
+        )
     else:
         service.statements = {4: statement}
         await desk.work_off()

@@ -13,22 +13,30 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the columns. Processes of version 1.0.0 can go on: the columns have defaults."""
-    # In one statement, which changes the catalog only. The rows are few, or else wait already.
+    """Add the columns, which have defaults: processes of version 1.0.0 can go on."""
+    # Statements wait behind one that waits for a lock of the whole table: so it waits for a second,
+    # and lets them pass.
     op.execute("""
-        ALTER TABLE pipeline.backlog
-            ADD COLUMN deaths integer NOT NULL DEFAULT 0,
-            ADD COLUMN is_redriven boolean NOT NULL DEFAULT false,
-            ADD COLUMN is_unknown boolean NOT NULL DEFAULT false
-    """)
-    op.execute("""
-        UPDATE pipeline.backlog
-           SET deaths = (reason = 'process died' OR error LIKE 'ProcessDied:%')::integer,
-               is_redriven = reason IN ('redriven', 'parked by its handler')
-                   OR attempts > 0 AND reason NOT IN ('process died', 'sequence gap'),
-               is_unknown = reason = 'outcome unknown'
-         WHERE reason IN ('process died', 'redriven', 'parked by its handler', 'outcome unknown')
-            OR error LIKE 'ProcessDied:%' OR attempts > 0 AND sequence > 0
+        DO $$
+        DECLARE
+            limit_before text = current_setting('lock_timeout');
+        BEGIN
+            FOR attempt IN 1 .. 300 LOOP
+                BEGIN
+                    SET LOCAL lock_timeout = '1s';
+                    ALTER TABLE pipeline.backlog
+                        ADD COLUMN deaths integer NOT NULL DEFAULT 0,
+                        ADD COLUMN losses integer NOT NULL DEFAULT 0,
+                        ADD COLUMN is_redriven boolean NOT NULL DEFAULT false;
+                    PERFORM set_config('lock_timeout', limit_before, true);
+                    RETURN;
+                EXCEPTION WHEN lock_not_available THEN
+                    PERFORM pg_sleep(1);
+                END;
+            END LOOP;
+            RAISE EXCEPTION 'a transaction has held pipeline.backlog for ten minutes: see'
+                ' pg_stat_activity, end it, and migrate again';
+        END $$
     """)
 
 
@@ -36,5 +44,5 @@ def downgrade() -> None:
     """Remove the columns."""
     op.execute("""
         ALTER TABLE pipeline.backlog
-            DROP COLUMN deaths, DROP COLUMN is_redriven, DROP COLUMN is_unknown
+            DROP COLUMN deaths, DROP COLUMN losses, DROP COLUMN is_redriven
     """)
