@@ -73,7 +73,7 @@ bench: $(INSTALLED) ## measure the service and alternative implementations
 	    $(if $(filter-out file,$(origin PYTHON)),--python='$(PYTHON)')
 
 # RENEW=1 writes them to benchmarks/instructions.json and docs/performance.md.
-instructions: $(INSTALLED) ## count the instructions of a message, and compare with the recorded ones
+instructions: $(INSTALLED) ## count the instructions of a message, and compare with the recorded ones (3 minutes)
 	@$(BIN)/python -m tests.programs valgrind
 	@exec $(BIN)/python -m benchmarks.instructions $(if $(RENEW),--renew)
 
@@ -156,7 +156,7 @@ check-raw: $(INSTALLED)
 	@cd build/raw && PYTHONPATH='.:$(CURDIR)/$(RAW)/src' $(BIN)/lint-imports --cache-dir ../import-linter
 
 format: $(INSTALLED) ## format the code and apply the linter's fixes
-	@$(RUFF) check --fix .
+	@$(RUFF) check --fix --exit-zero --quiet .
 	@$(RUFF) format .
 
 release: $(INSTALLED) ## commit and tag the version that CHANGELOG.md begins with: see docs/contributing.md

@@ -115,9 +115,9 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
     entry = """left(encode(key, 'hex'), 16) AS id, reason, error, attempts, consumer, type, source,
         event_id, topic, partition, "offset", record_key AS key, received_at, due_at, died_at,
         discarded_at, holds"""
-    detail = """timestamp, waited, encode(hash, 'hex') AS hash, traceparent, traceback,
-        encode(remembered_hash, 'hex') AS remembered_hash, discarded_by, discarded_why, headers,
-        value"""
+    detail = """timestamp, round(waited) AS waited, deaths, losses, encode(hash, 'hex') AS hash,
+        traceparent, traceback, encode(remembered_hash, 'hex') AS remembered_hash, discarded_by,
+        discarded_why, headers, value"""
     order = 'order_key, sequence, partition, "offset"'
     chunk = 'key, order_key, lane, consumer, source, id, topic, partition, "offset"'
 

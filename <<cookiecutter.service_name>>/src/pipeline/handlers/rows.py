@@ -170,8 +170,8 @@ class Rows:
         ):
             raise TypeError(
                 f"an event of={type(row).__name__} needs a row that is locked, or events lose"
-                " their order: fetch it by tx.load or tx.load_or_create, after a savepoint that was"
-                " rolled back again"
+                " their order: fetch it by tx.load or tx.load_or_create, and once more after a"
+                " savepoint was rolled back"
             )
         return record_key(type(row), values)
 
