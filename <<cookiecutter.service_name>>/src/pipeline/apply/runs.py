@@ -1,6 +1,6 @@
 """Runs: consecutive messages with one session and one flush, which take effect or fail together."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from sqlalchemy.ext.asyncio import AsyncTransaction
@@ -105,7 +105,7 @@ async def apply_runs(
         if not run:
             continue
         number += 1
-        is_in_vain = len(failed) == rung.in_vain and _have_all_failed(failed, outcome)
+        is_in_vain = len(failed) >= rung.in_vain and _is_in_vain(failed, outcome, rung.in_vain)
         if number > _MOST_SAVEPOINTS or is_in_vain:
             raise TooManyRuns
         point = await attempt.connection.begin_nested()
@@ -137,9 +137,13 @@ async def apply_runs(
     return failed
 
 
-def _have_all_failed(failed: Sequence[tuple[Item, BaseException]], outcome: BatchOutcome) -> bool:
-    """Return whether all messages of the consumers that have failed have."""
-    return {one.consumer for one, _ in failed}.isdisjoint(one.consumer for one in outcome.applied)
+def _is_in_vain(
+    failed: Sequence[tuple[Item, BaseException]], outcome: BatchOutcome, most: float
+) -> bool:
+    """Return whether a consumer has failed so often, and applied no message."""
+    failures = Counter(item.consumer for item, _ in failed)
+    succeeded = {item.consumer for item in outcome.applied}
+    return any(number >= most and name not in succeeded for name, number in failures.items())
 
 
 async def apply_run(

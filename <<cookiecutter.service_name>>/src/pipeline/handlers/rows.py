@@ -118,7 +118,9 @@ class Rows:
             written = chain(self._known.new, self._known.dirty)
             self._unsure.update(id(row) for row in written if not is_as_stored(row))
         await self._flush()
-        self._has_related = self._has_related or bool(sa.inspect(entity).relationships)
+        self._has_related = self._has_related or any(
+            mapper.relationships for mapper in sa.inspect(entity).self_and_descendants
+        )
         for key in keys:
             row = self.locked.get((entity, key))
             if row is not None and row in self._known and not instance_state(row).expired:

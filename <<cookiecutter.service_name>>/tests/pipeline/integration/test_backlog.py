@@ -431,6 +431,29 @@ async def test_a_deployment_that_fails_for_everything_is_judged_after_few_messag
     assert told(await desk.backlog()) == [(n, "failed", 1) for n in range(40)]
 
 
+async def test_a_consumer_that_fails_for_everything_is_judged_beside_one_that_rejects_a_message(
+    new_desk: NewDesk,
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    calls = 0
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        nonlocal calls
+        calls += 1
+        raise Refused(event.amount)
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="listen")
+    async def listen(event: Deposited, tx: Transaction) -> None:
+        if event.amount == 7:
+            raise Reject("not this one")
+
+    desk = await new_desk(bank.handlers, topic="asked")
+    with pytest.raises(BreakerOpen, match="ask fails with Refused"):
+        await desk.apply(*(Deposit(n, account=str(n)) for n in range(1, 1_001)))
+    assert calls < 250
+
+
 async def test_retries_that_fail_as_they_did_before_do_not_look_like_a_bad_deployment(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:

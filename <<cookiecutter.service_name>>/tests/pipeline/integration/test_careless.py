@@ -10,7 +10,13 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import Text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import Mapped, declared_attr, make_transient, mapped_column
+from sqlalchemy.orm import (
+    Mapped,
+    declared_attr,
+    make_transient,
+    mapped_column,
+    relationship,
+)
 
 from pipeline import Aggregate, Park, Retry, Transaction
 
@@ -85,6 +91,34 @@ class Parcel(Aggregate, Base):
     __tablename__ = "careless_parcel"
 
     id: Mapped[UUID] = mapped_column(sa.Uuid, primary_key=True)
+
+
+class Box(Aggregate, Base):
+    """A row that others belong to."""
+
+    __tablename__ = "careless_box"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    name: Mapped[str] = mapped_column(Text, default="")
+
+
+class Thing(Aggregate, Base):
+    """A row of which some have a relationship."""
+
+    __tablename__ = "careless_thing"
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "thing"}  # noqa: RUF012
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    kind: Mapped[str] = mapped_column(Text)
+
+
+class Boxed(Thing):
+    """One of them."""
+
+    __mapper_args__ = {"polymorphic_identity": "boxed", "polymorphic_load": "inline"}  # noqa: RUF012
+
+    box_id: Mapped[str | None] = mapped_column(sa.ForeignKey("careless_box.id"))
+    box: Mapped[Box | None] = relationship(lazy="selectin")
 
 
 class Letter(Aggregate, Base):
@@ -169,6 +203,27 @@ async def test_values_are_those_of_the_database_also_after_a_flush_for_another_r
 
 
 # Rows and keys
+
+
+async def test_a_row_that_came_with_one_of_a_subclass_and_is_changed_needs_a_lock(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    await db.execute("INSERT INTO careless_box (id, name, version) VALUES ('b', 'old', 0)")
+    await db.execute(
+        "INSERT INTO careless_thing (id, kind, box_id, version) VALUES ('t', 'boxed', 'b', 0)"
+    )
+
+    async def rename(tx: Transaction, key: str) -> None:
+        thing = await tx.load(Thing, "t")
+        assert isinstance(thing, Boxed)
+        assert thing.box is not None
+        thing.box.name = "new"
+
+    habits.habits = {2: rename}
+    await habits.desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3)))
+    assert set(await errors_of(habits.desk)) == {1}
+    assert "without a lock" in (await errors_of(habits.desk))[1]
+    assert await db.fetchval("SELECT name FROM careless_box") == "old"
 
 
 async def test_a_row_that_came_with_another_and_is_changed_needs_a_lock(
