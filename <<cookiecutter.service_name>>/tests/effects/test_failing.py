@@ -14,7 +14,7 @@ from pipeline import Event, Handlers, Policy, Reject, Retry, Transaction
 from .desk import NewDesk, Outside, desk_of
 from tests.contract.bank import Deposit, Deposited
 from tests.pipeline.integration.test_exits import EXITS, Response
-from tests.pipeline.integration.test_ladder import RAISE
+from tests.pipeline.integration.test_ladder import ENDS_ITS_CONNECTION, RAISE
 
 
 @pytest.mark.parametrize("kind", EXITS)
@@ -162,7 +162,6 @@ async def test_a_call_that_is_returned_and_not_awaited_has_failed(
     assert "await it" in row["error"]
 
 
-ENDS_ITS_CONNECTION = "SELECT pg_terminate_backend(pg_backend_pid())"
 IN_VAIN = [ENDS_ITS_CONNECTION, *(RAISE.format(code) for code in ("40P01", "55P03", "53100"))]
 """Statements with which a transaction fails that no attempt is spent on."""
 

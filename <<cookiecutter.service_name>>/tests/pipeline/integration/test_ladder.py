@@ -24,6 +24,7 @@ from tests.servers.waiting import eventually
 POISON = 3
 """The amount whose handling fails."""
 
+ENDS_ITS_CONNECTION = "SELECT pg_terminate_backend(pg_backend_pid())"
 RAISE = "DO $$ BEGIN RAISE EXCEPTION 'no server' USING ERRCODE = '{}'; END $$"
 AT_FLUSH = """
 CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -141,8 +142,7 @@ async def test_a_partition_waits_while_too_many_messages_are_to_be_tried_alone(
 async def test_a_message_over_which_connections_die_is_at_fault_at_the_third(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
-    killing = "SELECT pg_terminate_backend(pg_backend_pid())"
-    desk = await bank_whose_handler_executes(new_desk, killing)
+    desk = await bank_whose_handler_executes(new_desk, ENDS_ITS_CONNECTION)
     await desk.apply(*deposits(1, 2, POISON, 4, 5))
     await assert_only_the_poison_is_set_aside(desk, db)
     seen = []

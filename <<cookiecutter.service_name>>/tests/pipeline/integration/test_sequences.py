@@ -23,12 +23,11 @@ from pipeline.servers.database import autocommitting
 from .desk import Desk, NewDesk
 from .lives import Life
 from .test_backlog import QUICK
-from .test_ladder import RAISE
+from .test_ladder import ENDS_ITS_CONNECTION, RAISE
 from .test_lanes import is_note
 from tests.contract.bank import Base, Deposit, Deposited
 
 TOPIC = "moves"
-ENDS_ITS_CONNECTION = "SELECT pg_terminate_backend(pg_backend_pid())"
 
 
 class Follower(Sequenced, Timed, Aggregate, Base):
@@ -289,17 +288,23 @@ async def test_one_that_waits_keeps_no_attempt_that_was_counted_beforehand(
     assert await history(db) == [1, 2, 3]
 
 
-async def test_one_that_was_redriven_goes_on_without_what_is_missing_when_its_handler_parks_it(
-    new_desk: NewDesk, db: asyncpg.Connection
-) -> None:
+async def following_over_a_gap(new_desk: NewDesk, db: asyncpg.Connection) -> tuple[Following, Desk]:
+    """Return a service that has applied number 1, and whose number 4 an operator has redriven."""
     service, desk = await following(new_desk, then="die")
     await desk.apply(*numbered(1, 4))
     await deadline_passes(desk, db)
     (four,) = await desk.backlog()
-    service.parks = {4}
     async with autocommitting(desk.engine) as driver:
         await lanes.redrive(driver, [four["key"]])
         await lanes.schedule_heads(driver, [four["lane"]], [four["order_key"]])
+    return service, desk
+
+
+async def test_one_that_was_redriven_goes_on_without_what_is_missing_when_its_handler_parks_it(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    service, desk = await following_over_a_gap(new_desk, db)
+    service.parks = {4}
     await desk.work_off()
     assert [row["reason"] for row in await desk.backlog()] == ["parked by its handler"]
     await desk.make_due()
@@ -314,13 +319,7 @@ IN_ITS_WAY = [ENDS_ITS_CONNECTION, *map(RAISE.format, ("40P01", "55P03", "42P01"
 async def test_one_that_was_redriven_goes_on_without_what_is_missing_whatever_was_in_its_way(
     new_desk: NewDesk, db: asyncpg.Connection, statement: str | None
 ) -> None:
-    service, desk = await following(new_desk, then="die")
-    await desk.apply(*numbered(1, 4))
-    await deadline_passes(desk, db)
-    (four,) = await desk.backlog()
-    async with autocommitting(desk.engine) as driver:
-        await lanes.redrive(driver, [four["key"]])
-        await lanes.schedule_heads(driver, [four["lane"]], [four["order_key"]])
+    service, desk = await following_over_a_gap(new_desk, db)
     if statement is None:  # the process has died over it
         await db.execute(
             "UPDATE pipeline.backlog SET reason = 'process died', deaths = 1, is_redriven = true"
