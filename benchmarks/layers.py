@@ -60,7 +60,7 @@ def watch(clock: Clock) -> None:
     clock.note(calls, "_handle", "handlers", for_each=True)
     # Within SQLAlchemy's greenlet it waits for PostgreSQL.
     clock.note(Session, "flush", "flush", waits=True)
-    clock.note(Outbox, "write", "COPY")
+    clock.note(Outbox, "write", "outbox")
     clock.note(AsyncConnection, "commit", "commit")
     clock.note(ConsumeTransactions, "apply", "the rest")
     clock.note(window, "fresh", "relay: read")

@@ -1,4 +1,4 @@
-"""The outbox: events staged in memory while handlers run, written by one COPY before the commit.
+"""The outbox: events staged in memory while handlers run, written by one INSERT before the commit.
 
 Events that are due later are written into a table of their own; `relay/scheduled.py` moves them to
 the outbox.
@@ -16,8 +16,7 @@ from pipeline.errors import StoreUnavailable
 from pipeline.events.codec import CLOUD_EVENTS, CloudEvents, Codec
 from pipeline.events.event import Event, Unpublishable, payload_of
 from pipeline.events.message import headers_as_json
-from pipeline.observe import statements, traces
-from pipeline.schema import SCHEMA
+from pipeline.observe import traces
 
 CALLS = "(calls)"
 """Stands for the topic of events that are staged by `call`; no topic has such a name."""
@@ -91,6 +90,16 @@ class Due(NamedTuple):
 
 COLUMNS = ", ".join(StagedEvent._fields)
 """Columns of an event, in each table that stores events."""
+
+_PART_BYTES = 32 * 2**20
+"""A statement writes events until they exceed this; PostgreSQL takes less than 1 GB."""
+
+# No COPY: no time limit ends a session that waits for its data, and its locks would be held for as
+# long as its process is stopped. An array of rows is no slower.
+_WRITE = f"""
+INSERT INTO pipeline.outbox ({COLUMNS})
+SELECT {COLUMNS} FROM unnest($1::pipeline.new_scheduled[])
+"""
 
 # Sorted by name, so that two transactions wait for each other without a deadlock. `scheduled_at`
 # keeps the order of staging among events that are due at the same time.
@@ -184,7 +193,7 @@ class Outbox:
         context: Context | None = None,
         due: Due | None = None,
     ) -> None:
-        """Stage the event for the COPY, or until it is `due`.
+        """Stage the event for the outbox, or until it is `due`.
 
         `context` is its trace, by default the current one. Raises `Unpublishable` if its topic or
         key can't be sent or it is larger than allowed.
@@ -307,7 +316,7 @@ class Outbox:
         self._scheduled[name] = None
 
     def add(self, events: Iterable[StagedEvent]) -> None:
-        """Stage events of the engine for the COPY."""
+        """Stage events of the engine."""
         self._staged += events
 
     async def write(self, connection: asyncpg.Connection) -> bool:
@@ -319,7 +328,7 @@ class Outbox:
             if event.topic in self._closed:
                 raise StoreUnavailable(self._closed[event.topic])
         if self._staged:
-            await copy(connection, self._staged)
+            await append(connection, self._staged)
         if cancelled := sorted(name for name, one in self._scheduled.items() if one is None):
             await connection.execute(CANCEL, cancelled)
         if rows := [(*one[0], *one[1]) for one in self._scheduled.values() if one is not None]:
@@ -327,12 +336,20 @@ class Outbox:
         return bool(self._staged or self._scheduled)
 
 
-async def copy(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:
-    """Append rows to the outbox, in order, by COPY."""
-    # Without a transaction COPY would commit by itself, and a rollback would keep the events.
+async def append(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:
+    """Append rows to the outbox, in order."""
+    # Without a transaction each statement would commit, and a rollback would keep the events.
     if not connection.is_in_transaction():
         raise RuntimeError("outbox rows may only be written in a transaction that has begun")
-    with statements.Statement("COPY"):
-        await connection.copy_records_to_table(
-            "outbox", schema_name=SCHEMA, columns=StagedEvent._fields, records=events
-        )
+    for part in _parts(events):
+        await connection.execute(_WRITE, [(None, None, None, *event) for event in part])
+
+
+def _parts(events: Sequence[StagedEvent]) -> Iterator[Sequence[StagedEvent]]:
+    """Divide the events among statements."""
+    first, size = 0, 0
+    for end, event in enumerate(events, 1):
+        size += _HEADERS_AT_MOST + len(event.payload or b"")
+        if size > _PART_BYTES or end == len(events):
+            yield events[first:end]
+            first, size = end, 0

@@ -14,7 +14,7 @@ from .buffer import record
 _POSTGRESQL = db_attributes.DbSystemNameValues.POSTGRESQL.value
 _FIRST_WORD = re.compile(
     r"(?:\s|--.*|/\*(?s:.*?)\*/)*"
-    r"(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
+    r"(BEGIN|COMMIT|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
     re.IGNORECASE,
 )
 """Others are rare, and summarized as `OTHER`."""
@@ -50,12 +50,6 @@ class Statement:
             name = str(attributes[db_attributes.DB_QUERY_SUMMARY])
             self._span = traces.start_span(name, trace.SpanKind.CLIENT, attributes)
         self._begun = perf_counter()
-
-    def __enter__(self) -> None:
-        """Do nothing: the statement has begun."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
         """Record it, with its error if it has failed."""

@@ -77,7 +77,7 @@ def _watch_statements(engine: sa.Engine) -> None:
     """Time each statement, and let the guard of its message check it.
 
     SQLAlchemy's events report those that it prepares, asyncpg's query log reports all others, and
-    those of `executemany`. COPY is in neither, and timed where it is called.
+    those of `executemany`.
     """
     sa.event.listen(
         engine, "connect", lambda each, _: each.driver_connection.add_query_logger(_log_query)

@@ -18,7 +18,7 @@ from pipeline.settings import Settings
 
 from .errors import HarnessMisused
 
-_METHODS = ("copy_records_to_table", "execute", "executemany", "fetch", "fetchrow", "fetchval")
+_METHODS = ("execute", "executemany", "fetch", "fetchrow", "fetchval")
 """The methods of a connection of asyncpg by which the engine executes statements."""
 _LONGEST = 70
 _END_SECONDS = 10.0
@@ -83,7 +83,6 @@ class MortalEngine:
 
     def _counted(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(GuardedConnection, name)
-        prefix = "COPY " if name == "copy_records_to_table" else ""
 
         async def counted(one: asyncpg.Connection, text: str, *rest: Any, **named: Any) -> Any:
             if self._is_counting and self._crash == (len(self.statements), "connection"):
@@ -91,7 +90,7 @@ class MortalEngine:
                 await self._wait_until_ended(self._terminate(one))
                 raise asyncpg.ConnectionDoesNotExistError("the connection is lost")
             result = await method(one, text, *rest, **named)
-            await self._executed(one, prefix + text)
+            await self._executed(one, text)
             return result
 
         return counted

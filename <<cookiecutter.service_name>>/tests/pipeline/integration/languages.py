@@ -71,6 +71,7 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._KEEP_RESULTS: "consume: store results",
     inbox._UNMARK: "consume: delete markers",
     backlog._ADD: "consume: add to backlog",
+    staging._WRITE: "consume: write outbox",
     staging._SCHEDULE: "consume: schedule",
     bank.CLAIM: "consume: insert claims",
     staging.CANCEL: "consume: cancel scheduled",
@@ -123,7 +124,6 @@ _SHAPES = {
     r"RELEASE SAVEPOINT ": "consume: end run",
     r"ROLLBACK TO SAVEPOINT ": "consume: undo run",
     "SELECT$": "consume: check for failed statement",
-    r'COPY "pipeline"\."outbox"': "consume: begin COPY",
     "BEGIN ISOLATION LEVEL READ COMMITTED;.*pg_advisory_xact_lock_shared": "consume: begin",
     "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY$": "relay: begin snapshot",
     "BEGIN ISOLATION LEVEL REPEATABLE READ$": "filters: begin snapshot",
@@ -158,13 +158,13 @@ _SHARED = {
     "consume: move position": "shared: move positions",
     "consume: insert markers": "shared: insert markers",
     "consume: lock accounts": "shared: lock accounts",
-    "consume: end COPY": "shared: end COPY",
+    "consume: write outbox": "shared: write outbox",
     "consume: commit": "shared: commit",
 }
 """Statements of a transaction that moves the positions of several partitions."""
 
 
-_GO = (b"S", b"Q", b"H", b"d", b"c", b"f", b"p", b"X")
+_GO = (b"S", b"Q", b"H", b"p", b"X")
 """Messages that are not followed by others of the same request."""
 
 
@@ -199,10 +199,8 @@ class Postgres:
                 boundary = self._bound(body)
             elif type == b"Q":
                 boundary = self._simple(boundary_of(body.rstrip(b"\0").decode()))
-            elif type == b"c":
-                boundary = "consume: end COPY"
             if type in _GO:
-                yield self._request(sent, boundary, b"ZG")
+                yield self._request(sent, boundary, b"Z")
                 sent, boundary = b"", None
 
     def _request(self, sent: bytes, boundary: str | None, ends: bytes) -> Request:

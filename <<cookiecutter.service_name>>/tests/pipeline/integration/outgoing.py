@@ -75,7 +75,7 @@ def numbered(topic: str, numbers: Iterable[object], key: str | None = "ada") -> 
 async def stage(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:
     """Commit events, in a transaction of their own."""
     async with connection.transaction():
-        await staging.copy(connection, events)
+        await staging.append(connection, events)
 
 
 OLD = "outbox_p20200101"

@@ -399,10 +399,10 @@ async def test_outbox_rows_are_refused_outside_a_transaction(
         sequence=None, content_type="text/plain", traceparent=None, tracestate=None, baggage=None,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="in a transaction"):
-        await staging.copy(db, [event])
+        await staging.append(db, [event])
     async with autocommitting(desk.engine) as driver:
         with pytest.raises(RuntimeError, match="in a transaction"):
-            await staging.copy(driver, [event])
+            await staging.append(driver, [event])
     assert await outbox_of(db) == []
 
 

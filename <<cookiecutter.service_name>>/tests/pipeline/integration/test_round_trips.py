@@ -29,8 +29,7 @@ NEW = Counter(
         "consume: look up backlog",
         "consume: lock accounts",
         "consume: update accounts",
-        "consume: begin COPY",
-        "consume: end COPY",
+        "consume: write outbox",
         "consume: commit",
     ]
 )
@@ -38,16 +37,15 @@ NEW = Counter(
 
 
 @asynccontextmanager
-async def wiring(settings: Settings) -> AsyncIterator[tuple[Wire, str]]:
-    """Lead to PostgreSQL through a wire, as long as the block lasts; says by which URL."""
+async def wiring(settings: Settings, wire: Wire) -> AsyncIterator[str]:
+    """Lead to PostgreSQL through the wire, as long as the block lasts; says by which URL."""
     url = make_url(settings.database_url.get_secret_value())
-    wire = Wire()
     wire.lead_to(lambda: None)
     async with AsyncExitStack() as stack:
         assert url.host is not None
         port = await wire.serve(stack, url.host, url.port or 5432, lambda _: Postgres())
         through = url.set(host="127.0.0.1", port=port, query={"ssl": "disable"})
-        yield wire, through.render_as_string(hide_password=False)
+        yield through.render_as_string(hide_password=False)
 
 
 @pytest.fixture
@@ -55,7 +53,8 @@ async def wired(
     settings: Callable[..., Settings], new_desk: NewDesk
 ) -> AsyncIterator[tuple[Bank, Desk, Wire]]:
     """Return a bank, its desk, and what passes between them and PostgreSQL."""
-    async with wiring(settings()) as (wire, there):
+    wire = Wire()
+    async with wiring(settings(), wire) as there:
         bank = Bank(
             deposits="deposits",
             balances="balances",
@@ -150,8 +149,9 @@ async def test_a_page_of_the_relay_takes_one_statement_however_many_events_it_ha
 ) -> None:
     topic = await new_topic()
     numbers = range(pages * PAGE + PAGE // 2)
+    wire = Wire()
     async with (
-        wiring(settings()) as (wire, there),
+        wiring(settings(), wire) as there,
         following(kafka, topic) as tail,
         relaying(settings(database_url=there, relay_batch_events=PAGE, **SELDOM)) as one,
     ):
@@ -178,8 +178,7 @@ PARKED = Counter(
         "consume: insert markers",
         "consume: lock accounts",
         "consume: update accounts",
-        "consume: begin COPY",
-        "consume: end COPY",
+        "consume: write outbox",
         "backlog: delete settled rows",
         "backlog: schedule heads",
         "backlog: commit",
@@ -192,7 +191,7 @@ ISOLATED = Counter(
     [
         *["consume: lock accounts"] * 2,
         *2 * ["consume: begin run", "consume: end run"],
-        *["consume: update accounts", "consume: begin COPY", "consume: end COPY"],
+        *["consume: update accounts", "consume: write outbox"],
     ]
 )
 """What it costs beside these that the first has failed before, and is a run by itself."""

@@ -64,7 +64,7 @@ async def test_a_poll_costs_the_same_when_a_million_commits_lie_behind_an_open_t
         await writer.execute("SET synchronous_commit = off")
     transaction = late.transaction()
     await transaction.start()
-    await staging.copy(late, numbered("t", ["late"]))
+    await staging.append(late, numbered("t", ["late"]))
     await asyncio.gather(*(writer.execute(_COMMIT % 1_000) for writer in writers))
     _, progress = await read_all(db, progress, 5_000)
     before = await blocks_of_a_poll(db, window._FRESH, progress)

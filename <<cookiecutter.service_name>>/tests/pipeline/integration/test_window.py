@@ -27,7 +27,7 @@ async def test_a_lower_id_that_commits_later_is_not_passed_over(
     late = await connect()
     transaction = late.transaction()
     await transaction.start()
-    await staging.copy(late, numbered("t", [1]))
+    await staging.append(late, numbered("t", [1]))
     await stage(await connect(), numbered("t", [2]))
     before, progress = await read_all(db, progress)
     await transaction.commit()
@@ -44,7 +44,7 @@ async def test_transactions_above_the_snapshots_xmax_are_not_passed_over(
         transactions = [writer.transaction() for writer in writers]
         for number, (writer, transaction) in enumerate(zip(writers, transactions, strict=True)):
             await transaction.start()
-            await staging.copy(writer, numbered("t", [number]))
+            await staging.append(writer, numbered("t", [number]))
         xids = [await writer.fetchval("SELECT pg_current_xact_id()") for writer in writers]
         ids, progress = await read_all(db, await start_of(db))
         assert ids == []
@@ -65,16 +65,16 @@ async def test_what_a_savepoint_has_taken_back_is_not_published_and_the_rest_is(
     progress = await start_of(db)
     writer = await connect()
     async with writer.transaction():
-        await staging.copy(writer, numbered("t", [1]))
+        await staging.append(writer, numbered("t", [1]))
         async with writer.transaction():
-            await staging.copy(writer, numbered("t", [2]))
+            await staging.append(writer, numbered("t", [2]))
         with suppress(ZeroDivisionError):
             async with writer.transaction():
-                await staging.copy(writer, numbered("t", [3]))
+                await staging.append(writer, numbered("t", [3]))
                 raise ZeroDivisionError
         between, progress = await read_all(db, progress)
         async with writer.transaction():
-            await staging.copy(writer, numbered("t", [4]))
+            await staging.append(writer, numbered("t", [4]))
     after, _ = await read_all(db, progress)
     assert (between, after) == ([], ["1", "2", "4"])
 
@@ -86,10 +86,10 @@ async def test_a_row_that_commits_below_the_end_of_a_paged_window_comes_in_the_n
     late = await connect()
     transaction = late.transaction()
     await transaction.start()
-    await staging.copy(late, numbered("t", ["late"]))
+    await staging.append(late, numbered("t", ["late"]))
     await stage(await connect(), numbered("t", range(20)))
     first = await read(db, progress, 7)
-    await staging.copy(late, numbered("t", ["later"]))
+    await staging.append(late, numbered("t", ["later"]))
     await transaction.commit()
     rest, _ = await read_all(db, first.then, 7)
     assert [row["event_id"] for row in first.events] == [str(number) for number in range(7)]
@@ -373,10 +373,10 @@ async def test_a_snapshot_of_a_transaction_that_writes_events_is_not_what_others
     """Trap 30: why the relay reads outside of any transaction that writes."""
     progress = await start_of(db)
     async with db.transaction():
-        await staging.copy(db, numbered("t", [1]))
+        await staging.append(db, numbered("t", [1]))
         await stage(await connect(), numbered("t", [2]))
         before, progress = await read_all(db, progress)
-        await staging.copy(db, numbered("t", [3]))
+        await staging.append(db, numbered("t", [3]))
     after, _ = await read_all(db, progress)
     # Read before it is committed, and the later one never.
     assert (before, after) == (["1", "2"], [])

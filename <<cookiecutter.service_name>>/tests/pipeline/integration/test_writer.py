@@ -213,7 +213,7 @@ async def test_an_event_may_be_of_no_row(writer: Writer, db: asyncpg.Connection)
 
 
 async def test_a_deadlock_is_tried_again_also_where_the_driver_tells_of_it(writer: Writer) -> None:
-    """As it does of the COPY that writes the events."""
+    """As it does of the statement that writes the events."""
     both_have_one = asyncio.Barrier(2)
     attempts = 0
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import NamedTuple, Protocol
 
-from .boundaries import Moment, Point
+from .boundaries import Boundary, Moment, Point
 
 _END_SECONDS = 1.0
 """How long a server may take to notice the end of a connection; then it is closed."""
@@ -105,6 +105,22 @@ class Wire:
             connection.cut()
 
 
+class FreezingWire(Wire):
+    """The process is stopped, as by SIGSTOP: its connections stay open and silent."""
+
+    def freeze_before(self, request: str) -> None:
+        """Stop the process when it next reaches this boundary."""
+        self._point = Point(Boundary(request, self.seen[request] + 1), Moment.BEFORE)
+
+    def kill(self) -> None:
+        self.has_killed.set()
+
+    def end(self) -> None:
+        """End the connections."""
+        for connection in self._connections:
+            connection.cut()
+
+
 @asynccontextmanager
 async def closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
     """Close the connection after the block."""
@@ -137,7 +153,8 @@ class Connection:
         try:
             with suppress(asyncio.IncompleteReadError, ConnectionError):
                 await self._pass_requests(client)
-            self.cut()
+            if not self._wire.has_killed.is_set():
+                self.cut()
             await answering
         finally:
             answering.cancel()

@@ -127,7 +127,7 @@ class Writers:
         await one.connection.execute("SELECT FROM aggregate WHERE key = $1 FOR UPDATE NOWAIT", key)
         ids = [str(self._staged + n) for n in range(self._chance.choice([1, 1, 2, 3, 12]))]
         self._staged += len(ids)
-        await staging.copy(
+        await staging.append(
             one.connection, [event(self._topic, id, key, _payload(id)) for id in ids]
         )
         if key not in own:
