@@ -94,6 +94,7 @@ async def apply_runs(
     # In one order for all runs, before any savepoint, whose rollback would release the locks.
     await lock_declared(items, attempt)
     failed: list[tuple[Item, BaseException]] = []
+    failures: Counter[str] = Counter()
     behind: set[bytes] = set()
     runs = Runs(items, rung.run or len(items), attempt.memory.suspects)
     number = 0
@@ -105,8 +106,7 @@ async def apply_runs(
         if not run:
             continue
         number += 1
-        is_in_vain = len(failed) >= rung.in_vain and _is_in_vain(failed, outcome, rung.in_vain)
-        if number > _MOST_SAVEPOINTS or is_in_vain:
+        if number > _MOST_SAVEPOINTS:
             raise TooManyRuns
         point = await attempt.connection.begin_nested()
         attempt.begin_run(run)
@@ -133,17 +133,12 @@ async def apply_runs(
             outcome.decided.append((item, decision))
             if not decision.is_dead or decision.holds:
                 behind.add(item.order_key)
+            failures[item.consumer] += 1
+            has_succeeded = any(one.consumer == item.consumer for one in outcome.applied)
+            if failures[item.consumer] >= rung.in_vain and not has_succeeded:
+                raise TooManyRuns from None
     raise_strays(attempt, outcome)
     return failed
-
-
-def _is_in_vain(
-    failed: Sequence[tuple[Item, BaseException]], outcome: BatchOutcome, most: float
-) -> bool:
-    """Return whether a consumer has failed so often, and applied no message."""
-    failures = Counter(item.consumer for item, _ in failed)
-    succeeded = {item.consumer for item in outcome.applied}
-    return any(number >= most and name not in succeeded for name, number in failures.items())
 
 
 async def apply_run(
