@@ -155,10 +155,12 @@ class LaneSource:
 _TAKE = f"""
 WITH due AS MATERIALIZED (
     SELECT order_key, min(due_at) AS due_at, max(attempts) AS attempts
-      FROM (SELECT order_key, due_at, attempts FROM pipeline.backlog
-             WHERE lane = $1 AND due_at <= statement_timestamp() AND consumer = ANY ($2)
-               AND COALESCE((received_at <= $5 OR received_at > statement_timestamp())
-                            AND topic <> ALL ($6), true)
+      FROM (SELECT due.* FROM unnest($2::text[]) AS of (consumer) CROSS JOIN LATERAL (
+                   SELECT order_key, due_at, attempts FROM pipeline.backlog b
+                    WHERE lane = $1 AND b.consumer = of.consumer AND due_at <= statement_timestamp()
+                      AND COALESCE((received_at <= $5 OR received_at > statement_timestamp())
+                                   AND topic <> ALL ($6), true)
+                    ORDER BY due_at LIMIT $3) AS due
              ORDER BY due_at LIMIT $3) AS first
      GROUP BY order_key
 )

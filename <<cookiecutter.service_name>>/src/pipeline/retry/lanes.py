@@ -40,9 +40,9 @@ class Lane:
 # died.
 _UNANSWERED = "owner = ANY ($4::text[])"
 
-# Written so that the planner, whatever its statistics are, looks up one row of each lane in the
-# index. With EXISTS it would join the lanes with everything that is due, or scan the table for a
-# lane in which nothing is due; without COALESCE it expects so few rows that it sorts all of them.
+# Written so that the planner, whatever its statistics are, looks up one row of each lane and
+# consumer in the index: rows of a consumer that the breaker pauses are not looked at. With EXISTS
+# it would join the lanes with everything that is due, or scan the table.
 _CLAIM = f"""
 UPDATE pipeline.backlog_lane
    SET owner = $1, token = token + 1,
@@ -51,10 +51,12 @@ UPDATE pipeline.backlog_lane
  WHERE lane = (
        SELECT lane FROM pipeline.backlog_lane l
         WHERE (lease_until IS NULL OR {lease_ended("$2")} OR {_UNANSWERED})
-          AND (SELECT true FROM pipeline.backlog b
-                WHERE b.lane = l.lane AND due_at <= statement_timestamp()
-                  AND COALESCE(consumer = ANY ($3), false)
-                ORDER BY due_at LIMIT 1)
+          AND (SELECT true FROM unnest($3::text[]) AS of (consumer) CROSS JOIN LATERAL (
+                      SELECT FROM pipeline.backlog b
+                       WHERE b.lane = l.lane AND b.consumer = of.consumer
+                         AND due_at <= statement_timestamp()
+                       ORDER BY due_at LIMIT 1) AS due
+                LIMIT 1)
         ORDER BY released_at LIMIT 1
           FOR UPDATE SKIP LOCKED)
 RETURNING lane, token, starts, clock_timestamp(), $2::float

@@ -1,5 +1,7 @@
 """What is known of a message in the backlog is stored beside the reason for which it waits.
 
+Rows that are due are found by their consumer.
+
 Revision ID: pipeline_0002
 Revises: pipeline_0001
 """
@@ -13,7 +15,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Add the columns, which have defaults: processes of version 1.0.0 can go on."""
+    """Add the columns, which have defaults, and find due rows by consumer.
+
+    Processes of version 1.0.0 can go on; they wait while the index is created.
+    """
     # Statements wait behind one that waits for a lock of the whole table: so it waits for a second,
     # and lets them pass.
     op.execute("""
@@ -28,6 +33,9 @@ def upgrade() -> None:
                         ADD COLUMN deaths integer NOT NULL DEFAULT 0,
                         ADD COLUMN losses integer NOT NULL DEFAULT 0,
                         ADD COLUMN is_redriven boolean NOT NULL DEFAULT false;
+                    DROP INDEX pipeline.backlog_due_idx;
+                    CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, consumer, due_at)
+                     WHERE due_at IS NOT NULL;
                     PERFORM set_config('lock_timeout', limit_before, true);
                     RETURN;
                 EXCEPTION WHEN lock_not_available THEN
@@ -41,8 +49,12 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove the columns."""
+    """Remove the columns, and find due rows as before."""
     op.execute("""
         ALTER TABLE pipeline.backlog
             DROP COLUMN deaths, DROP COLUMN losses, DROP COLUMN is_redriven
+    """)
+    op.execute("DROP INDEX pipeline.backlog_due_idx")
+    op.execute("""
+        CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, due_at) WHERE due_at IS NOT NULL
     """)
