@@ -24,7 +24,7 @@ from pipeline.handlers.transaction import Transaction
 from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
 from pipeline.observe.watchdog import CALLS
-from pipeline.servers.guard import InContext
+from pipeline.servers.guard import in_context
 
 from .registration import Call, Effect
 
@@ -114,7 +114,7 @@ class Caller:
                         ):  # the process was stopped, and the time-out has not fired yet
                             raise TimeoutError
                     called = replace(called, is_made=True)
-                    result = await InContext(handler.function(item.event, call))
+                    result = await in_context(handler.function(item.event, call))
                     if isawaitable(result):
                         raise TypeError("the function has returned a coroutine or a task: await it")
             return replace(called, result=result, kept=_kept(result, item))

@@ -13,7 +13,7 @@ from pipeline.handlers.aggregate import Aggregate, Key
 from pipeline.handlers.sessions import SharedSession
 from pipeline.handlers.transaction import EventBatch, Transaction
 from pipeline.observe.traces import Current
-from pipeline.servers.guard import InContext
+from pipeline.servers.guard import in_context
 from pipeline.servers.tasks import TimeSlice
 
 from .attempt import Attempt
@@ -182,7 +182,7 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     attempt.context = current.context
     try:
         with current, attempt.deadline.within(handler.timeout):
-            return await InContext(handler.function(attempt.event_of(item), tx), attempt.guard)
+            return await in_context(handler.function(attempt.event_of(item), tx), attempt.guard)
     finally:
         tx.end()
         if item.called is None:
@@ -205,7 +205,7 @@ async def _call_with_batch(run: Sequence[Item], attempt: Attempt) -> None:
     failure = None
     try:
         with attempt.deadline.within(handler.timeout):
-            await InContext(handler.function(EventBatch(calls)), attempt.guard)
+            await in_context(handler.function(EventBatch(calls)), attempt.guard)
     except BaseException as error:
         failure = error
         raise

@@ -11,7 +11,7 @@ from pipeline.handlers.ordering import (
     name_of,
     sequence_of,
 )
-from pipeline.handlers.policy import FOLLOWER, GAP, Decision, dead, early
+from pipeline.handlers.policy import FOLLOWER, GAP, SHORTEST, Decision, dead, described
 from pipeline.handlers.rows import Rows
 
 from .item import Item, StoredRecord
@@ -68,7 +68,8 @@ def _decide_on_early(item: Item, gap: int, *, follows: bool) -> Decision | None:
     error = SequenceGap(item.sequence, gap)
     waited = item.record.stored_for if isinstance(item.record, StoredRecord) else 0.0
     if waited < gaps.wait:
-        return early(error, item.history, gaps.wait - waited)
+        due_in = max(gaps.wait - waited, SHORTEST)
+        return Decision(GAP, item.history, due_in, error=described(error))
     if gaps.then == "apply" or item.history.is_redriven:  # its operator has seen the gap
         return None
     return replace(dead(policy, GAP, error, item.history), holds=gaps.then == "hold")

@@ -30,7 +30,7 @@ from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.handlers.transaction import UnitOfWork
 from pipeline.observe import metrics
 from pipeline.servers.database import driver_of
-from pipeline.servers.guard import Guard, InContext
+from pipeline.servers.guard import Guard, in_context
 
 from . import backlog
 from .claim_check import ClaimCheck
@@ -183,7 +183,7 @@ class Writer:
                         return await work(writing)  # any awaitable
 
                     try:
-                        result = await InContext(call(), guard)
+                        result = await in_context(call(), guard)
                     finally:
                         writing.end()
                 # Rows are locked now, so that their events have the order of their versions.

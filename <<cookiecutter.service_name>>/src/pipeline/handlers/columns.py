@@ -104,33 +104,24 @@ def is_as_stored(row: Any) -> bool:
     checks = _checks(row.__class__)
     state = instance_state(row)  # sa.inspect() takes ten times as long
     values, is_new = state.dict, state.key is None
-    if checks is None or values.keys() != checks.inserted.keys():  # some are unset, or no columns
+    if checks is None or values.keys() != checks.keys():  # some are unset, or no columns
         return False
-    of_changed = checks.inserted if is_new else checks.updated
-    for name in of_changed if is_new else state.committed_state:
-        check = of_changed[name]
+    if not (is_new or state.committed_state.keys().isdisjoint(primary_key(row.__class__))):
+        return False
+    for name in checks if is_new else state.committed_state:
+        check = checks[name]
         if check is None or not check(values[name]):
             return False
     return True
 
 
-class _Checks(NamedTuple):
-    """By attribute, whether the database would accept a written value and return the same.
-
-    None: that is unknown, as of a column with a constraint.
-    """
-
-    inserted: dict[str, Callable[[Any], bool] | None]
-    updated: dict[str, Callable[[Any], bool] | None]
-    """The same without the primary key."""
-
-
 @cache_by_class
-def _checks(entity: type[Any]) -> _Checks | None:
-    """Return the checks of a class: all are None if the database computes a column or has a CHECK.
+def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None:
+    """Return, by attribute, whether the database would accept a written value and return the same.
 
-    The result is None if a value can change in place or by a relationship, which its row does not
-    show.
+    None: that is unknown, as of a column with a constraint, and of all of them if the database
+    computes a column or has a CHECK. The result is None if a value can change in place or by a
+    relationship, which its row does not show.
     """
     mapper: Mapper[Any] = sa.inspect(entity)
     attributes: dict[str, object] = dict(mapper.columns.items())
@@ -158,8 +149,7 @@ def _checks(entity: type[Any]) -> _Checks | None:
         for constraint in getattr(one, "constraints", ())
     )
     known = dict.fromkeys(columns) if is_computed or has_check else checks
-    inserted = {**known, _STATE: lambda _: True}
-    return _Checks(inserted, inserted | dict.fromkeys(primary_key(entity)))
+    return {**known, _STATE: lambda _: True}
 
 
 def _check(column: sa.Column[Any]) -> Callable[[Any], bool] | None:

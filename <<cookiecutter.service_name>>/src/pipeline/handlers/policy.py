@@ -249,20 +249,13 @@ DEFERRED = Decision("deferred")
 """Decision on a message whose handler is called later: a deferred one or a call."""
 
 
-def undecided(error: BaseException) -> Decision:
+def undecided(error: BaseException, reason: str = UNDECIDED) -> Decision:
     """Return the decision on a message that has failed beside others, and maybe because of one.
 
-    It is tried by itself, at once; this failure counts as no attempt.
+    It is tried by itself, at once; this failure, or the death of processes (`DIED`), counts as no
+    attempt.
     """
-    return Decision(UNDECIDED, error=described(error))
-
-
-def suspected(error: BaseException) -> Decision:
-    """Return the decision on a message in whose batch processes have died, maybe for others.
-
-    It is tried alone, at once; these deaths count as no attempt.
-    """
-    return Decision(DIED, error=described(error))
+    return Decision(reason, error=described(error))
 
 
 def dead(policy: Policy, reason: str, error: BaseException, history: History = NEW) -> Decision:
@@ -275,11 +268,6 @@ def dead(policy: Policy, reason: str, error: BaseException, history: History = N
         error=described(error),
         traceback=_traceback(error),
     )
-
-
-def early(error: BaseException, history: History, due_in: float) -> Decision:
-    """Return the decision on a message that waits for predecessors, `due_in` seconds at most."""
-    return Decision(GAP, history, max(due_in, SHORTEST), error=described(error))
 
 
 def assumed(policy: Policy, history: History) -> Decision:

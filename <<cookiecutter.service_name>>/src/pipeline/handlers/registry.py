@@ -174,7 +174,7 @@ class Handlers:
                     f" topic {other.topic!r}: it can follow one only"
                 )
         # Those of later upcasters would be skipped: `upcast` refuses them.
-        new.event.__event_upcasters__ = MappingProxyType(new.event.__event_upcasters__)
+        new.event.__event_upcasters__ = MappingProxyType({**new.event.__event_upcasters__})
         for type in types:
             registered[type] = (*registered.get(type, ()), new)
 
@@ -206,12 +206,8 @@ class Handlers:
         if len({*names.values()}) < len(names):
             raise ValueError(f"two topics would have the same name: {sorted(names.values())}")
         renamed = Handlers()
-        for topic, types in self._by_topic.items():
-            name = names.get(topic, topic)  # calls have no topic in Kafka
-            renamed._by_topic[name] = {
-                type: tuple(replace(one, topic=name) for one in handlers)
-                for type, handlers in types.items()
-            }
+        for one in self:
+            renamed.add(replace(one, topic=names.get(one.topic, one.topic)))  # calls have none
         for topic in self._declared:
             renamed.topic(
                 names[topic],
@@ -225,13 +221,9 @@ class Handlers:
     ) -> "Handlers":
         """Return the same handlers with the functions that `function_of` returns for them."""
         changed = copy(self)
-        changed._by_topic = {
-            topic: {
-                type: tuple(replace(one, function=function_of(one)) for one in handlers)
-                for type, handlers in types.items()
-            }
-            for topic, types in self._by_topic.items()
-        }
+        changed._by_topic = {}
+        for one in self:
+            changed.add(replace(one, function=function_of(one)))
         return changed
 
     def __iter__(self) -> Iterator[Handler]:

@@ -35,9 +35,8 @@ class Rows:
         """Number of the message that has loaded the row last."""
         self._unsure: set[int] = set()
         """`id` of rows that were flushed, and that the database may return with other values."""
-        self.savepoints: list[dict[Place, Aggregate | None]] = []
-        """The locked rows before each open savepoint; the session writes it."""
         self._statement = asyncio.Lock()
+        """Held while a handler's `get` executes one."""
         self._has_related = False
         """Whether rows may be in the session that were loaded with others, without a lock."""
         self.message = 0
@@ -51,17 +50,8 @@ class Rows:
         self.message += 1
         self.error = None
 
-    async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
-        """Fetch and lock rows in one statement."""
-        async with self._statement:
-            await self._lock(entity, {canonical(entity, key) for key in keys})
-
     async def flush(self) -> None:
         """Write the changed rows."""
-        async with self._statement:
-            await self._flush()
-
-    async def _flush(self) -> None:
         if self._has_related:
             self.check()
         await self.session.run_sync(Session.flush)
@@ -78,7 +68,7 @@ class Rows:
             try:
                 async with self._statement:
                     if not self._has(place):
-                        await self._lock(entity, {place[1]})
+                        await self.lock(entity, {place[1]})
             except BaseException as error:
                 self.error = error
                 raise
@@ -112,12 +102,13 @@ class Rows:
         # A row that is deleted and created anew before a flush would keep its old values.
         return not instance_state(row).expired and row not in self._known.deleted
 
-    async def _lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
-        """Fetch and lock the rows that exist, in the order of their keys."""
+    async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
+        """Fetch and lock the rows that exist, in the order of their keys, in one statement."""
+        keys = {canonical(entity, key) for key in keys}
         if isinstance(self._known, SharedSession):  # after the flush they look unchanged
             written = chain(self._known.new, self._known.dirty)
             self._unsure.update(id(row) for row in written if not is_as_stored(row))
-        await self._flush()
+        await self.flush()
         self._has_related = self._has_related or any(
             mapper.relationships for mapper in sa.inspect(entity).self_and_descendants
         )

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial, wraps
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
 from sqlalchemy.event import listens_for
@@ -28,6 +28,9 @@ from pipeline.servers.guard import (
 )
 
 from .aggregate import Aggregate
+
+if TYPE_CHECKING:
+    from .rows import Rows
 
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
@@ -107,22 +110,15 @@ for _name in (_WANTING_METHODS - _READ_ONLY_METHODS) | {"_execute_internal", "_e
     setattr(SharedSession, _name, _wanting(_name))
 
 
-class Locks(Protocol):
-    """The locked rows of a session: see `Rows`."""
-
-    locked: dict[Any, Any]
-    savepoints: list[dict[Any, Any]]
-    error: BaseException | None
-
-    def check(self) -> None:
-        """Raise `HandlerFault` if a row was changed that is not locked."""
-
-
 class OwnSession(RowSession):
     """The session of one message."""
 
     guard: Guard
-    rows: Locks
+    rows: "Rows"
+    earlier: dict[SessionTransaction, tuple[Any, ...]]
+    """What was staged, the guard's `contention` and the locked rows before each open savepoint."""
+    undone: SessionTransaction | None = None
+    """The savepoint that was rolled back last."""
 
     def commit(self) -> None:
         self.guard.refuse("session.commit()")
@@ -195,22 +191,27 @@ def _check_locks(session: OwnSession, *_: object) -> None:
 @listens_for(OwnSession, "after_transaction_create")
 def _begin_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
     if transaction.nested:
-        session.guard.begin_savepoint()
-        session.rows.savepoints.append(session.rows.locked.copy())
+        guard = session.guard
+        guard.unsent.append(transaction)
+        staged, locked = guard.outbox.staged, session.rows.locked.copy()
+        session.earlier[transaction] = staged, guard.contention, locked
 
 
 @listens_for(OwnSession, "after_rollback")
 def _roll_back(session: OwnSession) -> None:
-    session.guard.roll_back()
+    session.undone = session.get_nested_transaction()
 
 
 @listens_for(OwnSession, "after_transaction_end")
 def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None:
     if not transaction.nested:
         return
-    locked_before = session.rows.savepoints.pop()
-    if session.guard.end_savepoint():  # it was rolled back
-        session.rows.locked, session.rows.error = locked_before, None
+    guard, rows, earlier = session.guard, session.rows, session.earlier.pop(transaction)
+    if transaction in guard.unsent:  # it had no statement
+        guard.unsent.remove(transaction)
+    if transaction is session.undone:
+        guard.outbox.staged, guard.contention, rows.locked = earlier
+        rows.error = None
         session.added = {row for row in session.added if instance_state(row).persistent}
         if isinstance(session, WriterSession):
             kept = {row for row in session.written if not instance_state(row).expired}
@@ -252,7 +253,8 @@ async def own_session(
     # Another partition would get the connection while this transaction still uses its driver.
     sync.close = partial(guard.refuse, "connection.close()")  # type: ignore[method-assign]
     session = new_session(connection, kind)
-    cast(OwnSession, session.sync_session).guard = guard
+    own = cast(OwnSession, session.sync_session)
+    own.guard, own.earlier = guard, {}
     try:
         yield session
         # A task that the handler has started last and did not await starts its statement now.

@@ -20,7 +20,7 @@ from pipeline.settings import Settings
 
 from . import revisions
 from .credentials import Credentials, CredentialsUnavailable
-from .guard import CURRENT_GUARD, GUARD, GuardedConnection
+from .guard import CURRENT_GUARD, GUARD, NOT_ITS_CONNECTION, GuardedConnection, HandlerFault
 
 IDLE_LIMIT = "set_config('idle_in_transaction_session_timeout', '5s', true)"
 """For a transaction that locks what others wait for: a process that stops in it loses its locks."""
@@ -102,8 +102,10 @@ def _begin_statement(
     connection: sa.Connection, _: object, text: str, values: Any, context: Any, is_many: bool
 ) -> None:
     guard, current = connection.info.get(GUARD), CURRENT_GUARD.get()
-    if current is not None:
-        current.refuse_statement_after_handler(guard)
+    if current is not None and current is not guard:
+        # A task of a handler that has returned sends it, or a handler uses another connection.
+        current.stray = HandlerFault(NOT_ITS_CONNECTION)
+        raise current.stray
     if guard:
         driver: Any = connection.connection.driver_connection
         guard.before(text, context, driver)

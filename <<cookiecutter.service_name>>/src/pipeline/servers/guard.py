@@ -7,8 +7,8 @@ import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextvars import ContextVar, copy_context
-from types import FrameType
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from types import FrameType, coroutine
+from typing import Any, NoReturn, TypeVar, cast
 
 import asyncpg
 from sqlalchemy.sql.elements import (
@@ -33,7 +33,7 @@ _QUOTED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """Parts of a text that hold no statement of their own."""
-_SAVEPOINT_CLAUSES = (SavepointClause, RollbackToSavepointClause, ReleaseSavepointClause)
+_ENDS_OF_SAVEPOINTS = (RollbackToSavepointClause, ReleaseSavepointClause)
 _USE_BEGIN_NESTED = (
     "savepoints are made by `async with tx.session.begin_nested()`, which the engine follows, and"
     " the transaction is ended by the engine"
@@ -56,28 +56,18 @@ class HandlerFault(RuntimeError):
     """A handler has done what would affect other messages; the text says what to do instead."""
 
 
-class Stages(Protocol):
-    """Holds what handlers stage to be written when the transaction commits."""
-
-    staged: Any
-    """What is staged so far; setting it to an earlier value drops what was staged since."""
-
-
 CURRENT_GUARD: ContextVar["Guard | None"] = ContextVar("pipeline_guard", default=None)
 """Guard of the handler's call that the code runs in, also in tasks that it has started; None in the
 engine's own code."""
 
 
 class Guard:
-    """Checks the statements of one message, and keeps what it stages in step with savepoints."""
+    """Checks the statements of one message."""
 
-    def __init__(self, outbox: Stages) -> None:
-        self._outbox = outbox
-        self._savepoints: list[tuple[Any, BaseException | None]] = []
-        """What was staged, and `contention`, before each open savepoint of the session."""
-        self._is_undone = False
-        """Whether the latest open savepoint was rolled back."""
-        self._unsent = 0
+    def __init__(self, outbox: Any) -> None:
+        """`outbox` holds what the message stages; its session undoes that with a savepoint."""
+        self.outbox = outbox
+        self.unsent: list[object] = []
         """Savepoints that the session has begun, and whose statement was not sent yet."""
         self.under_way: set[object] = set()
         """Statements of SQLAlchemy that have not ended."""
@@ -90,40 +80,12 @@ class Guard:
         """Fault of a task that sent a statement after its handler had ended, or of a handler that
         used another connection."""
 
-    def refuse_statement_after_handler(self, guard: "Guard | None") -> None:
-        """Raise `HandlerFault` unless the connection's guard is this one.
-
-        Otherwise a task of a handler that has returned sends the statement, or a handler uses
-        another connection of the engine.
-        """
-        if guard is not self:
-            self.stray = HandlerFault(NOT_ITS_CONNECTION)
-            raise self.stray
-
-    def begin_savepoint(self) -> None:
-        """Note what is staged so far."""
-        self._savepoints.append((self._outbox.staged, self.contention))
-        self._unsent += 1
-
-    def roll_back(self) -> None:
-        """Note that the latest savepoint was rolled back; `end_savepoint` follows."""
-        self._is_undone = bool(self._savepoints)
-
-    def end_savepoint(self) -> bool:
-        """End a savepoint that was released or rolled back; return whether it was rolled back."""
-        earlier, was_undone = self._savepoints.pop(), self._is_undone
-        if was_undone:
-            (self._outbox.staged, self.contention), self._is_undone = earlier, False
-        self._unsent = min(self._unsent, len(self._savepoints))
-        return was_undone
-
     def before(self, text: str, context: Any, driver: asyncpg.Connection) -> None:
         """Raise `HandlerFault` for a statement of SQLAlchemy that must not be sent."""
         clause = context.invoked_statement
-        is_savepoint = isinstance(clause, _SAVEPOINT_CLAUSES)
-        if isinstance(clause, SavepointClause):
-            self._unsent -= 1
-        if (self._unsent < 0) if is_savepoint else _CONTROL.match(text):
+        if isinstance(clause, SavepointClause) and self.unsent:
+            self.unsent.pop(0)  # that of an outer one is sent first
+        elif not isinstance(clause, _ENDS_OF_SAVEPOINTS) and _CONTROL.match(text):
             self.refuse(text)
         if not driver.is_in_transaction():
             raise self.note(HAS_ENDED)
@@ -153,12 +115,8 @@ class Guard:
 class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no types
     """asyncpg's connection: notes the fault of a handler that closes it, and adds to BEGIN."""
 
-    __slots__ = ("first_statements",)
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.first_statements = ""
-        """Statements that are sent together with the BEGIN of the next transaction."""
+    first_statements = ""
+    """Statements that are sent together with the BEGIN of the next transaction."""
 
     async def execute(self, query: str, *arguments: Any, timeout: float | None = None) -> str:  # noqa: ASYNC109
         if self.first_statements and query.startswith("BEGIN"):
@@ -201,37 +159,28 @@ def watch_coroutines() -> None:
     warnings.showwarning = show  # type: ignore[assignment]
 
 
-class InContext(Generic[T]):
-    """Awaits a coroutine in a context of its own: variables that it sets end with it."""
+@coroutine
+def in_context(call: Awaitable[T], guard: Guard | None = None) -> Generator[Any, Any, T]:
+    """Await a coroutine in a context of its own: variables that it sets end with it.
 
-    __slots__ = ("_coroutine", "_guard")
-
-    def __init__(self, call: Awaitable[T], guard: Guard | None = None) -> None:
-        """`call` is the result of a coroutine function; `guard` checks its statements."""
-        self._coroutine = cast(Coroutine[Any, Any, T], call)
-        self._guard = guard
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        run, coroutine = copy_context().run, self._coroutine
-        step: Callable[..., Any] = self._begin
-        value: Any = None
-        while True:
-            try:
-                waits_for = run(step, value)
-            except StopIteration as end:
-                result: T = end.value
-                return result
-            try:
-                value = yield waits_for
-                step = coroutine.send
-            except BaseException as error:
-                value, step = error, coroutine.throw
-
-    def _begin(self, _: None) -> Any:
-        CURRENT_GUARD.set(self._guard)
-        # A copy, because code changes the context object in place.
-        decimal.setcontext(decimal.getcontext().copy())
-        return self._coroutine.send(None)
+    `call` is the result of a coroutine function; `guard` checks its statements.
+    """
+    run, inner = copy_context().run, cast(Coroutine[Any, Any, T], call)
+    run(CURRENT_GUARD.set, guard)
+    # A copy, because code changes the context object in place.
+    run(decimal.setcontext, decimal.getcontext().copy())
+    step: Callable[..., Any] = inner.send
+    value: Any = None
+    while True:
+        try:
+            waits_for = run(step, value)
+        except StopIteration as end:
+            return cast(T, end.value)
+        try:
+            value = yield waits_for
+            step = inner.send
+        except BaseException as error:
+            value, step = error, inner.throw
 
 
 def stack_of(task: asyncio.Task[Any] | None) -> str:
@@ -247,5 +196,5 @@ def frames_of(task: asyncio.Task[Any] | None) -> Iterator[FrameType]:
         yield frame
         awaited = awaited.cr_await
         inner = getattr(awaited, "gi_frame", None)
-        if inner is not None and inner.f_code is InContext.__await__.__code__:
-            awaited = inner.f_locals["coroutine"]
+        if inner is not None and inner.f_code is in_context.__code__:
+            awaited = inner.f_locals["inner"]
