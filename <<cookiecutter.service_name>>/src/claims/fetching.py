@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from pipeline.apply.claim_check import DataUnavailable
-from pipeline.apply.item import IdentityMismatch, Item
+from pipeline.apply.item import Item
 from pipeline.errors import StoreUnavailable
 from pipeline.events.message import Message, Reference
 from pipeline.events.payload import payload_hash
@@ -70,11 +70,8 @@ async def _with_data(item: Item, reference: Reference, found: bytes | DataUnavai
         return item._replace(fault=found)
     message = item.message
     message = message._replace(data=found, hash=await _hash(message, found), reference=None)
-    try:
-        # Data that was there when the message was stored, and has no checksum.
-        if item.stored is not None:
-            item.stored.check(message)
-    except IdentityMismatch:
+    # Data that was there when the message was stored, and has no checksum.
+    if item.stored is not None and item.stored.mismatch(message):
         text = f"{reference.uri} has other data than before: put it back"
         return item._replace(fault=DataUnavailable("data changed", text))
     return item._replace(message=message)

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.filters import Filters
+from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
@@ -254,15 +255,13 @@ class _Signals(Signals):
     async def wait_for_relay(self) -> None:
         await self._relay.backpressure.wait()
 
-    def events_staged(self, number: int) -> None:
-        self._relay.wake(number)
-
-    def rows_due(self) -> None:
-        self.lanes.wake()
-
-    def calls_staged(self) -> None:
-        for workers in self.calls:
+    def committed(self, outcome: BatchOutcome) -> None:
+        if outcome.events:
+            self._relay.wake(outcome.events)
+        for workers in self.calls if outcome.has_calls else ():
             workers.wake()
+        if outcome.has_due:
+            self.lanes.wake()
 
 
 def _stopping_on_signals() -> asyncio.Event:

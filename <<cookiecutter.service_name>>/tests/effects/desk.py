@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from effects import Call, Effects, EffectWorkers
 from pipeline import Event, Handlers, Reject, Transaction
+from pipeline.apply.outcome import BatchOutcome
 
 from tests.contract.bank import Account, Deposited
 from tests.pipeline.integration import desk
@@ -23,7 +24,15 @@ class Desk(desk.Desk):
 
     def __post_init__(self) -> None:
         self.caller = EffectWorkers(self.consume, self.health)
-        self.consume.signals.calls_staged = self.caller.wake  # type: ignore[method-assign]
+        signals = self.consume.signals
+        others = signals.committed
+
+        def committed(outcome: BatchOutcome) -> None:
+            others(outcome)
+            if outcome.has_calls:
+                self.caller.wake()
+
+        signals.committed = committed  # type: ignore[method-assign]
 
     async def call(self) -> None:
         """Make the calls to the outside that are due, until none is."""

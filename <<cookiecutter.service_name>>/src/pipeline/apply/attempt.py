@@ -76,14 +76,12 @@ class Attempt:
     began_at: float = field(default_factory=perf_counter)
     handlers_began_at: float = math.inf
     """Time at which the engine's own statements ended and the calls of handlers began."""
-    reserved: float = 0.0
-    """Seconds of the time limit that were needed for the object store, and not left."""
+    lacking: str = ""
+    """What the error of a transaction that is late says about the object store."""
     is_cut_off: bool = False
     """Whether a call was cut off by its time limit."""
     is_committing: bool = False
     """Whether all statements but the COMMIT have been executed."""
-    early: set[bytes] = field(default_factory=set)
-    """Order keys of events that came too early in their sequence."""
 
     def __post_init__(self) -> None:
         self.begin_run(())
@@ -144,24 +142,14 @@ class Attempt:
     @property
     def is_late(self) -> bool:
         """Whether the time limit has passed."""
-        return self.seconds >= self.time_limit - self.reserved
-
-    @property
-    def limit_exceeded(self) -> str:
-        """Return the text of an error: the time limit has passed."""
-        text = f"the transaction takes longer than {self.time_limit - self.reserved:g} s"
-        return (
-            f"{text} and leaves the object store less than {self.reserved:g} s"
-            if self.reserved
-            else text
-        )
+        return self.seconds >= self.time_limit
 
     def reserve(self, seconds: float) -> None:
         """Raise `TimeoutError` if less than these seconds are left, as if the limit had passed."""
-        self.reserved = seconds
-        if self.is_late:
+        if self.seconds >= self.time_limit - seconds:
+            self.time_limit -= seconds
+            self.lacking = f" and leaves the object store less than {seconds:g} s"
             raise TimeoutError
-        self.reserved = 0.0
 
     async def roll_back(self, *, discards: bool = False) -> None:
         """Roll back; the connection stays usable unless a statement may be under way."""

@@ -25,8 +25,17 @@ from .sequence import gap_before, note_applied
 
 async def lock_declared(items: Sequence[Item], attempt: Attempt) -> None:
     """Lock the rows that the handlers of the messages declare, table by table, in their order."""
-    for entity, keys in _declared(items):
-        await attempt.rows.lock(entity, keys)
+    wanted: dict[type[Aggregate], set[Key]] = {}
+    for item in items:
+        if item.event is not None:
+            for loads in item.handler.loads:
+                wanted.setdefault(loads.entity, set()).add(loads.key_of(item.event))
+
+    def place(entity: type[Aggregate]) -> tuple[str, str]:
+        return str(sa.inspect(entity).local_table.fullname), entity.__qualname__
+
+    for entity in sorted(wanted, key=place):
+        await attempt.rows.lock(entity, wanted[entity])
 
 
 async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:
@@ -82,7 +91,7 @@ async def _call_in_session(items: Sequence[Item], attempt: Attempt, outcome: Bat
             attempt.rows.begin_message()
             gap: int | None = 0
             if item.handler.gaps is not None:
-                gap = await gap_before(item, attempt.rows, outcome, attempt.early)
+                gap = await gap_before(item, attempt.rows, outcome)
             if gap is None:
                 return
             result = await _handle(items, attempt, gap)
@@ -215,17 +224,3 @@ async def _call_with_batch(run: Sequence[Item], attempt: Attempt) -> None:
         for _, tx in calls:
             tx.end()
         attempt.has_called(handler)
-
-
-def _declared(items: Iterable[Item]) -> list[tuple[type[Aggregate], set[Key]]]:
-    """Return the keys of the rows that the handlers declare, sorted by table name."""
-    wanted: dict[type[Aggregate], set[Key]] = {}
-    for item in items:
-        if item.event is not None:
-            for loads in item.handler.loads:
-                wanted.setdefault(loads.entity, set()).add(loads.key_of(item.event))
-
-    def place(one: tuple[type[Aggregate], set[Key]]) -> tuple[str, str]:
-        return str(sa.inspect(one[0]).local_table.fullname), one[0].__qualname__
-
-    return sorted(wanted.items(), key=place)

@@ -35,7 +35,6 @@ class ClaimCheck(Protocol):
         `allowed` is the largest size of a record. Raises `Unpublishable` for a payload that can
         neither be sent nor stored.
         """
-        ...
 
     async def store(
         self,
@@ -49,7 +48,6 @@ class ClaimCheck(Protocol):
         anything is stored, with the longest time in seconds that this takes. Raises
         `StoreUnavailable`.
         """
-        ...
 
     async def resolve(self, items: Sequence[Item]) -> Sequence[Item]:
         """Return items with the data that they refer to, or with `DataUnavailable` as their fault.
@@ -57,11 +55,9 @@ class ClaimCheck(Protocol):
         If the data of an item can't be fetched now, only the items before it are returned. Raises
         `StoreUnavailable` if it is the first.
         """
-        ...
 
     async def sweep(self, connection: asyncpg.Connection) -> None:
         """Delete stored payloads that no event needs. Raises `StoreUnavailable`."""
-        ...
 
 
 async def resolve_batch(batch: Batch, claims: ClaimCheck | None) -> Batch:

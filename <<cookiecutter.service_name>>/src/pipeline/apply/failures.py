@@ -121,11 +121,6 @@ def is_nobodys(error: BaseException) -> bool:
     return is_contention(error) or isinstance(error, StoreUnavailable) or lacks_partition(error)
 
 
-def is_proof(error: BaseException) -> bool:
-    """Whether the error of an isolated message is its own: Python raised it in its handler."""
-    return isinstance(error, HandlerFault) or not is_of_the_database(error)
-
-
 def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> RolledBack | None:
     """Return the failure of a transaction; None if it is no handler's: an outage."""
     failure = failure_of(error)
@@ -146,7 +141,9 @@ def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> Rolled
         return failure if attempt.is_late and not is_single(source) else None
     is_without_answer = attempt.is_committing and attempt.is_late
     if attempt.is_late and not is_without_answer:
-        late = TimeoutError(attempt.limit_exceeded)
+        late = TimeoutError(
+            f"the transaction takes longer than {attempt.time_limit:g} s{attempt.lacking}"
+        )
         late.__cause__ = cause
         failure = RolledBack(late, attempt.context, has_timed_out=True)
         failure.reason = "takes too long"
@@ -158,7 +155,8 @@ def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> Rolled
 
 def decide_isolated(item: Item, failure: RolledBack) -> Decision:
     """Return the decision on an isolated message that has failed."""
-    if not is_proof(failure.error):
+    # Otherwise Python raised it in its handler: it is the message's own.
+    if is_of_the_database(failure.error) and not isinstance(failure.error, HandlerFault):
         return replace(undecided(failure.error), trace=failure.trace)
     return _after_failure(item, failure)
 

@@ -17,7 +17,7 @@ from pipeline.handlers.policy import FOLLOWER, Decision, dead
 
 from .claim_check import DataUnavailable
 from .filters import Filters
-from .item import IdentityMismatch, Item, Known
+from .item import Item, Known
 from .outcome import BatchOutcome
 from .positions import Generations, time_of
 from .sequence import in_sequence
@@ -132,10 +132,8 @@ async def look_up(
     Duplicates and mismatches go into the outcome.
     """
     known = await mark(driver, generations, source.items, filters)
-    first: dict[bytes, Item] = {}
-    for item in source.items:
-        if item.key not in known:
-            first.setdefault(item.key, item)
+    # The first of those with the same key is assigned last.
+    first = {item.key: item for item in reversed(source.items) if item.key not in known}
     in_backlog, waiting = await source.find(driver, list(first.values())) if first else ({}, set())
     known |= in_backlog
     new: list[Item] = []
@@ -145,9 +143,7 @@ async def look_up(
             new.append(item)
             continue
         before = known.get(key) or Known(first[key].message.hash, HASH_VERSION)
-        try:
-            before.check(item.message)
-        except IdentityMismatch as error:
+        if error := before.mismatch(item.message):
             outcome.mismatched.append((item, error))
         else:
             outcome.duplicates.append(item)
@@ -161,9 +157,7 @@ async def mark(
     filters: Filters,
 ) -> dict[bytes, Known]:
     """Insert markers of the messages; returns the markers that existed before, by key."""
-    first: dict[bytes, Item] = {}
-    for item in items:
-        first.setdefault(item.key, item)
+    first = {item.key: item for item in reversed(items)}
     known: dict[bytes, Known] = {}
     if generations.oldest < generations.current:
         closed = range(generations.oldest, generations.current)

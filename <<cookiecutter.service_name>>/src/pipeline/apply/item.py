@@ -35,13 +35,14 @@ class Known(NamedTuple):
     hash: bytes
     hash_version: int
 
-    def check(self, message: Message) -> None:
-        """Raise `IdentityMismatch` if the message has another payload."""
+    def mismatch(self, message: Message) -> IdentityMismatch | None:
+        """Return an error if the message has another payload."""
         # Hashes of two versions can't be compared: then equal ids are taken for the same event.
         # A message without data has no hash.
         is_comparable = self.hash_version == HASH_VERSION and self.hash and message.hash
         if is_comparable and self.hash != message.hash:
-            raise IdentityMismatch(message, self.hash)
+            return IdentityMismatch(message, self.hash)
+        return None
 
 
 class StoredRecord(NamedTuple):

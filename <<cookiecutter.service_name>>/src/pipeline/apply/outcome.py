@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipeline.events.cloudevents import names_of
@@ -29,6 +30,8 @@ class BatchOutcome:
     mismatched: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
     decided: list[tuple[Item, Decision]] = field(default_factory=list)
     """Messages that are not applied now: parked, or dead."""
+    early: set[bytes] = field(default_factory=set)
+    """Order keys of events that came too early in their sequence."""
     undecoded: list[Row] = field(default_factory=list)
     """Records that can't be given to a handler."""
 
@@ -47,11 +50,17 @@ class BatchOutcome:
     encryption: Encryption | None = None
     """How what is not applied is stored."""
 
+    @property
+    def has_due(self) -> bool:
+        """Whether rows of the backlog are due at once."""
+        return any(decision.due_in == 0.0 for _, decision in self.decided)
+
     def add(self, run: "BatchOutcome") -> None:
         """Add the outcome of a run of the transaction's messages."""
         self.applied += run.applied
         self.superseded += run.superseded
         self.decided += run.decided
+        self.early |= run.early
         self.returned |= run.returned
         self.seconds += run.seconds
         self.events += run.events
@@ -90,21 +99,13 @@ class BatchOutcome:
 def _log_undecoded(row: Row) -> None:
     record, decision = row.record, row.decision
     id, traceparent = names_of(record)
-    extra = _place(record) | {"reason": decision.reason, "letter": row.key.hex()[:16]}
-    extra |= {"consumer": row.consumer} if row.consumer else {}
-    extra |= {"message_id": id} if id else {}
-    with traces.within(traceparent):
-        log.log(
-            logging.ERROR if decision.is_dead else logging.WARNING,
-            "%s: %s/%s at offset %s: %s: %s",
-            "dead" if decision.is_dead else "tried again later",
-            record.topic,
-            record.partition,
-            record.offset,
-            decision.reason,
-            decision.error,
-            extra=extra,
-        )
+    level = logging.ERROR if decision.is_dead else logging.WARNING
+    then = "dead" if decision.is_dead else "tried again later"
+    place = f"{record.topic}/{record.partition} at offset {record.offset}"
+    text = f"{then}: {place}: {decision.reason}: {decision.error}"
+    names = {"reason": decision.reason, "letter": row.key.hex()[:16]}
+    names |= {"consumer": row.consumer, "message_id": id or ""}
+    _write(level, text, record, traceparent, names)
 
 
 def _log_decision(item: Item, decision: Decision, key: bytes) -> None:
@@ -128,23 +129,19 @@ def _log(
     level: int, item: Item, then: str, reason: str, *, trace: str | None = None, letter: str = ""
 ) -> None:
     message = item.message
-    extra = _place(item.record) | {
-        "consumer": item.consumer,
-        "message_id": message.id,
-        "message_type": message.type,
-        "reason": reason,
-    }
-    if letter:
-        extra["letter"] = letter
-    with traces.within(trace or item.trace or message.traceparent):
-        text = f"{item.consumer}: {message.type} {message.id!r}"
-        log.log(level, "%s%s", text, then, extra=extra)
+    names = {"consumer": item.consumer, "message_id": message.id, "message_type": message.type}
+    names |= {"reason": reason, "letter": letter}
+    trace = trace or item.trace or message.traceparent
+    _write(level, f"{item.name}{then}", item.record, trace, names)
 
 
-def _place(record: Record) -> dict[str, object]:
-    place: dict[str, object] = {
-        "topic": record.topic,
-        "partition": record.partition,
-        "offset": record.offset,
-    }
-    return place | ({"key": record.key[:LONGEST_KEY]} if record.key else {})
+def _write(
+    level: int, text: str, record: Record, trace: str | None, names: Mapping[str, str]
+) -> None:
+    """Log a text in the trace of a message; `names` that are empty are left out."""
+    extra: dict[str, object] = {name: value for name, value in names.items() if value}
+    extra |= {"topic": record.topic, "partition": record.partition, "offset": record.offset}
+    if record.key:
+        extra["key"] = record.key[:LONGEST_KEY]
+    with traces.within(trace):
+        log.log(level, "%s", text, extra=extra)

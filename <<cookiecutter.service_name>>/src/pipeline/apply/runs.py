@@ -153,7 +153,7 @@ async def apply_run(
     `point` is the savepoint at which it begins.
     """
     driver, outbox = attempt.driver, attempt.outbox
-    earlier, run = outbox.staged, BatchOutcome()
+    earlier, run = outbox.staged, BatchOutcome(early={*outcome.early})
     try:
         await _call(items, attempt, run)
         if point is not None and not point.is_active:

@@ -18,13 +18,10 @@ from .item import Item, StoredRecord
 from .outcome import BatchOutcome
 
 
-async def gap_before(
-    item: Item, rows: Rows, outcome: BatchOutcome, waiting: set[bytes]
-) -> int | None:
+async def gap_before(item: Item, rows: Rows, outcome: BatchOutcome) -> int | None:
     """Return how many events are missing before the one to apply; None: it is not applied now.
 
-    In that case the outcome has the decision. `waiting` are the order keys of events that came too
-    early in this transaction. Raises `Reject` for an event without a sequence.
+    In that case the outcome has the decision. Raises `Reject` for an event without a sequence.
     """
     sequence = sequence_of(item.message)
     row = await _followed(item, rows)
@@ -37,12 +34,13 @@ async def gap_before(
         else:
             outcome.superseded.append((item, f"sequence {row.followed} of {row.followed_by!r}"))
         return None
-    decision = _decide_on_early(item, gap, follows=item.order_key in waiting) if gap > 0 else None
+    follows = item.order_key in outcome.early
+    decision = _decide_on_early(item, gap, follows=follows) if gap > 0 else None
     if decision is None:
         return gap
     outcome.decided.append((item, decision))
     if not decision.is_dead or decision.holds:
-        waiting.add(item.order_key)
+        outcome.early.add(item.order_key)
     return None
 
 

@@ -23,12 +23,10 @@ class Source(Protocol):
     @property
     def items(self) -> Sequence[Item]:
         """The messages, in order."""
-        ...
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
         """Decisions that were made before the transaction, by marker key."""
-        ...
 
     @property
     def decoded(self) -> tuple[set[str], list[FailedMessage]]:
@@ -36,45 +34,37 @@ class Source(Protocol):
 
         The breaker treats a decoder as a consumer.
         """
-        ...
 
     @property
     def patience(self) -> float:
         """Seconds for which the transaction may wait for its turn."""
-        ...
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the position over the messages, or hold the lane, to the end of the transaction.
 
         Raises `SourceLost` if another process owns it.
         """
-        ...
 
     async def find(
         self, connection: asyncpg.Connection, items: Sequence[Item]
     ) -> tuple[dict[bytes, Known], set[bytes]]:
         """Return the messages that are in the backlog, and the order keys that wait there."""
-        ...
 
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Store messages that are not applied in the backlog; returns the rows that are dead.
 
         Rows of messages that are applied are deleted.
         """
-        ...
 
     @property
     def is_alone(self) -> bool:
         """Whether it is one message of which every failure counts, also by a time limit."""
-        ...
 
     def pieces(self, records: float) -> Sequence[Self]:
         """Return sources of at most so many records each, to be applied in order."""
-        ...
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record the metrics of a committed transaction that took so many seconds."""
-        ...
 
 
 def without_decision(source: Source, decisions: Collection[bytes]) -> Sequence[Item]:

@@ -69,14 +69,8 @@ class Signals:
     async def wait_for_relay(self) -> None:
         """Return when the outbox has room for more events."""
 
-    def events_staged(self, number: int) -> None:
-        """React to new events in the outbox."""
-
-    def rows_due(self) -> None:
-        """React to rows of the backlog that are due at once."""
-
-    def calls_staged(self) -> None:
-        """React to new rows of effects, whose handlers are called outside of a transaction."""
+    def committed(self, outcome: BatchOutcome) -> None:
+        """React to new events, calls, and rows of the backlog that are due at once."""
 
 
 class ConsumeTransactions:
@@ -266,7 +260,7 @@ class ConsumeTransactions:
                 await connection.invalidate()  # it may be in the middle of a statement
                 raise
         self.breaker.succeeded(result.succeeded)
-        self._signal(result)
+        self.signals.committed(result)
         result.report(self.group)
         source.record_metrics(self.group, result.applied, attempt.seconds)
         return result
@@ -298,7 +292,16 @@ class ConsumeTransactions:
                 failed = await apply_runs(items, attempt, generations, outcome, rung)
         if attempt.own:
             await driver.execute(DONE)
-        self._observe(source, outcome, failed)
+        # The breaker judges before anything is stored. It raises `BreakerOpen`.
+        readable, undecodable = source.decoded
+        outcome.succeeded = readable | {item.consumer for item in outcome.applied}
+        invalid = [
+            (item, item.fault)
+            for item, decision in outcome.decided
+            if item.fault is not None and decision.is_dead
+        ]
+        failures = [*undecodable, *observed([*invalid, *failed])]
+        self.breaker.observe(failures, succeeded=outcome.succeeded)
         # Messages that are not applied, parked or dead ones, get rows in the backlog, no markers.
         if not_applied := found.in_backlog | {item.key for item, _ in outcome.decided}:
             await inbox.unmark(driver, generations, list(not_applied))
@@ -319,28 +322,3 @@ class ConsumeTransactions:
             closed=self.handlers.closed,
             sent_size=self.claims.sent_size if self.claims else None,
         )
-
-    def _observe(
-        self,
-        source: Source,
-        outcome: BatchOutcome,
-        failed: Sequence[tuple[Item, BaseException]],
-    ) -> None:
-        """Let the breaker judge before anything is stored. Raises `BreakerOpen`."""
-        readable, undecodable = source.decoded
-        outcome.succeeded = readable | {item.consumer for item in outcome.applied}
-        invalid = [
-            (item, item.fault)
-            for item, decision in outcome.decided
-            if item.fault is not None and decision.is_dead
-        ]
-        failures = [*undecodable, *observed([*invalid, *failed])]
-        self.breaker.observe(failures, succeeded=outcome.succeeded)
-
-    def _signal(self, outcome: BatchOutcome) -> None:
-        if outcome.events:
-            self.signals.events_staged(outcome.events)
-        if outcome.has_calls:
-            self.signals.calls_staged()
-        if any(decision.due_in == 0.0 for _, decision in outcome.decided):
-            self.signals.rows_due()

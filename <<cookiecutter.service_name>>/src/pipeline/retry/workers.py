@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -18,12 +17,11 @@ import asyncpg
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve
 from pipeline.apply.encryption import Rows
-from pipeline.apply.item import Item
 from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
-from pipeline.handlers.policy import UNDECIDED
+from pipeline.handlers.policy import UNDECIDED, Decision
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
@@ -42,7 +40,6 @@ _ANSWER_SECONDS = 20.0
 """Time-out of a statement: longer than any takes, so it means that the connection is dead."""
 _UNDO_ATTEMPT_SECONDS = 2.0
 """Time-out, on shutdown, for undoing an attempt that was stored as failed beforehand."""
-
 _MOST_UNANSWERED = 100
 """Largest number of claims without an answer that are remembered."""
 
@@ -71,8 +68,6 @@ class BacklogWorkers:
         """Number of workers, each of which serves one lane at a time."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._claims = count()
-        self._unanswered: deque[str] = deque(maxlen=_MOST_UNANSWERED)
-        """Owners of claims whose answers were lost."""
         self._woken = asyncio.Event()
         self._claiming = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -236,17 +231,26 @@ class BacklogWorkers:
 
     async def _handle_together(self, source: LaneSource) -> None:
         """Handle rows in one transaction; those to be tried alone get one each."""
-        items = source.items
-        alone = [*takewhile(lambda item: item.reason == UNDECIDED, items)]
+        alone = [*takewhile(lambda item: item.reason == UNDECIDED, source.items)]
+        items, decided = alone, dict.fromkeys((item.key for item in alone), Decision(UNDECIDED))
         if not alone:
-            together = [*takewhile(lambda item: item.reason != UNDECIDED, items)]
-            outcomes = await self._apply(self._consume, replace(source, items=together))
-            alone = _to_try_alone(together, outcomes)
+            items = [*takewhile(lambda item: item.reason != UNDECIDED, source.items)]
+            outcomes = await self._apply(self._consume, replace(source, items=items))
+            decided = {item.key: one for each in outcomes for item, one in each.decided}
         waiting: set[bytes] = set()
-        for item in alone[:_TURNS]:
-            if item.order_key not in waiting and not self._stopping.is_set():
+        tries = 0
+        for item in items:
+            decision = decided.get(item.key)
+            if decision is None or (decision.is_dead and not decision.holds):
+                continue
+            # Not past an earlier message of its key that waits.
+            is_next = decision.is_undecided and item.order_key not in waiting
+            if is_next and tries < _TURNS and not self._stopping.is_set():
+                tries += 1
                 outcomes = await self._apply(self._consume, LaneSource.of(source.lane, [item]))
-                waiting |= {one.order_key for outcome in outcomes for one, _ in outcome.decided}
+                if not any(one.decided for one in outcomes):
+                    continue
+            waiting.add(item.order_key)
 
     async def _try_alone(self, lane: Lane, row: asyncpg.Record) -> None:
         """Handle a row over which a process may have died, while this one does nothing else.
@@ -291,16 +295,17 @@ class BacklogWorkers:
 
     async def _claim(self) -> Lane | None:
         self._breaker.forget_idle()
-        return await self._query("claiming a lane", self._claim_once)
+        owners: list[str] = []
 
-    async def _claim_once(self, driver: asyncpg.Connection) -> Lane | None:
-        # Each claim has an owner of its own: one that is executed late takes no lane of another.
-        owner, lease = f"{self._owner}:{next(self._claims)}", self._settings.backlog_lease
-        try:
-            return await lanes.claim(driver, owner, lease, self.consumers, self._unanswered)
-        except BaseException:
-            self._unanswered.append(owner)
-            raise
+        async def claim(driver: asyncpg.Connection) -> Lane | None:
+            # Each attempt has an owner of its own: one that is executed late takes no lane of a
+            # later one. The answers to earlier ones were lost.
+            owners.append(f"{self._owner}:{next(self._claims)}")
+            *unanswered, owner = owners[-_MOST_UNANSWERED:]
+            lease = self._settings.backlog_lease
+            return await lanes.claim(driver, owner, lease, self.consumers, unanswered)
+
+        return await self._query("claiming a lane", claim)
 
     async def _query(self, what: str, statement: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async def query() -> T:
@@ -316,22 +321,3 @@ class BacklogWorkers:
             unless=self._stopping.is_set,
             report=lambda reason: self._health.not_ready(self.name, reason),
         )
-
-
-def _to_try_alone(items: Sequence[Item], outcomes: Sequence[BatchOutcome]) -> list[Item]:
-    """Return, in order, the messages on which a transaction has not decided.
-
-    Those behind one of their key that waits are not among them.
-    """
-    decided = {item.key: one for outcome in outcomes for item, one in outcome.decided}
-    alone: list[Item] = []
-    waiting: set[bytes] = set()
-    for item in items:
-        decision = decided.get(item.key)
-        if decision is None or (decision.is_dead and not decision.holds):
-            continue
-        if not decision.is_undecided:
-            waiting.add(item.order_key)
-        elif item.order_key not in waiting:
-            alone.append(item)
-    return alone

@@ -16,6 +16,7 @@ from operate.commands import command_line
 from pipeline import Handlers
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.filters import Filters
+from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.observe.health import Health
@@ -136,6 +137,16 @@ def complaint(done: Result) -> str:
     return " ".join(done.stderr.replace("│", " ").split())
 
 
+class Waking(Signals):
+    """Wakes the workers of a desk."""
+
+    lanes: BacklogWorkers
+
+    def committed(self, outcome: BatchOutcome) -> None:
+        if outcome.has_due:
+            self.lanes.wake()
+
+
 @pytest.fixture
 async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
     """Make desks: partitions whose batches the test applies itself, without Kafka."""
@@ -154,7 +165,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         health = Health(stall_after=PATIENCE)
         breaker = Breaker(keys=chosen.breaker_keys, pause=chosen.retry_pause, health=health)
         filters = Filters(mebibytes=chosen.inbox_filter_mebibytes)
-        signals = Signals()
+        signals = Waking()
         consume = ConsumeTransactions(
             engines[-1],
             group=group,
@@ -166,7 +177,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             signals=signals,
         )
         lanes = BacklogWorkers(consume, health)
-        signals.rows_due = lanes.wake  # type: ignore[method-assign]
+        signals.lanes = lanes
         slot = Slot(group, topic, partition)
         return Desk(engines[-1], consume, lanes, health, handlers, slot, filters)
 

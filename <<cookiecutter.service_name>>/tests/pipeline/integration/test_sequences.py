@@ -16,6 +16,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from pipeline import Aggregate, Gaps, Handlers, Park, Policy, Sequenced, Timed, Transaction
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.handlers.policy import GAP
 from pipeline.retry import lanes
 from pipeline.retry.lane_source import LaneSource
 from pipeline.servers.database import autocommitting
@@ -344,6 +345,16 @@ async def test_one_that_fails_lets_none_overtake_it(
         await desk.make_due()
         await desk.work_off()
     assert await history(db) == [1, 2, 3, 4]
+
+
+async def test_one_that_comes_early_waits_for_its_predecessors_also_beside_one_that_fails(
+    new_desk: NewDesk,
+) -> None:
+    service, desk = await following(new_desk, wait=60)
+    service.failures[1] = 9
+    await desk.apply(*numbered(1, account="bob"))  # runs are undone from now on
+    await desk.apply(*numbered(2), *numbered(1, account="cid"))
+    assert [row["reason"] for row in await desk.backlog()] == ["failed", GAP, "failed"]
 
 
 async def test_an_event_without_a_sequence_is_a_dead_letter(
