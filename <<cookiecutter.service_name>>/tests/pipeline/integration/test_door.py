@@ -978,7 +978,8 @@ async def give_back(connection: AsyncConnection) -> None:
     await connection.run_sync(lambda sync: sync.connection.close())
 
 
-@pytest.mark.parametrize("act", [sleep_on, pytest.param(close_driver, marks=CANCELLING), give_back])
+@CANCELLING
+@pytest.mark.parametrize("act", [sleep_on, close_driver, give_back])
 async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
     habits: Habits,
     act: Callable[[AsyncConnection], Awaitable[None]],
