@@ -1007,14 +1007,15 @@ async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
 
     habits.habits = {2: stray, 3: innocent, 4: innocent}
     deposits = [Deposit(n, account=name) for n, name in ((2, "ada"), (3, "bob"), (4, "eve"))]
-    with suppress(SourceLost):  # its COMMIT was executed, and the answer was lost
-        await habits.desk.apply(*deposits)
+    while (position := await habits.desk.position()) < len(deposits):
+        # If its COMMIT was executed, and the answer was lost, a reader goes on behind it.
+        with suppress(SourceLost):
+            await habits.desk.apply(*deposits[position:])
     await asyncio.gather(*tasks, return_exceptions=True)
     # Alone it may end before its task begins, which is refused then.
     errors = await errors_of(habits.desk)
     assert set(errors) <= {0}
     assert re.search("has ended|begin_nested", errors.get(0) or caplog.text)
-    assert await habits.desk.position() == 3
 
 
 async def test_many_that_fail_with_a_session_are_found_in_few_attempts(habits: Habits) -> None:
