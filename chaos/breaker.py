@@ -24,6 +24,10 @@ READ_ONLY = "ALTER SYSTEM SET default_transaction_read_only = on"
 MAY_WRITE = "SET default_transaction_read_only = off"
 READ_WRITE = "ALTER SYSTEM RESET default_transaction_read_only"
 RELOAD = "SELECT pg_reload_conf()"
+LOCK = "LOCK TABLE parcel, tally IN ACCESS EXCLUSIVE MODE"
+SHORTLY = "SET lock_timeout = '1s'"
+RENAME = "ALTER TABLE tally RENAME COLUMN parcel_id TO parcel"
+RENAME_BACK = "ALTER TABLE tally RENAME COLUMN parcel TO parcel_id"
 LOOK_EVERY = 0.1
 """Seconds until a connection that was given back is taken too."""
 
@@ -39,6 +43,7 @@ class Breaker:
         self._outside = outside
         self._releases = releases
         self._outside_busy = asyncio.Lock()
+        self._renaming = asyncio.Lock()
 
     async def run(self, schedule: Sequence[Fault], note: Callable[[str], None]) -> None:
         """Carry it out, counting from now, and tell of it; return when all is healed."""
@@ -69,6 +74,10 @@ class Breaker:
                 await self._make_read_only(fault)
             case "connections":
                 await self._use_up_connections(fault)
+            case "locked":
+                await self._lock_tables(fault)
+            case "renamed":
+                await self._rename_column(fault)
             case "rebalance" | "relays":
                 await self._join_and_leave(fault)
             case "rollout":
@@ -168,6 +177,34 @@ class Breaker:
         finally:
             for connection in taken:
                 connection.terminate()
+
+    async def _lock_tables(self, fault: Fault) -> None:
+        """Hold the tables of the handlers, as a migration does that takes long."""
+        with suppress(*AWAY):
+            connection = await asyncpg.connect(self._system.servers.stack.database)
+            try:
+                async with connection.transaction():
+                    await connection.execute(LOCK)
+                    await asyncio.sleep(fault.seconds)
+            finally:
+                connection.terminate()
+
+    async def _rename_column(self, fault: Fault) -> None:
+        """Rename a column that a handler writes, and give it its name back."""
+        async with self._renaming:
+            await self._rename(RENAME)
+            await asyncio.sleep(fault.seconds)
+            await self._rename(RENAME_BACK)
+
+    async def _rename(self, statement: str) -> None:
+        while True:
+            try:
+                await self._system.servers.execute(MAY_WRITE, SHORTLY, statement)
+                return
+            except asyncpg.UndefinedColumnError:
+                return  # it is renamed, and the answer was lost
+            except AWAY:
+                await asyncio.sleep(LOOK_EVERY)
 
     async def _spoil_the_outside(self, fault: Fault) -> None:
         async with self._outside_busy:

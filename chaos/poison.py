@@ -38,9 +38,12 @@ Illegible = Literal[
 """Records that nobody can read, by the reason that their dead letters must have."""
 ILLEGIBLE: tuple[Illegible, ...] = get_args(Illegible)
 
-Trouble = Literal["asks", "dawdles", "parks", "raises", "hangs", "spoils", "rejects"]
+Trouble = Literal[
+    "asks", "dawdles", "parks", "raises", "hangs", "spoils", "rejects", "blames", "disconnects"
+]
 """What a handler does, the first times or always: reads the backlog and goes on; takes a while;
-has it set aside, once; raises; takes longer than it may; lets the flush fail; rejects the scan."""
+has it set aside, once; raises; takes longer than it may; lets the flush fail; rejects the scan;
+executes a statement that blames the server; ends its session of the database."""
 
 Kind = Trouble | Illegible | Literal["invalid payload", "unknown type", "impostor"]
 
@@ -102,6 +105,10 @@ _TROUBLES: Sequence[tuple[Trouble, int]] = (
     ("hangs", ATTEMPTS),
     ("spoils", 1),
     ("spoils", ATTEMPTS),
+    ("blames", 1),
+    ("blames", ATTEMPTS),
+    ("disconnects", 1),
+    ("disconnects", ATTEMPTS),
 )
 EVERY: Sequence[Poison] = (
     *(Poison(kind, one, times) for kind, times in _TROUBLES for one in CONSUMERS),

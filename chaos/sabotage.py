@@ -187,6 +187,13 @@ LOADS: Mapping[str, Load] = {
         ],
         settings={"PIPELINE_BACKLOG_LEASE": "3.2"},
     ),
+    "tables that are locked": Load(
+        events=2_000,
+        seconds=14,
+        schedule=[Fault(at, "locked", "postgres", 6.0) for at in (2.0, 9.0)],
+        # So a message alone meets the lock more often than it has attempts.
+        settings={"PIPELINE_LOCK_TIMEOUT": "0.3"},
+    ),
     "generations that are forgotten": Load(
         events=2_000,
         seconds=24,
@@ -318,7 +325,7 @@ SABOTAGES: Sequence[Sabotage] = (
                 "AND position.next_offset = move.fetched_from\n    RETURNING 1",
                 "AND move.fetched_from IS NOT NULL\n    RETURNING 1",
             ),
-            Edit("apply/inbox.py", "if item.key not in known:", "if known is not None:"),
+            Edit("apply/inbox.py", "if item.key not in known}", "if known is not None}"),
         ],
     ),
     Sabotage(
@@ -468,6 +475,32 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
+        "neighbours of a failing message are blamed",
+        "busy parcels that fail",
+        [
+            Edit(
+                "apply/runs.py",
+                """\
+            if len(run) > 1:
+                runs.failed(run, failure.items)
+                continue
+            [item] = run
+""",
+                """\
+            *others, item = run
+            for one in others:
+                outcome.decided.append((one, decide_isolated(one, failure)))
+                behind.add(one.order_key)
+""",
+            )
+        ],
+    ),
+    Sabotage(
+        "a lock spends an attempt",
+        "tables that are locked",
+        [Edit("apply/failures.py", "reason=LOCKED_OUT, is_free=True", "reason=LOCKED_OUT")],
+    ),
+    Sabotage(
         "lane's worker checks neither token nor markers",
         "workers that wake up late",
         [
@@ -478,8 +511,8 @@ reason, attempts, waited,
             ),
             Edit(
                 "apply/inbox.py",
-                "if item.key not in known:",
-                "if item.key not in known or item.row:",
+                "if item.key not in known}",
+                "if item.key not in known or item.row}",
             ),
         ],
     ),

@@ -21,6 +21,8 @@ Kind = Literal[
     "both",
     "readonly",
     "connections",
+    "locked",
+    "renamed",
     "rebalance",
     "relays",
     "rollout",
@@ -57,6 +59,8 @@ LASTS: dict[Kind, tuple[float, float]] = {
     "both": (0.5, 4.0),
     "readonly": (1.0, 4.0),
     "connections": (2.0, 5.0),
+    "locked": (2.0, 6.0),
+    "renamed": (2.0, 5.0),
     "rebalance": (3.0, 6.0),
     "relays": (3.0, 6.0),
     "rollout": (0.0, 1.0),
@@ -158,7 +162,15 @@ def _fault(
             return Fault(at, kind, "kafka", seconds, hard=chance.random() < 0.5)
         case "both":
             return Fault(at, kind, "postgres and kafka", seconds, hard=chance.random() < 0.5)
-        case "readonly" | "connections" | "retention" | "rotation" | "scheduled":
+        case (
+            "readonly"
+            | "connections"
+            | "locked"
+            | "renamed"
+            | "retention"
+            | "rotation"
+            | "scheduled"
+        ):
             return Fault(at, kind, "postgres", seconds)
         case "replay":
             return Fault(at, kind, chance.choice(consumers), seconds)

@@ -53,6 +53,10 @@ SELECT attempts, reason FROM pipeline.backlog WHERE key = :key
 """)
 # The same error for key after key would be the breaker's, and not the messages'.
 ERRORS = (ValueError, KeyError, LookupError, RuntimeError, ArithmeticError)
+# Classes of errors that servers raise in outages.
+STATES = ("08006", "25006", "57P03", "XX000")
+BLAME = "DO $$ BEGIN RAISE EXCEPTION 'blamed' USING ERRCODE = '{}'; END $$"
+DISCONNECT = sa.text("SELECT pg_terminate_backend(pg_backend_pid())")
 
 
 PATIENT = Policy(attempts=1_000, schedule=SCHEDULE)
@@ -183,6 +187,11 @@ async def misbehave(consumer: str, tx: Transaction) -> None:
             await asyncio.sleep(10 * TIMEOUT)
         case "spoils" if fails:
             tx.session.add(Tallied())  # without anything that it must have
+        case "blames" if fails:
+            state = STATES[tx.message.offset % len(STATES)]
+            await tx.session.execute(sa.text(BLAME.format(state)))
+        case "disconnects" if fails:
+            await tx.session.execute(DISCONNECT)
 
 
 async def had(consumer: str, tx: Transaction) -> tuple[int, str]:
