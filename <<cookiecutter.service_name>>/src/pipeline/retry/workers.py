@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -68,6 +69,8 @@ class BacklogWorkers:
         """Number of workers, each of which serves one lane at a time."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._claims = count()
+        self._unanswered: deque[str] = deque(maxlen=_MOST_UNANSWERED)
+        """Owners of claims whose answers were lost; a later claim may take another lane first."""
         self._woken = asyncio.Event()
         self._claiming = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -295,17 +298,16 @@ class BacklogWorkers:
 
     async def _claim(self) -> Lane | None:
         self._breaker.forget_idle()
-        owners: list[str] = []
+        return await self._query("claiming a lane", self._claim_once)
 
-        async def claim(driver: asyncpg.Connection) -> Lane | None:
-            # Each attempt has an owner of its own: one that is executed late takes no lane of a
-            # later one. The answers to earlier ones were lost.
-            owners.append(f"{self._owner}:{next(self._claims)}")
-            *unanswered, owner = owners[-_MOST_UNANSWERED:]
-            lease = self._settings.backlog_lease
-            return await lanes.claim(driver, owner, lease, self.consumers, unanswered)
-
-        return await self._query("claiming a lane", claim)
+    async def _claim_once(self, driver: asyncpg.Connection) -> Lane | None:
+        # Each claim has an owner of its own: one that is executed late takes no lane of another.
+        owner, lease = f"{self._owner}:{next(self._claims)}", self._settings.backlog_lease
+        try:
+            return await lanes.claim(driver, owner, lease, self.consumers, self._unanswered)
+        except BaseException:
+            self._unanswered.append(owner)
+            raise
 
     async def _query(self, what: str, statement: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async def query() -> T:

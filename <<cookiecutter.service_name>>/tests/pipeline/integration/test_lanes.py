@@ -23,6 +23,7 @@ from pipeline.retry import lane_source, lanes
 from pipeline.retry.lane_source import LaneSource, is_suspect, read_rows, take
 from pipeline.retry.lanes import Lane, LaneLost
 from pipeline.retry.workers import BacklogWorkers
+from pipeline.schema import LANES
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import SLICE_SECONDS, in_background
@@ -149,6 +150,40 @@ async def test_a_claim_whose_answer_was_lost_is_no_death(
     assert await histories(db) == {"ada": [1]}
     count = "SELECT max(starts), count(lease_until) FROM pipeline.backlog_lane"
     assert tuple(await db.fetchrow(count)) == (0, 0)
+
+
+_COPY = """
+INSERT INTO pipeline.backlog
+SELECT (jsonb_populate_record(b, jsonb_build_object('key', '\\x01', 'lane', $1::integer))).*
+  FROM pipeline.backlog b
+"""
+
+
+async def test_a_lane_whose_claim_was_not_answered_is_taken_after_another_that_was_first(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk = await waiting(new_desk, 1)
+    claim_lane = lanes.claim
+    is_lost = False
+
+    async def lose_first(*arguments: Any) -> Lane | None:
+        nonlocal is_lost
+        lane = await claim_lane(*arguments)
+        if is_lost or lane is None:
+            return lane
+        is_lost = True
+        other = (lane.number + 1) % LANES
+        old = "UPDATE pipeline.backlog_lane SET released_at = '2000-01-01' WHERE lane = $1"
+        await db.execute(old, other)
+        await db.execute(_COPY, other)
+        raise asyncpg.ConnectionDoesNotExistError("connection was closed")
+
+    monkeypatch.setattr(lanes, "claim", lose_first)
+    first, second = await desk.lanes._claim(), await desk.lanes._claim()
+    assert first is not None
+    assert second is not None
+    assert first.number == (second.number + 1) % LANES
+    assert (first.starts, second.starts) == (1, 1)
 
 
 async def test_a_claim_that_is_executed_late_takes_no_lane_that_the_process_serves(

@@ -17,7 +17,8 @@ depends_on = None
 def upgrade() -> None:
     """Add the columns, which have defaults, and find due rows by consumer.
 
-    Processes of version 1.0.0 can go on; they wait while the index is created.
+    Processes of version 1.0.0 can go on. They wait while the index is created, and then look at all
+    that is due in a lane to find a lane.
     """
     # Statements wait behind one that waits for a lock of the whole table: so it waits for a second,
     # and lets them pass.
