@@ -1016,6 +1016,7 @@ async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
     errors = await errors_of(habits.desk)
     assert set(errors) <= {0}
     assert re.search("has ended|begin_nested", errors.get(0) or caplog.text)
+    assert await habits.desk.position() == 3
 
 
 async def test_many_that_fail_with_a_session_are_found_in_few_attempts(habits: Habits) -> None:

@@ -101,6 +101,10 @@ class Wire:
         """Kill the process, and end all its connections as the kernel of its host would."""
         self._kill()
         self.has_killed.set()
+        self.end()
+
+    def end(self) -> None:
+        """End the connections."""
         for connection in self._connections:
             connection.cut()
 
@@ -114,11 +118,6 @@ class FreezingWire(Wire):
 
     def kill(self) -> None:
         self.has_killed.set()
-
-    def end(self) -> None:
-        """End the connections."""
-        for connection in self._connections:
-            connection.cut()
 
 
 @asynccontextmanager
