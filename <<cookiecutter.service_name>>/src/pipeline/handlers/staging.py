@@ -1,4 +1,4 @@
-"""The outbox: events staged in memory while handlers run, written by one INSERT before the commit.
+"""The outbox: events staged in memory while handlers run, written by INSERT before the commit.
 
 Events that are due later are written into a table of their own; `relay/scheduled.py` moves them to
 the outbox.

@@ -14,7 +14,7 @@ from .buffer import record
 _POSTGRESQL = db_attributes.DbSystemNameValues.POSTGRESQL.value
 _FIRST_WORD = re.compile(
     r"(?:\s|--.*|/\*(?s:.*?)\*/)*"
-    r"(BEGIN|COMMIT|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
+    r"(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
     re.IGNORECASE,
 )
 """Others are rare, and summarized as `OTHER`."""
