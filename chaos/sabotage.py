@@ -484,13 +484,11 @@ reason, attempts, waited,
             if len(run) > 1:
                 runs.failed(run, failure.items)
                 continue
-            [item] = run
+            decide_isolated(run[0], failure, outcome)
 """,
                 """\
-            *others, item = run
-            for one in others:
-                outcome.decided.append((one, decide_isolated(one, failure)))
-                behind.add(one.order_key)
+            for one in run:
+                decide_isolated(one, failure, outcome)
 """,
             )
         ],

@@ -19,7 +19,7 @@ from pipeline import Event, Handlers, Message, Park, Reject, Retry, Service
 from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import validated
 from pipeline.apply.breaker import Breaker
-from pipeline.apply.failures import NeedsOwnSession, RolledBack
+from pipeline.apply.failures import RolledBack
 from pipeline.apply.filters import Filters
 from pipeline.apply.item import Item, StoredRecord
 from pipeline.apply.ladder import BATCH
@@ -27,6 +27,7 @@ from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.errors import (
     UNSTORABLE,
+    Repeat,
     describe_error,
     is_contention,
     is_infrastructure,
@@ -157,7 +158,7 @@ class Receiver(ConsumeTransactions):
             match result:
                 case BatchOutcome():
                     return result
-                case NeedsOwnSession():
+                case Repeat():
                     pass
                 case RolledBack(error=error) if result.is_lost or is_contention(error):
                     await asyncio.sleep(pause(attempts))

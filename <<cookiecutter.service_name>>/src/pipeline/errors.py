@@ -79,6 +79,11 @@ _WHY = re.compile(r" \((value out of \w+ range|expected [\w.]+, got [\w.]+)\)$")
 """What follows such a value, and holds nothing of it."""
 
 
+class Repeat(Exception):
+    """A transaction has shown what the next one has to do otherwise: the messages are applied again
+    at once, and nothing counts."""
+
+
 class StoreUnavailable(ConnectionError):
     """The store of objects or of schemas can't be used; the text has its address and the reason."""
 

@@ -341,6 +341,9 @@ async def test_a_request_is_answered_once_wherever_its_process_or_its_connection
         answers.append(await _until_answered(dying, wanted, f"key-{wanted}"))
 
     mortal.begin(None)
+    await mortal.run(ask)  # it also reads the catalog
+    wanted += 1
+    mortal.begin(None)
     await mortal.run(ask)
     crashes = [*crashes_of(mortal)]
     assert len(crashes) > 8

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
 from sqlalchemy.orm import Session
 
 from pipeline.events.event import Event
+from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handler, Handlers
 from pipeline.handlers.rows import Rows
@@ -56,6 +57,7 @@ class Attempt:
     """Time limit of the transaction in seconds, which begins now."""
     memory: Memory
     handlers: Handlers
+    catalog: Catalog
     claims: ClaimCheck | None
     encryption: Encryption | None
     rows: Rows = field(init=False)
@@ -68,6 +70,8 @@ class Attempt:
     """Errors of calls to `tx` after the message's handler had returned, by marker key."""
     task: asyncio.Task[object] | None = field(default_factory=asyncio.current_task)
     calling: Item | None = None
+    is_shared: bool = False
+    """Whether the run has other messages."""
     context: Context | None = None
     """Trace context of the latest call."""
     longest: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -88,7 +92,7 @@ class Attempt:
 
     def begin_run(self, items: Iterable[Item]) -> None:
         """Begin a run: its messages have a session that knows nothing of earlier ones."""
-        self.rows = Rows(new_session(self.connection, SharedSession))
+        self.rows = Rows(new_session(self.connection, SharedSession), self.catalog)
         self.guard = Guard(self.outbox)
         for item in items:  # they may have been in a run that was rolled back
             self.guards.pop(item.key, None)

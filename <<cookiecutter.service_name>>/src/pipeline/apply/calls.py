@@ -8,16 +8,23 @@ from time import perf_counter
 import pydantic_core
 import sqlalchemy as sa
 
-from pipeline.errors import describe_error
+from pipeline.errors import Repeat, describe_error
 from pipeline.handlers.aggregate import Aggregate, Key
+from pipeline.handlers.policy import FOLLOWER
 from pipeline.handlers.sessions import SharedSession
 from pipeline.handlers.transaction import EventBatch, Transaction
 from pipeline.observe.traces import Current
-from pipeline.servers.guard import in_context
+from pipeline.servers.guard import HandlerFault, in_context
 from pipeline.servers.tasks import TimeSlice
 
 from .attempt import Attempt
-from .failures import CallFailed, NeedsOwnSession
+from .failures import (
+    CallFailed,
+    NeedsOwnSession,
+    decide_isolated,
+    is_in_vain,
+    is_nobodys,
+)
 from .item import Item
 from .outcome import BatchOutcome
 from .sequence import gap_before, note_applied
@@ -42,10 +49,11 @@ async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchO
     """Lock the rows that handlers have declared, call the handlers in order, and flush.
 
     First the handlers of messages that share a session are called, then those of messages with a
-    session of their own each. Raises `CallFailed` for the first call that fails: later ones would
-    prove nothing. Raises `NeedsOwnSession`, and what the flush raises.
+    session of their own each. Raises `CallFailed` for the first call whose failure can't be undone
+    in memory: later ones would prove nothing. Raises `Repeat`, and what the flush raises.
     """
     await lock_declared(items, attempt)
+    attempt.is_shared = len(items) > 1
     begun = perf_counter()
     sharing, own = items, list[Item]()
     if attempt.own:
@@ -63,6 +71,7 @@ async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchO
         outcome.seconds += perf_counter() - begun
     raise_strays(attempt, outcome)
     await attempt.rows.flush()
+    await attempt.rows.check_catalog()
     attempt.rows.session.sync_session.close()
 
 
@@ -79,23 +88,40 @@ async def _call_in_order(items: Sequence[Item], attempt: Attempt, outcome: Batch
     for together in _together(items):
         if turn.is_over:
             await turn.end()
-        await _call_in_session(together, attempt, outcome)
+        left = together
+        if behind := outcome.behind:
+            outcome.decided += ((one, FOLLOWER) for one in together if one.order_key in behind)
+            left = [one for one in together if one.order_key not in behind]
+        if left:
+            await _call_in_session(left, attempt, outcome)
 
 
 async def _call_in_session(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:
     """Make one call of a handler, in the session that it needs."""
     item = items[0]
     attempt.context = None
+    earlier = attempt.outbox.staged
     try:
         async with attempt.own_session(item) if item.consumer in attempt.own else nullcontext():
+            if attempt.rows.is_stale:
+                await lock_declared(items, attempt)
             attempt.rows.begin_message()
+            attempt.guard.has_waited = False
             gap: int | None = 0
             if item.handler.gaps is not None:
                 gap = await gap_before(item, attempt.rows, outcome)
             if gap is None:
                 return
             result = await _handle(items, attempt, gap)
-    except (CallFailed, NeedsOwnSession):
+            if attempt.rows.has_to_write:
+                await _write_message(items, attempt)
+    except CallFailed as failure:
+        if not _is_undone(items, failure, attempt, outcome):
+            raise
+        attempt.outbox.staged = earlier
+        decide_isolated(item, failure.with_traceback(None), outcome)
+        return
+    except Repeat:
         raise
     except Exception as error:
         timed_out = attempt.is_cut_off
@@ -103,6 +129,38 @@ async def _call_in_session(items: Sequence[Item], attempt: Attempt, outcome: Bat
     if result is not None:
         outcome.returned[item.key] = result
     outcome.applied += items
+
+
+async def _write_message(items: Sequence[Item], attempt: Attempt) -> None:
+    """Write what has to be written after each message."""
+    try:
+        await attempt.rows.write_message()
+    except Repeat:
+        raise
+    except Exception as error:
+        failure = CallFailed(items, error, attempt.context)
+        failure.reason = "transaction failed"
+        raise failure from error
+
+
+def _is_undone(
+    items: Sequence[Item], failure: CallFailed, attempt: Attempt, outcome: BatchOutcome
+) -> bool:
+    """Whether nothing is left of a call that has failed, so that the others can go on.
+
+    A call that has waited may have executed a statement, or left a task that goes on.
+    """
+    consumer = items[0].consumer
+    return (
+        attempt.is_shared
+        and len(items) == 1
+        and consumer not in attempt.own
+        and not isinstance(failure.error, HandlerFault)
+        and not is_nobodys(failure.error)
+        and not attempt.guard.has_waited
+        and not is_in_vain(consumer, outcome)
+        and attempt.rows.undo_message()
+    )
 
 
 def _together(items: Sequence[Item]) -> Iterable[list[Item]]:

@@ -26,6 +26,7 @@ from dataclasses import replace
 from opentelemetry.context import Context
 
 from pipeline.errors import (
+    Repeat,
     StoreUnavailable,
     is_contention,
     is_of_resources,
@@ -47,10 +48,12 @@ from pipeline.servers.guard import HandlerFault
 from .attempt import Attempt
 from .breaker import FailedMessage
 from .item import Item
+from .ladder import IN_VAIN
+from .outcome import BatchOutcome
 from .source import Source, is_single
 
 
-class NeedsOwnSession(Exception):
+class NeedsOwnSession(Repeat):
     """A handler has used the shared session, so its messages need sessions of their own."""
 
     def __init__(self, consumer: str) -> None:
@@ -153,12 +156,17 @@ def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> Rolled
     return failure
 
 
-def decide_isolated(item: Item, failure: RolledBack) -> Decision:
-    """Return the decision on an isolated message that has failed."""
+def decide_isolated(item: Item, failure: RolledBack, outcome: BatchOutcome) -> None:
+    """Decide on an isolated message that has failed; later ones of its key may wait for it."""
     # Otherwise Python raised it in its handler: it is the message's own.
     if is_of_the_database(failure.error) and not isinstance(failure.error, HandlerFault):
-        return replace(undecided(failure.error), trace=failure.trace)
-    return _after_failure(item, failure)
+        decision = replace(undecided(failure.error), trace=failure.trace)
+    else:
+        decision = _after_failure(item, failure)
+    outcome.failed.append((item, failure.error))
+    outcome.decided.append((item, decision))
+    if not decision.is_dead or decision.holds:
+        outcome.behind.add(item.order_key)
 
 
 def decide_alone(item: Item, failure: RolledBack) -> Decision:
@@ -171,6 +179,13 @@ def decide_alone(item: Item, failure: RolledBack) -> Decision:
     if is_of_resources(error) or isinstance(error, StoreUnavailable):
         return policy.after_failure(error, history, reason=failure.reason, is_free=True)
     return _after_failure(item, failure)
+
+
+def is_in_vain(consumer: str, outcome: BatchOutcome) -> bool:
+    """Whether so many messages of a consumer have failed, and none was applied, that the breaker
+    has to judge."""
+    failures = sum(one.consumer == consumer for one in observed(outcome.failed))
+    return failures > IN_VAIN and all(one.consumer != consumer for one in outcome.applied)
 
 
 def observed(failed: Sequence[tuple[Item, BaseException]]) -> list[FailedMessage]:

@@ -10,10 +10,13 @@
               be tried alone
     alone     one stored message is tried; every failure counts    its decision is stored
 
-A *run* is consecutive messages with one session and one flush. It fails at its first error, and is
-rolled back to its savepoint. If a call has failed, the messages before it are a run again, its
-message is *isolated*, as a run of one, and the rest is a run; if the flush has failed, each half is
-a run. The failure of an isolated message is decided on; `failures.py` says how.
+A *run* is consecutive messages with one session and one flush. If a call raises an error before it
+has waited for anything, what it has changed is undone in memory: it is decided on as if it had been
+isolated, later messages of its key follow it, and the run goes on. At its first other error a
+run fails, and is rolled back to its savepoint, with such decisions. If a call has failed, the
+messages before it are a run again, its message is *isolated*, as a run of one, and the rest is a
+run; if the flush has failed, each half is a run. The failure of an isolated message is decided on;
+`failures.py` says how.
 
 A transaction with one message has isolated it: its failure is decided on, unless a time limit,
 locks or a lost connection were in the way.
@@ -35,17 +38,17 @@ class Rung(NamedTuple):
     """Records of a transaction at most."""
     run: int | None
     """Messages of a run at most; None: all of them are one run, without a savepoint."""
-    in_vain: float = math.inf
-    """Failures after which it ends if no message of these consumers has succeeded: it is for the
-    breaker to judge, with less to be rolled back."""
     calls: bool = True
     """Whether handlers are called."""
 
 
+IN_VAIN = 50
+"""Failures of a consumer after which a transaction ends if none of its messages has succeeded: it
+is for the breaker to judge a piece, with less to be rolled back."""
 BATCH, RUNS, PIECES, SINGLES, STORED = range(5)
 LADDER = (
     Rung(math.inf, None),
-    Rung(1_000, 50, in_vain=50),
+    Rung(1_000, 50),
     Rung(50, 50),
     Rung(1, 1),
     Rung(math.inf, None, calls=False),

@@ -32,6 +32,10 @@ class BatchOutcome:
     """Messages that are not applied now: parked, or dead."""
     early: set[bytes] = field(default_factory=set)
     """Order keys of events that came too early in their sequence."""
+    failed: list[tuple[Item, BaseException]] = field(default_factory=list)
+    """Those of them whose handler, or flush, has failed."""
+    behind: set[bytes] = field(default_factory=set)
+    """Order keys of failed messages that later ones of the key wait for."""
     undecoded: list[Row] = field(default_factory=list)
     """Records that can't be given to a handler."""
 
@@ -60,7 +64,9 @@ class BatchOutcome:
         self.applied += run.applied
         self.superseded += run.superseded
         self.decided += run.decided
+        self.failed += run.failed
         self.early |= run.early
+        self.behind |= run.behind
         self.returned |= run.returned
         self.seconds += run.seconds
         self.events += run.events

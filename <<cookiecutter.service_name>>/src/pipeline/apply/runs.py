@@ -1,11 +1,11 @@
 """Runs: consecutive messages with one session and one flush, which take effect or fail together."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from sqlalchemy.ext.asyncio import AsyncTransaction
 
-from pipeline.handlers.policy import FOLLOWER
+from pipeline.errors import Repeat
 from pipeline.observe import metrics
 from pipeline.observe.watchdog import CALLS
 from pipeline.servers.guard import GUARD, HAS_ENDED, HandlerFault
@@ -13,7 +13,7 @@ from pipeline.servers.guard import GUARD, HAS_ENDED, HandlerFault
 from . import backlog, inbox
 from .attempt import Attempt
 from .calls import call_handlers, lock_declared, raise_strays
-from .failures import NeedsOwnSession, decide_isolated, failure_of, is_nobodys
+from .failures import decide_isolated, failure_of, is_in_vain, is_nobodys
 from .item import Item
 from .ladder import Rung
 from .outcome import BatchOutcome
@@ -51,8 +51,7 @@ class Runs:
             return [self._left.popleft() for _ in range(self._lengths.pop())]
         run: list[Item] = []
         while self._left and len(run) < self._size:
-            first = self._left[0]
-            is_suspect = first.history.attempts > 0 or first.key in self._suspects
+            is_suspect = self._left[0].key in self._suspects
             if is_suspect and run:
                 break
             run.append(self._left.popleft())
@@ -86,25 +85,19 @@ async def apply_runs(
     generations: Generations,
     outcome: BatchOutcome,
     rung: Rung,
-) -> list[tuple[Item, BaseException]]:
+) -> None:
     """Apply messages in runs; divide a run that fails, until its message is isolated.
 
-    Returns the messages that have failed. Raises what the transaction does not survive.
+    Raises what the transaction does not survive.
     """
     # In one order for all runs, before any savepoint, whose rollback would release the locks.
     await lock_declared(items, attempt)
-    failed: list[tuple[Item, BaseException]] = []
-    failures: Counter[str] = Counter()
-    behind: set[bytes] = set()
-    runs = Runs(items, rung.run or len(items), attempt.memory.suspects)
+    # In sessions of their own failures can't be undone in memory.
+    failed = {one.key for one in items if one.history.attempts and one.consumer in attempt.own}
+    runs = Runs(items, rung.run or len(items), attempt.memory.suspects | failed)
     number = 0
     while runs:
         run = runs.take()
-        if behind:
-            outcome.decided += ((item, FOLLOWER) for item in run if item.order_key in behind)
-            run = [item for item in run if item.order_key not in behind]
-        if not run:
-            continue
         number += 1
         if number > _MOST_SAVEPOINTS:
             raise TooManyRuns
@@ -114,7 +107,7 @@ async def apply_runs(
             await apply_run(run, attempt, generations, outcome, point)
             await point.commit()
             runs.succeeded()
-        except NeedsOwnSession:
+        except Repeat:
             raise
         except Exception as error:
             failure = failure_of(error)
@@ -127,18 +120,10 @@ async def apply_runs(
             if len(run) > 1:
                 runs.failed(run, failure.items)
                 continue
-            [item] = run
-            decision = decide_isolated(item, failure)
-            failed.append((item, failure.error))
-            outcome.decided.append((item, decision))
-            if not decision.is_dead or decision.holds:
-                behind.add(item.order_key)
-            failures[item.consumer] += 1
-            has_succeeded = any(one.consumer == item.consumer for one in outcome.applied)
-            if failures[item.consumer] >= rung.in_vain and not has_succeeded:
-                raise TooManyRuns from None
+            decide_isolated(run[0], failure, outcome)
+        if any(is_in_vain(consumer, outcome) for consumer in {item.consumer for item in run}):
+            raise TooManyRuns
     raise_strays(attempt, outcome)
-    return failed
 
 
 async def apply_run(
@@ -153,7 +138,8 @@ async def apply_run(
     `point` is the savepoint at which it begins.
     """
     driver, outbox = attempt.driver, attempt.outbox
-    earlier, run = outbox.staged, BatchOutcome(early={*outcome.early})
+    earlier = outbox.staged
+    run = BatchOutcome(early={*outcome.early}, behind={*outcome.behind})
     try:
         await _call(items, attempt, run)
         if point is not None and not point.is_active:

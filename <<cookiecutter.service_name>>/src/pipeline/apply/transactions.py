@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import traceback
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
 from time import monotonic, perf_counter
@@ -17,7 +17,8 @@ from typing import Self
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.errors import describe_error
+from pipeline.errors import Repeat, describe_error
+from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import UNDECIDED, Decision, undecided
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.sessions import AT_WORK, DONE
@@ -107,6 +108,7 @@ class ConsumeTransactions:
         """Until when messages of a consumer have sessions of their own."""
         self._careful_until = {False: 0.0, True: 0.0}
         """Until when transactions begin with short runs; True: those of lanes."""
+        self._catalog = Catalog()
         self._probe = Probe(settings, name=f"{group}-probe")
 
     @asynccontextmanager
@@ -141,7 +143,7 @@ class ConsumeTransactions:
             match result:
                 case BatchOutcome():
                     outcomes.append(result)
-                case NeedsOwnSession():
+                case Repeat():
                     left.append((piece, rung))
                 case RolledBack():
                     was_outage = await self._was_outage(result, retrying)
@@ -174,8 +176,13 @@ class ConsumeTransactions:
         is_open = self.breaker.open
         if is_open and any(item.consumer in is_open for item in source.items):
             return PIECES  # the first of them is the probe
-        is_careful = self._is_careful(source) or any(item.history.attempts for item in source.items)
-        return RUNS if is_careful else BATCH
+        own = self._own(item.consumer for item in source.items if item.history.attempts)
+        return RUNS if own or self._is_careful(source) else BATCH
+
+    def _own(self, consumers: Iterable[str]) -> Collection[str]:
+        """Return those of the consumers whose messages have a session of their own each."""
+        now = monotonic()
+        return {one for one in consumers if self._own_until.get(one, now) > now}
 
     def _is_careful(self, source: Source) -> bool:
         """Return whether transactions like this one have failed lately."""
@@ -203,14 +210,12 @@ class ConsumeTransactions:
 
     async def transact(
         self, source: Source, rung: int, memory: Memory
-    ) -> BatchOutcome | NeedsOwnSession | RolledBack:
+    ) -> BatchOutcome | Repeat | RolledBack:
         """Commit the messages in one transaction, or roll it back and return why.
 
         Raises errors of the servers that no handler can have caused.
         """
-        now = monotonic()
-        consumers = {item.consumer for item in source.items}
-        own = {one for one in consumers if self._own_until.get(one, now) > now}
+        own = self._own(item.consumer for item in source.items)
         decisions = source.decisions | memory.decisions
         # Code of the engine runs here, even if a handler's has begun the task.
         CURRENT_GUARD.set(None)
@@ -228,6 +233,7 @@ class ConsumeTransactions:
                 self.settings.transaction_timeout,
                 memory,
                 self.handlers,
+                self._catalog,
                 self.claims,
                 self.encryption,
             )
@@ -239,8 +245,9 @@ class ConsumeTransactions:
             except (Paused, SourceLost):
                 await attempt.roll_back()
                 raise
-            except NeedsOwnSession as error:
-                self._own_until[error.consumer] = monotonic() + _OWN_SECONDS
+            except Repeat as error:
+                if isinstance(error, NeedsOwnSession):
+                    self._own_until[error.consumer] = monotonic() + _OWN_SECONDS
                 await attempt.roll_back()
                 return error.with_traceback(None)  # it refers to the batch
             except Exception as error:
@@ -281,7 +288,6 @@ class ConsumeTransactions:
         if not rung.calls:
             decisions = {item.key: Decision(UNDECIDED) for item in found.new} | decisions
         items = to_handle(found, decisions, outcome)
-        failed: list[tuple[Item, BaseException]] = []
         if items:
             attempt.handlers_began_at = perf_counter()
             if rung.run is None:
@@ -289,7 +295,7 @@ class ConsumeTransactions:
             else:
                 if not self._is_careful(source):
                     rung = rung._replace(run=len(items))
-                failed = await apply_runs(items, attempt, generations, outcome, rung)
+                await apply_runs(items, attempt, generations, outcome, rung)
         if attempt.own:
             await driver.execute(DONE)
         # The breaker judges before anything is stored. It raises `BreakerOpen`.
@@ -300,7 +306,7 @@ class ConsumeTransactions:
             for item, decision in outcome.decided
             if item.fault is not None and decision.is_dead
         ]
-        failures = [*undecodable, *observed([*invalid, *failed])]
+        failures = [*undecodable, *observed([*invalid, *outcome.failed])]
         self.breaker.observe(failures, succeeded=outcome.succeeded)
         # Messages that are not applied, parked or dead ones, get rows in the backlog, no markers.
         if not_applied := found.in_backlog | {item.key for item, _ in outcome.decided}:

@@ -171,9 +171,22 @@ def create(entity: type[A], key: Key) -> A:
         if value is not None and not isinstance(value, kept):
             raise TypeError(f"{entity.__name__}.{name} holds {kept.__name__}, not {value!r}")
     row.version = 0
-    given = sa.inspect(row).dict
-    for name, column in columns.items():
-        default = column.default if isinstance(column, sa.Column) else None
-        if name not in given and isinstance(default, sa.ColumnDefault) and default.is_scalar:
-            setattr(row, name, default.arg)
+    set_defaults(row)
     return row
+
+
+def set_defaults(row: Aggregate) -> None:
+    """Set the attributes of a new row that are unset to what SQLAlchemy would write for them."""
+    values = sa.inspect(row).dict  # an assignment would call validators
+    for name, column in sa.inspect(type(row)).columns.items():
+        if name in values or not isinstance(column, sa.Column):
+            continue
+        if isinstance(column.default, sa.ColumnDefault) and column.default.is_scalar:
+            values[name] = column.default.arg
+        elif not (
+            column.default
+            or column.server_default
+            or column.primary_key
+            or column.type.should_evaluate_none  # as of JSON, where None is null, not NULL
+        ):
+            values[name] = None

@@ -1,7 +1,7 @@
 """Columns: which values of Python the database returns as they are, or as which others."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from functools import cache
@@ -117,55 +117,57 @@ def is_as_stored(row: Any) -> bool:
 
 @cache_by_class
 def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None:
-    """Return, by attribute, whether the database would accept a written value and return the same.
+    """Return, by attribute, whether the database would return the same for a written value, unless
+    a constraint rejects it.
 
-    None: that is unknown, as of a column with a constraint, and of all of them if the database
-    computes a column or has a CHECK. The result is None if a value can change in place or by a
-    relationship, which its row does not show.
+    None: that is unknown, as of all of them if the database computes a column. The result is None
+    if a value can change in place or by a relationship, which its row does not show, or if a row
+    is in several tables.
     """
     mapper: Mapper[Any] = sa.inspect(entity)
     attributes: dict[str, object] = dict(mapper.columns.items())
     columns = {name: one for name, one in attributes.items() if isinstance(one, sa.Column)}
     checks = {name: _check(column) for name, column in columns.items()}
-    is_related = any(
-        mapper in (one, relationship.mapper)
-        for one in mapper.registry.mappers
-        for relationship in one.relationships
-    )
-    is_mutable = any(
-        column_of(column.type) is None and not isinstance(column.type, _IMMUTABLE)
-        for name, column in columns.items()
-    )
-    if is_related or is_mutable or len(set(columns.values())) < len(attributes):
+    is_divided = len(mapper.tables) > 1 or len(set(columns.values())) < len(attributes)
+    if can_hide_changes(entity) or is_divided:
         return None
     is_computed = any(
         column.computed is not None or column.onupdate is not None or column.server_onupdate
         for column in columns.values()
     )
-    constrained: tuple[Any, ...] = (*mapper.tables, *columns.values())
-    has_check = any(
-        isinstance(constraint, sa.CheckConstraint)
-        for one in constrained
-        for constraint in getattr(one, "constraints", ())
-    )
-    known = dict.fromkeys(columns) if is_computed or has_check else checks
+    known = dict.fromkeys(columns) if is_computed else checks
     return {**known, _STATE: lambda _: True}
 
 
 def _check(column: sa.Column[Any]) -> Callable[[Any], bool] | None:
-    found, table = column_of(column.type), column.table
-    is_unique = any(
-        column in one.columns.values()
-        for one in (*table.constraints, *table.indexes)
-        if isinstance(one, sa.UniqueConstraint) or (isinstance(one, sa.Index) and one.unique)
-    )
-    if found is None or is_unique or column.foreign_keys:
+    found = column_of(column.type)
+    if found is None:
         return None
     check = found.is_unchanged
     is_optional = column.nullable and column.default is None and column.server_default is None
     if check is None or not is_optional:
         return check
     return lambda value: value is None or check(value)
+
+
+@cache_by_class
+def can_hide_changes(entity: type[Any]) -> bool:
+    """Whether a row can change, by a relationship or in place, without a new value of its own."""
+    mapper: Mapper[Any] = sa.inspect(entity)
+    is_related = any(
+        mapper.isa(one) or mapper.isa(relationship.mapper)
+        for one in mapper.registry.mappers
+        for relationship in one.relationships
+    )
+    columns: Iterable[object] = mapper.columns
+    types = [one.type for one in columns if isinstance(one, sa.Column)]
+    return is_related or not all(column_of(one) or isinstance(one, _IMMUTABLE) for one in types)
+
+
+@cache_by_class
+def columns_of(entity: type[Any]) -> tuple[str, ...]:
+    """Return the attributes of its columns."""
+    return tuple(sa.inspect(entity).columns.keys())
 
 
 @cache_by_class  # needed for every message; SQLAlchemy takes 2 µs

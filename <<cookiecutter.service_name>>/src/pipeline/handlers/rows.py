@@ -1,20 +1,46 @@
-"""The rows that handlers change: locked once in a transaction, read back between messages."""
+"""The rows that handlers change: locked once in a transaction, and shared by its messages.
+
+What a message finds in memory is what it would find in the database, and the database gets what it
+would get if each message had a transaction:
+
+    the database, by its catalog            rows of the table
+    --------------------------------------  --------------------------------------------------
+    takes each version of a row             the last version is written
+    may reject one (CHECK, UNIQUE, ...)     the version of each message is written, together
+    does something with it (triggers, ...)  are written and read again after each message
+"""
 
 import asyncio
+from collections.abc import Iterable, Set
 from itertools import chain
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import sqlalchemy as sa
 from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstanceState, Session
 from sqlalchemy.orm.attributes import instance_state
 
 from pipeline.servers.guard import CANCELLED, CURRENT_GUARD, UNDER_WAY, HandlerFault
 
-from .aggregate import Aggregate, Key, canonical, create, key_of, locking, record_key
-from .columns import is_as_stored
+from .aggregate import (
+    Aggregate,
+    Key,
+    canonical,
+    create,
+    key_of,
+    locking,
+    record_key,
+    set_defaults,
+)
+from .catalog import Catalog, Reactions
+from .columns import (
+    cache_by_class,
+    can_hide_changes,
+    is_as_stored,
+)
 from .sessions import OwnSession, RowSession, SharedSession
+from .versions import Snapshot, Versions
 
 A = TypeVar("A", bound=Aggregate)
 Place = tuple[type[Aggregate], Key]
@@ -24,17 +50,35 @@ Place = tuple[type[Aggregate], Key]
 class Rows:
     """The aggregates that a session has locked, and the keys for which there is no row."""
 
-    def __init__(self, session: AsyncSession) -> None:
+    def __init__(self, session: AsyncSession, catalog: Catalog | None = None) -> None:
+        """`catalog` is needed for the session that messages share."""
         self.session = session
+        self._catalog = catalog or Catalog()
         # Its methods are three times as fast as those of the AsyncSession.
         self._known = cast(RowSession, session.sync_session)
         if isinstance(self._known, OwnSession):
             self._known.rows = self
         self.locked: dict[Place, Aggregate | None] = {}
-        self._taken: dict[Place, int] = {}
+        self._taken: dict[InstanceState[Any], int] = {}
         """Number of the message that has loaded the row last."""
-        self._unsure: set[int] = set()
-        """`id` of rows that were flushed, and that the database may return with other values."""
+        self._unsure: set[InstanceState[Any]] = set()
+        """Rows that were flushed, and that the database may return with other values."""
+        self._added: dict[type[Aggregate], list[Aggregate]] = {}
+        """Rows that earlier messages have added, by base class, until one of it is looked for."""
+        self._new: dict[Place, Aggregate] = {}
+        """The others of them, by base class and key."""
+        self._versions = Versions()
+        self._reactions: dict[type[Any], Reactions] = {}
+        self._reacts = False
+        """Whether the database reacts to versions of any of these classes."""
+        self.is_stale = False
+        """Whether it has reacted to what a message has written."""
+        self._before: dict[InstanceState[Any], Snapshot] = {}
+        """The rows that the message has loaded, as it has found them."""
+        self._created: dict[Place, Aggregate] = {}
+        """Rows that the message has created."""
+        self._has_flushed = False
+        """Whether the message has written rows while its handler was called."""
         self._statement = asyncio.Lock()
         """Held while a handler's `get` executes one."""
         self._has_related = False
@@ -49,12 +93,81 @@ class Rows:
         """Note that the handler of the next message is called."""
         self.message += 1
         self.error = None
+        self._has_flushed = False
+        self._before, self._created = {}, {}
+
+    def undo_message(self) -> bool:
+        """Undo in memory what the message has done to rows, if all of it is known."""
+        known = cast(SharedSession, self._known)
+        touched = {*(state.class_ for state in self._before), *map(type, known.recent)}
+        if self._has_related or any(can_hide_changes(entity) for entity in touched):
+            return False
+        for state, before in self._before.items():
+            before.restore(state, known)
+        for row in (*known.recent, *self._created.values()):
+            Session.expunge(known, row)
+        for entity, key in self._created:
+            self.locked[entity, key] = None
+            del self._new[_base(entity), key]
+        known.recent = []
+        return True
+
+    @property
+    def has_to_write(self) -> bool:
+        """Whether `write_message` may have something to do."""
+        return isinstance(self._known, SharedSession) and (self._reacts or bool(self._known.recent))
+
+    async def write_message(self) -> None:
+        """Write what the message has changed if the database reacts to each version."""
+        known = cast(SharedSession, self._known)
+        added, known.recent = known.recent, []
+        for row in added:
+            if isinstance(row, Aggregate):
+                self._added.setdefault(_base(type(row)), []).append(row)
+        new = (*added, *self._created.values())
+        written = {*map(type, new), *(state.class_ for state in self._before)}
+        if self._has_related:
+            written |= {*map(type, known.dirty)}
+        await self._learn(written)
+        # A new row of a class that is no aggregate is not changed any more.
+        reactions = [
+            reaction
+            for entity in written
+            for reaction in (self._reactions[entity],)
+            if reaction.to_insert
+            or reaction.deferred
+            or (reaction.to_update and (issubclass(entity, Aggregate) or self._has_related))
+        ]
+        if not reactions or not (self._has_flushed or known.new or known.dirty):
+            return
+        await self.flush()
+        if deferred := {name for one in reactions for name in one.deferred}:
+            await self._catalog.check(self.session, self._reactions)
+            names = ", ".join(sorted(deferred))
+            connection = await self.session.connection()
+            for mode in ("IMMEDIATE", "DEFERRED"):
+                await connection.exec_driver_sql(f"SET CONSTRAINTS {names} {mode}")
+        Session.expunge_all(known)
+        self.locked, self._taken, self._unsure = {}, {}, set()
+        self._added, self._new = {}, {}
+        self.is_stale = True
+
+    async def _learn(self, entities: Set[type[Any]]) -> None:
+        if not entities <= self._reactions.keys():
+            self._reactions |= await self._catalog.learn(self.session, entities)
+            self._reacts = any(one.is_any for one in self._reactions.values())
+
+    async def check_catalog(self) -> None:
+        """Raise `CatalogChanged` if the database reacts in another way than was assumed."""
+        if self.message > 1 and self._reactions:
+            await self._catalog.check(self.session, self._reactions)
 
     async def flush(self) -> None:
-        """Write the changed rows."""
+        """Write the changed rows, and earlier versions of them that the database judges."""
+        self._has_flushed = True
         if self._has_related:
             self.check()
-        await self.session.run_sync(Session.flush)
+        await self.session.run_sync(self._versions.flush)
 
     async def get(self, entity: type[A], key: Key) -> A | None:
         """Return the locked row; one that is not declared is fetched and locked now.
@@ -74,9 +187,22 @@ class Rows:
                 raise
             finally:
                 CURRENT_GUARD.reset(call)
-        self._taken[place] = self.message
         row = self.locked[place]
-        return None if row is None or row not in self._known else cast(A, row)
+        if row is None or row not in self._known:
+            return None
+        state = instance_state(row)
+        taken = self._taken.get(state, self.message)
+        if taken != self.message:
+            self._versions.keep(state, is_judged=self._reactions[state.class_].judges)
+        self._taken[state] = self.message
+        self._note(state)
+        return cast(A, row)
+
+    def _note(self, state: InstanceState[Any]) -> None:
+        """Note what the message finds in a row, so that its changes can be undone."""
+        if state not in self._before:
+            values, unwritten = state.dict.copy(), state.committed_state.copy()
+            self._before[state] = Snapshot(values, unwritten, state.modified)
 
     def raise_error(self) -> None:
         """Raise the error of a statement, or `HandlerFault` if one is cancelled or under way."""
@@ -91,23 +217,53 @@ class Rows:
         """Whether the row in memory is what the database would return."""
         if place not in self.locked:
             return False
-        row, taken = self.locked[place], self._taken.get(place, self.message)
+        row = self.locked[place]
+        if not isinstance(self._known, SharedSession):
+            # A row that is deleted and created anew before a flush would keep its old values.
+            return row is not None and not (
+                instance_state(row).expired or row in self._known.deleted
+            )
         if row is None:
-            # In a shared session a row can have appeared only by `create` or `add`.
-            return isinstance(self._known, SharedSession) and not self._known.has_new
-        if taken != self.message:
-            return id(row) not in self._unsure and is_as_stored(row)
-        if isinstance(self._known, SharedSession):
+            return self._find_new(place, self._known.recent)
+        state = instance_state(row)
+        if self._taken.get(state, self.message) == self.message:
             return True
-        # A row that is deleted and created anew before a flush would keep its old values.
-        return not instance_state(row).expired and row not in self._known.deleted
+        if state.key is None and _key_of(row) != place[1]:
+            return False
+        return state not in self._unsure and is_as_stored(row)
+
+    def _find_new(self, place: Place, recent: Iterable[object]) -> bool:
+        """Whether it is known which row messages have added at a place where there was none."""
+        entity, key = place
+        base = _base(entity)
+        if any(isinstance(row, base) for row in recent):
+            return False
+        if added := self._added.get(base):
+            # Some get their keys from the database.
+            self._added[base] = [row for row in added if None in key_of(row)]
+            for row in added:
+                if None not in key_of(row):
+                    set_defaults(row)
+                    self._new[base, _key_of(row)] = row
+            if self._added[base]:
+                return False
+        found = self._new.get((base, key))
+        if found is None:
+            return True
+        if found not in self._known or not isinstance(found, entity) or not is_as_stored(found):
+            return False
+        self.locked[place] = found
+        self._taken.setdefault(instance_state(found), 0)
+        return True
 
     async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
         """Fetch and lock the rows that exist, in the order of their keys, in one statement."""
         keys = {canonical(entity, key) for key in keys}
-        if isinstance(self._known, SharedSession):  # after the flush they look unchanged
+        if isinstance(self._known, SharedSession):
+            await self._learn({entity})
+            # After the flush they look unchanged.
             written = chain(self._known.new, self._known.dirty)
-            self._unsure.update(id(row) for row in written if not is_as_stored(row))
+            self._unsure.update(instance_state(row) for row in written if not is_as_stored(row))
         await self.flush()
         self._has_related = self._has_related or any(
             mapper.relationships for mapper in sa.inspect(entity).self_and_descendants
@@ -128,6 +284,7 @@ class Rows:
                 f" {next(iter(keys))!r}: use the type that the column holds"
             )
         self.locked |= {(entity, key): found.get(key) for key in keys}
+        self._unsure -= {instance_state(row) for row in rows}
 
     def check(self) -> None:
         """Raise an error for a row that was changed or deleted without a lock.
@@ -155,6 +312,7 @@ class Rows:
         """
         if not isinstance(row, Aggregate):
             raise TypeError(f"an event of= needs an Aggregate that is locked, not {row!r}")
+        self._note(instance_state(row))
         values = () if instance_state(row).expired else key_of(row)
         if None in values:
             raise TypeError("an event of=row needs the row's primary key: flush first")
@@ -177,8 +335,21 @@ class Rows:
 
     def create(self, entity: type[A], key: Key) -> A:
         """Add a new row to the session."""
-        row, has_new = create(entity, key), self._known.has_new
+        row, place = create(entity, key), canonical(entity, key)
         Session.add(self._known, row)
-        self._known.has_new = has_new
-        self.locked[entity, canonical(entity, key)] = row
+        self._taken[instance_state(row)] = self.message
+        if isinstance(self._known, SharedSession):
+            self._known.recent.remove(row)
+            self._created[entity, place] = row
+        self._new[_base(entity), place] = self.locked[entity, place] = row
         return row
+
+
+def _key_of(row: Aggregate) -> Key:
+    return canonical(type(row), key_of(row))
+
+
+@cache_by_class
+def _base(entity: type[Any]) -> type[Aggregate]:
+    """Return the base class of those that share a primary key."""
+    return cast(type[Aggregate], sa.inspect(entity).base_mapper.class_)

@@ -71,8 +71,6 @@ class RowSession(Session):
         super().__init__(*args, **options)
         self.added: set[object] = set()
         """Rows that were added and flushed: no other transaction can see them."""
-        self.has_new = False
-        """Whether any row was added, by a handler or a relationship."""
 
 
 class SharedSession(RowSession):
@@ -82,8 +80,12 @@ class SharedSession(RowSession):
     `want` ends the call, and the handler is called again with a session of its own.
     """
 
-    is_wanted = False
-    """Whether a handler needs a session of its own."""
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.is_wanted = False
+        """Whether a handler needs a session of its own."""
+        self.recent: list[Any] = []
+        """Rows that the message has added, also by a relationship."""
 
     def want(self) -> None:
         """Note that a handler needs a session of its own, and leave it; nothing for the engine."""
@@ -173,9 +175,9 @@ def _note_written(session: WriterSession, _: object) -> None:
     session.written.update(row for row in session.dirty if session.is_modified(row))
 
 
-@listens_for(RowSession, "transient_to_pending", propagate=True)
-def _note_new(session: RowSession, row: object) -> None:
-    session.has_new = True
+@listens_for(SharedSession, "transient_to_pending")
+def _note_new(session: SharedSession, row: object) -> None:
+    session.recent.append(row)
 
 
 @listens_for(RowSession, "pending_to_persistent", propagate=True)

@@ -74,6 +74,8 @@ class Guard:
         self.fault: HandlerFault | None = None
         self.contention: BaseException | None = None
         """Error of a statement in whose way locks were, unless a savepoint has undone it."""
+        self.has_waited = False
+        """Whether the call has waited for anything, so that other code has run meanwhile."""
         self.was_cancelled = False
         """Whether a statement was cancelled under way, which makes the connection unusable."""
         self.stray: HandlerFault | None = None
@@ -176,6 +178,8 @@ def in_context(call: Awaitable[T], guard: Guard | None = None) -> Generator[Any,
             waits_for = run(step, value)
         except StopIteration as end:
             return cast(T, end.value)
+        if guard is not None:
+            guard.has_waited = True
         try:
             value = yield waits_for
             step = inner.send

@@ -107,6 +107,7 @@ BOUNDARIES = (
     Boundary("consume: look up backlog", 2),
     Boundary("consume: check inbox coverage"),
     Boundary("consume: lock accounts", 2),
+    Boundary("consume: read catalog", 2),
     Boundary("consume: insert accounts"),
     Boundary("consume: update accounts"),
     Boundary("consume: count duplicates"),

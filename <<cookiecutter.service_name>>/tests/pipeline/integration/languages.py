@@ -10,7 +10,7 @@ from sqlalchemy.dialects.postgresql import asyncpg
 
 from pipeline.apply import backlog, filters, inbox, positions
 from pipeline.consume import stamps
-from pipeline.handlers import staging
+from pipeline.handlers import catalog, staging
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, maintenance, partitions
 from pipeline.retry import lane_source, lanes
@@ -70,6 +70,7 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._REMEMBERS_ALL: "consume: check inbox coverage",
     inbox._KEEP_RESULTS: "consume: store results",
     inbox._UNMARK: "consume: delete markers",
+    catalog._REACTIONS: "consume: read catalog",
     backlog._ADD: "consume: add to backlog",
     staging._WRITE: "consume: write outbox",
     staging._SCHEDULE: "consume: schedule",

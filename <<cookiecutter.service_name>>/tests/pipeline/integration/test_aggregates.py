@@ -87,8 +87,8 @@ async def test_a_batch_locks_the_rows_of_a_table_in_one_query(
     statements.clear()
     await desk.apply(*(Deposit(100 + n, account=name) for n, name in enumerate(accounts)))
     assert len([one for one in statements if "FOR NO KEY UPDATE" in one]) == 1
-    # Beside it, one batched update.
-    assert len(statements) == 2
+    # Beside it, one batched update, and the catalog.
+    assert len(statements) == 3
     assert await histories(db) == {name: [n, 100 + n] for n, name in enumerate(accounts)}
 
 

@@ -110,10 +110,10 @@ async def test_what_needs_a_schema_waits_for_it_and_spends_no_attempt(new_desk: 
 
     assert desk.health.reasons == {"backlog": "registry at http://localhost: no answer"}
     assert await desk.backlog() == before
-    assert bank.calls == [1, 1]
+    assert bank.calls == [1]
     codec.unavailable = False
     await desk.work_off()
-    assert bank.calls == [1, 1, 1, 2]
+    assert bank.calls == [1, 1, 2]
     assert await desk.backlog() == []
 
 
@@ -256,7 +256,7 @@ async def test_a_row_that_kills_when_it_is_decoded_dies_undecoded(new_desk: NewD
         )
     await desk.work_off()
     assert codec.read == [1]
-    assert bank.calls == [1, 1, 2]
+    assert bank.calls == [1, 2]
     (row,) = await desk.backlog()
     assert (row["reason"], row["attempts"]) == ("attempts used up", 6)
 

@@ -501,8 +501,8 @@ async def test_who_waited_for_a_transaction_that_set_its_event_aside_finds_it_in
     inside, go_on = asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
-        # In the transaction that knows of the failure: in the first one nothing follows it.
-        if bank.calls == [1, 1, 2]:
+        # In the transaction that knows of the failure.
+        if bank.calls == [1, 2]:
             inside.set()
             await go_on.wait()
 

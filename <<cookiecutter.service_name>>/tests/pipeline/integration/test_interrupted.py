@@ -341,7 +341,7 @@ async def test_a_connection_killed_during_the_commit_of_a_batch_is_tried_again(
             PERFORM pg_advisory_xact_lock_shared(1);
             RETURN NULL;
         END $$;
-        CREATE CONSTRAINT TRIGGER at_commit AFTER INSERT OR UPDATE ON account
+        CREATE CONSTRAINT TRIGGER at_commit AFTER UPDATE ON pipeline.position
         DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION wait_for_lock();
         SELECT pg_advisory_lock(1);
     """)
@@ -475,4 +475,4 @@ async def test_a_connection_killed_while_the_backlog_is_worked_off_costs_no_atte
     gate.open.set()
     await working
     assert await histories(db) == {"ada": [1, 2]}
-    assert bank.calls == [1, 1, 1, 1, 2], "both once more, in place"
+    assert bank.calls == [1, 1, 2, 1, 2], "both once more, in place"

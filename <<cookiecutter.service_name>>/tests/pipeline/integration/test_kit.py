@@ -262,7 +262,7 @@ async def test_one_id_with_two_payloads_is_a_mismatch(harness: Harness) -> None:
 async def test_a_failure_parks_its_message_and_not_its_neighbours(
     harness: Harness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rules.raises[2] = [ValueError("two")] * 2
+    rules.raises[2] = [ValueError("two")]
     outcome = await harness.handle_batch(
         [deposit(1), deposit(2), Sent(deposit(3), id="behind"), deposit(4, "bob")]
     )

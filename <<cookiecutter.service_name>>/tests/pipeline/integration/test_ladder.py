@@ -57,7 +57,7 @@ async def add(event: Deposited, tx: Transaction) -> None:
 
 
 LATER = Policy(schedule=(60,))
-IN_THE_LANE = 3
+IN_THE_LANE = 2
 """Calls until a message is called in a lane that has failed beside others."""
 
 

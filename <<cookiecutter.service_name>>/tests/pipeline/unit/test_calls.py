@@ -12,6 +12,7 @@ from pipeline.apply.calls import call_handlers
 from pipeline.apply.failures import NeedsOwnSession
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.events.event import Event
+from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.transaction import Transaction
@@ -43,6 +44,7 @@ async def call(handlers: Handlers) -> None:
         time_limit=60.0,
         memory=Memory(),
         handlers=handlers,
+        catalog=Catalog(),
         claims=None,
         encryption=None,
     )

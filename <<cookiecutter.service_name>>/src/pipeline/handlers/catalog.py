@@ -1,0 +1,150 @@
+"""The catalog of the database: what PostgreSQL does with each version of a row.
+
+Messages that share a session are written together, and of a row that several of them change only
+the last version would be written. So the catalog is asked which tables must get each version.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.dialects.postgresql import ARRAY, dialect
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapper
+
+from pipeline.errors import Repeat
+
+from .columns import cache_by_class
+
+# A partitioned table has the constraints and triggers of its partitions, too. In `tgtype`, 1 is a
+# trigger for each row, 4 is INSERT, 8 is DELETE, 16 is UPDATE. A view has a rule for SELECT ('1').
+# SET CONSTRAINTS goes by name: it fails if one of that name is not deferrable.
+_REACTIONS = sa.text("""
+WITH part (name, id) AS (
+    SELECT name, to_regclass(name)::oid
+      FROM unnest(:names) AS name
+     UNION
+    SELECT name, tree.relid::oid
+      FROM unnest(:names) AS name, pg_partition_tree(to_regclass(name)) AS tree
+)
+SELECT name,
+       bool_or(relrowsecurity
+               OR EXISTS (SELECT FROM pg_constraint
+                           WHERE conrelid = id AND contype IN ('c', 'f', 'x'))
+               OR EXISTS (SELECT FROM pg_index
+                           WHERE indrelid = id
+                             AND (indisunique AND NOT indisprimary OR indexprs IS NOT NULL
+                                  OR indpred IS NOT NULL))
+               OR EXISTS (SELECT FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid
+                           WHERE attrelid = id AND typtype = 'd')) AS judges,
+       bool_or(relkind IN ('v', 'f') OR fires & 4 > 0 OR rules) AS to_insert,
+       bool_or(relkind IN ('v', 'f') OR fires & 24 > 0 OR rules) AS to_update,
+       ARRAY(SELECT DISTINCT format('%I.%I', nspname, conname)
+               FROM part AS one
+               JOIN pg_constraint AS its ON conrelid = one.id
+               JOIN pg_namespace ON pg_namespace.oid = connamespace
+              WHERE one.name = part.name AND condeferred
+                AND NOT EXISTS (SELECT FROM pg_constraint AS other
+                                 WHERE other.conname = its.conname AND NOT other.condeferred
+                                   AND other.connamespace = its.connamespace)
+              ORDER BY 1) AS deferred
+  FROM part
+  JOIN pg_class ON pg_class.oid = id,
+       LATERAL (SELECT COALESCE(bit_or(tgtype), 0) AS fires
+                  FROM pg_trigger
+                 WHERE tgrelid = id AND NOT tgisinternal AND tgenabled <> 'D' AND tgtype & 1 > 0
+               ) AS triggers,
+       LATERAL (SELECT count(*) > 0 AS rules
+                  FROM pg_rewrite
+                 WHERE ev_class = id AND ev_type <> '1') AS rewrites
+ GROUP BY name
+""").bindparams(sa.bindparam("names", type_=ARRAY(sa.Text)))
+
+_EVENTS = ("before_insert", "after_insert", "before_update", "after_update")
+_quoted = dialect().identifier_preparer  # type: ignore[no-untyped-call]
+
+
+class Reactions(NamedTuple):
+    """How the database reacts to a version of a row."""
+
+    judges: bool
+    """It may reject it: by CHECK, UNIQUE, EXCLUDE, a foreign key, a domain, a policy, an expression
+    in an index."""
+    to_insert: bool
+    """It does something else with a new one, by a trigger for each row or by a rule."""
+    to_update: bool
+    deferred: tuple[str, ...]
+    """Constraints that it checks at the end of the transaction."""
+
+    @property
+    def is_any(self) -> bool:
+        """Whether a message has to be written by itself."""
+        return self.to_insert or self.to_update or bool(self.deferred)
+
+
+class CatalogChanged(Repeat):
+    """Since the process has read the catalog, a table has got or lost constraints or triggers."""
+
+
+class Catalog:
+    """What a process knows of the tables of handlers."""
+
+    def __init__(self) -> None:
+        self._known: dict[type[Any], Reactions] = {}
+
+    async def learn(
+        self, session: AsyncSession, entities: Set[type[Any]]
+    ) -> Mapping[type[Any], Reactions]:
+        """Return the reactions to rows of mapped classes, and of those that derive from them."""
+        derived = [one for entity in entities for one in _derived(entity)]
+        if unknown := [one for one in derived if one not in self._known]:
+            self._known |= await _read(session, unknown)
+        return {one: self._known[one] for one in derived}
+
+    async def check(self, session: AsyncSession, known: Mapping[type[Any], Reactions]) -> None:
+        """Raise `CatalogChanged` if the database now reacts in another way.
+
+        After a transaction has written a table, changes of its definition wait for its end.
+        """
+        now = await _read(session, known)
+        self._known |= now
+        if changed := [one.__name__ for one in known if known[one] != now[one]]:
+            raise CatalogChanged(f"constraints or triggers have changed: {', '.join(changed)}")
+
+
+async def _read(session: AsyncSession, entities: Iterable[type[Any]]) -> dict[type[Any], Reactions]:
+    tables = {entity: _tables_of(entity) for entity in entities}
+    names = sorted({name for one in tables.values() for name in one})
+    rows = await session.execute(_REACTIONS, {"names": names})
+    by_name = {row.name: row for row in rows}
+    found = {}
+    for entity, names_of_tables in tables.items():
+        parts = [by_name[name] for name in names_of_tables if name in by_name]
+        is_watched = _is_watched(entity) or len(parts) < len(names_of_tables)
+        found[entity] = Reactions(
+            judges=any(one.judges for one in parts),
+            to_insert=is_watched or any(one.to_insert for one in parts),
+            to_update=is_watched or any(one.to_update for one in parts),
+            deferred=tuple(name for one in parts for name in one.deferred),
+        )
+    return found
+
+
+@cache_by_class
+def _derived(entity: type[Any]) -> Iterable[type[Any]]:
+    return [mapper.class_ for mapper in sa.inspect(entity).self_and_descendants]
+
+
+@cache_by_class
+def _tables_of(entity: type[Any]) -> Sequence[str]:
+    """Return the names of a class's tables, and of those of its relationships, as SQL has them."""
+    mapper: Mapper[Any] = sa.inspect(entity)
+    tables = (*mapper.tables, *(one.secondary for one in mapper.relationships))
+    return [_quoted.format_table(one) for one in tables if isinstance(one, sa.Table)]
+
+
+def _is_watched(entity: type[Any]) -> bool:
+    """Whether SQLAlchemy does something else with each version: events, or a version counter."""
+    mapper: Mapper[Any] = sa.inspect(entity)
+    events = [getattr(mapper.dispatch, name) for name in _EVENTS]
+    return mapper.version_id_col is not None or any(events)
