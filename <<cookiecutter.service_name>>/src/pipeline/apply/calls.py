@@ -54,6 +54,8 @@ async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchO
     """
     await lock_declared(items, attempt)
     attempt.is_shared = len(items) > 1
+    reacting = attempt.catalog.reacting
+    attempt.rows.writes_each = any(item.consumer in reacting for item in items)
     begun = perf_counter()
     sharing, own = items, list[Item]()
     if attempt.own:
@@ -133,8 +135,9 @@ async def _call_in_session(items: Sequence[Item], attempt: Attempt, outcome: Bat
 
 async def _write_message(items: Sequence[Item], attempt: Attempt) -> None:
     """Write what has to be written after each message."""
+    attempt.guard.has_waited = True  # what fails now is not undone in memory
     try:
-        await attempt.rows.write_message()
+        await attempt.rows.write_message(items[0].consumer)
     except Repeat:
         raise
     except Exception as error:

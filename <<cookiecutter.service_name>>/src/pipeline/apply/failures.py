@@ -164,6 +164,7 @@ def decide_isolated(item: Item, failure: RolledBack, outcome: BatchOutcome) -> N
     else:
         decision = _after_failure(item, failure)
     outcome.failed.append((item, failure.error))
+    outcome.counted[item.consumer] += len(observed(outcome.failed[-1:]))
     outcome.decided.append((item, decision))
     if not decision.is_dead or decision.holds:
         outcome.behind.add(item.order_key)
@@ -184,8 +185,8 @@ def decide_alone(item: Item, failure: RolledBack) -> Decision:
 def is_in_vain(consumer: str, outcome: BatchOutcome) -> bool:
     """Whether so many messages of a consumer have failed, and none was applied, that the breaker
     has to judge."""
-    failures = sum(one.consumer == consumer for one in observed(outcome.failed))
-    return failures > IN_VAIN and all(one.consumer != consumer for one in outcome.applied)
+    has_many = outcome.counted[consumer] > IN_VAIN
+    return has_many and all(one.consumer != consumer for one in outcome.applied)
 
 
 def observed(failed: Sequence[tuple[Item, BaseException]]) -> list[FailedMessage]:

@@ -34,6 +34,8 @@ class BatchOutcome:
     """Order keys of events that came too early in their sequence."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)
     """Those of them whose handler, or flush, has failed."""
+    counted: Counter[str] = field(default_factory=Counter)
+    """Number of those that the breaker observes, by consumer."""
     behind: set[bytes] = field(default_factory=set)
     """Order keys of failed messages that later ones of the key wait for."""
     undecoded: list[Row] = field(default_factory=list)
@@ -65,6 +67,7 @@ class BatchOutcome:
         self.superseded += run.superseded
         self.decided += run.decided
         self.failed += run.failed
+        self.counted += run.counted
         self.early |= run.early
         self.behind |= run.behind
         self.returned |= run.returned

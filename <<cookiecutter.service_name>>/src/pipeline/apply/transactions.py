@@ -143,8 +143,10 @@ class ConsumeTransactions:
             match result:
                 case BatchOutcome():
                     outcomes.append(result)
-                case Repeat():
+                case NeedsOwnSession():
                     left.append((piece, rung))
+                case Repeat():
+                    left += self._divided(piece, rung + 1)
                 case RolledBack():
                     was_outage = await self._was_outage(result, retrying)
                     # What it waits for may be what prevents others from writing.
@@ -308,6 +310,7 @@ class ConsumeTransactions:
         ]
         failures = [*undecodable, *observed([*invalid, *outcome.failed])]
         self.breaker.observe(failures, succeeded=outcome.succeeded)
+        outcome.failed.clear()  # their tracebacks refer to the transaction
         # Messages that are not applied, parked or dead ones, get rows in the backlog, no markers.
         if not_applied := found.in_backlog | {item.key for item, _ in outcome.decided}:
             await inbox.unmark(driver, generations, list(not_applied))

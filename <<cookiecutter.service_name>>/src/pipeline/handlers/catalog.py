@@ -91,6 +91,8 @@ class Catalog:
 
     def __init__(self) -> None:
         self._known: dict[type[Any], Reactions] = {}
+        self.reacting: set[str] = set()
+        """Consumers whose messages are written by themselves."""
 
     async def learn(
         self, session: AsyncSession, entities: Set[type[Any]]
@@ -108,7 +110,9 @@ class Catalog:
         """
         now = await _read(session, known)
         self._known |= now
-        if changed := [one.__name__ for one in known if known[one] != now[one]]:
+        changed = [one.__name__ for one in known if known[one] != now[one]]
+        if changed:
+            self.reacting.clear()
             raise CatalogChanged(f"constraints or triggers have changed: {', '.join(changed)}")
 
 

@@ -165,6 +165,12 @@ def can_hide_changes(entity: type[Any]) -> bool:
 
 
 @cache_by_class
+def related(entity: type[Any]) -> Iterable[type[Any]]:
+    """Return the classes to which relationships of the class lead."""
+    return [one.mapper.class_ for one in sa.inspect(entity).relationships]
+
+
+@cache_by_class
 def columns_of(entity: type[Any]) -> tuple[str, ...]:
     """Return the attributes of its columns."""
     return tuple(sa.inspect(entity).columns.keys())

@@ -33,11 +33,13 @@ from .aggregate import (
     record_key,
     set_defaults,
 )
-from .catalog import Catalog, Reactions
+from .catalog import Catalog, CatalogChanged, Reactions
 from .columns import (
     cache_by_class,
     can_hide_changes,
     is_as_stored,
+    primary_key,
+    related,
 )
 from .sessions import OwnSession, RowSession, SharedSession
 from .versions import Snapshot, Versions
@@ -71,8 +73,10 @@ class Rows:
         self._reactions: dict[type[Any], Reactions] = {}
         self._reacts = False
         """Whether the database reacts to versions of any of these classes."""
+        self.writes_each = False
+        """Whether each message is written after its call."""
         self.is_stale = False
-        """Whether it has reacted to what a message has written."""
+        """Whether the database has reacted to what a message has written."""
         self._before: dict[InstanceState[Any], Snapshot] = {}
         """The rows that the message has loaded, as it has found them."""
         self._created: dict[Place, Aggregate] = {}
@@ -100,7 +104,8 @@ class Rows:
         """Undo in memory what the message has done to rows, if all of it is known."""
         known = cast(SharedSession, self._known)
         touched = {*(state.class_ for state in self._before), *map(type, known.recent)}
-        if self._has_related or any(can_hide_changes(entity) for entity in touched):
+        hides = self._has_related or any(can_hide_changes(entity) for entity in touched)
+        if hides or self._has_flushed:
             return False
         for state, before in self._before.items():
             before.restore(state, known)
@@ -115,10 +120,25 @@ class Rows:
     @property
     def has_to_write(self) -> bool:
         """Whether `write_message` may have something to do."""
-        return isinstance(self._known, SharedSession) and (self._reacts or bool(self._known.recent))
+        return isinstance(self._known, SharedSession) and (
+            self._reacts or self.writes_each or bool(self._known.recent) or self._has_new_key
+        )
 
-    async def write_message(self) -> None:
-        """Write what the message has changed if the database reacts to each version."""
+    @property
+    def _has_new_key(self) -> bool:
+        """Whether the message has given a row another key."""
+        return any(
+            before.values.get(name) != state.dict.get(name)
+            for state, before in self._before.items()
+            for name in primary_key(state.class_)
+        )
+
+    async def write_message(self, consumer: str) -> None:
+        """Write what the message has changed if the database reacts to each version.
+
+        It must see what earlier messages have changed first, so that these are written by
+        themselves in such runs. Raises `CatalogChanged` if that was not known.
+        """
         known = cast(SharedSession, self._known)
         added, known.recent = known.recent, []
         for row in added:
@@ -128,6 +148,7 @@ class Rows:
         written = {*map(type, new), *(state.class_ for state in self._before)}
         if self._has_related:
             written |= {*map(type, known.dirty)}
+            written |= {other for one in written for other in related(one)}
         await self._learn(written)
         # A new row of a class that is no aggregate is not changed any more.
         reactions = [
@@ -138,9 +159,19 @@ class Rows:
             or reaction.deferred
             or (reaction.to_update and (issubclass(entity, Aggregate) or self._has_related))
         ]
-        if not reactions or not (self._has_flushed or known.new or known.dirty):
+        if not (reactions or self.writes_each or self._has_new_key):
             return
+        if reactions and not self.writes_each:
+            self._catalog.reacting.add(consumer)
+            self.writes_each = self.message == 1
+            if not self.writes_each:
+                raise CatalogChanged(f"a message of {consumer} is written by itself")
+        if not (self._has_flushed or known.new or known.dirty):
+            return
+        has_new_key = self._has_new_key
         await self.flush()
+        if not reactions and not has_new_key:
+            return
         if deferred := {name for one in reactions for name in one.deferred}:
             await self._catalog.check(self.session, self._reactions)
             names = ", ".join(sorted(deferred))
@@ -195,7 +226,8 @@ class Rows:
         if taken != self.message:
             self._versions.keep(state, is_judged=self._reactions[state.class_].judges)
         self._taken[state] = self.message
-        self._note(state)
+        if isinstance(self._known, SharedSession):
+            self._note(state)
         return cast(A, row)
 
     def _note(self, state: InstanceState[Any]) -> None:
@@ -225,6 +257,8 @@ class Rows:
             )
         if row is None:
             return self._find_new(place, self._known.recent)
+        if row not in self._known:  # it was read again, or undone, by another name
+            return False
         state = instance_state(row)
         if self._taken.get(state, self.message) == self.message:
             return True

@@ -9,6 +9,9 @@ from sqlalchemy.orm.attributes import flag_modified
 
 from .columns import columns_of, primary_key
 
+_PREFIX = "pipeline_version_of_"
+"""Of parameters, whose names must be no columns'."""
+
 
 class Snapshot(NamedTuple):
     """A row of a session as it was at some time."""
@@ -75,12 +78,12 @@ class Versions:
                 state.dict.update(values)
         for entity, versions in later.items():
             names = changed[entity]
-            rows = [{f"new_{name}": values[name] for name in names} for values in versions]
+            rows = [{_PREFIX + name: values[name] for name in names} for values in versions]
             session.connection().execute(_update(entity, names), rows)
         for state, values in last.items():
             for name, written in kept[state][-1].items():
-                if values[name] is not written:
-                    state.dict[name] = values[name]
+                if values.get(name) is not written:
+                    state.dict[name] = values.get(name)
                     flag_modified(state.obj(), name)
                     state.committed_state[name] = written  # a key is found by it
         Session.flush(session)
@@ -88,7 +91,8 @@ class Versions:
 
 def _becomes_null(state: InstanceState[Any], first: dict[str, Any]) -> bool:
     """Whether a value has become None, for which an INSERT would write the default."""
-    return any(state.dict[name] is None for name, value in first.items() if value is not None)
+    values = state.dict
+    return any(values.get(name) is None for name, value in first.items() if value is not None)
 
 
 def _update(entity: type[Any], names: Set[str]) -> sa.Update:
@@ -96,7 +100,7 @@ def _update(entity: type[Any], names: Set[str]) -> sa.Update:
     mapper = sa.inspect(entity)
     columns, keys = mapper.columns, primary_key(entity)
     new: dict[str, sa.BindParameter[Any]]
-    new = {name: sa.bindparam(f"new_{name}") for name in sorted(names)}
+    new = {name: sa.bindparam(_PREFIX + name) for name in sorted(names)}
     return (
         sa.update(mapper.local_table)
         .where(*(columns[name] == new[name] for name in keys))

@@ -19,6 +19,7 @@ from .test_door import (
     Habit,
     Wallet,
     add_cents,
+    change,
     errors_of,
     events_of,
     row_of,
@@ -315,6 +316,75 @@ async def test_a_row_that_a_trigger_of_another_table_inserts_or_changes_is_found
     assert await errors_of(habits.desk) == {}
     assert seen == [1, 2, 3, None, 1, 2]
     assert (await row_of(db, "versions_sum", "bob"))["lines"] == 3
+
+
+async def test_a_trigger_sees_what_earlier_messages_have_changed_in_other_tables(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    await db.execute("""
+        INSERT INTO wallet (id, cents, version) VALUES ('ada', 1, 0);
+        CREATE FUNCTION demand() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF (SELECT cents FROM wallet WHERE id = NEW.wallet_id) < 1 THEN
+                RAISE EXCEPTION 'empty';
+            END IF;
+            RETURN NEW;
+        END $$;
+        CREATE TRIGGER demanded BEFORE INSERT ON versions_line
+           FOR EACH ROW EXECUTE FUNCTION demand()""")
+
+    async def spend(tx: Transaction, key: str) -> None:
+        await add_cents(tx, "ada", -1)
+
+    async def line(tx: Transaction, key: str) -> None:
+        tx.add(Line(wallet_id="ada"))
+
+    habits.habits = {1: line, 2: spend, 3: line, 4: change}
+    await habits.desk.apply(*(Deposit(n, account=f"{n}") for n in (1, 2, 3, 4)))
+    assert {row["offset"] for row in await habits.desk.backlog()} == {2}
+    assert await db.fetchval("SELECT count(*) FROM versions_line") == 1
+    assert (await wallet_of(db))["cents"] == 0
+    assert (await wallet_of(db, "4"))["cents"] == 1
+
+
+async def test_a_message_that_a_trigger_rejects_is_found_at_once(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    await db.execute("""
+        CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN IF NEW.cents = 13 THEN RAISE EXCEPTION 'unlucky'; END IF; RETURN NEW; END $$;
+        CREATE TRIGGER refused BEFORE INSERT OR UPDATE ON wallet
+           FOR EACH ROW EXECUTE FUNCTION refuse()""")
+
+    async def lose(tx: Transaction, key: str) -> None:
+        await add_cents(tx, key, 13)
+
+    habits.habits = {5: lose}
+    await habits.desk.apply(*(Deposit(n, account=f"{n}") for n in range(10)))
+    assert {row["offset"] for row in await habits.desk.backlog()} == {5}
+    assert await db.fetchval("SELECT sum(cents) FROM wallet") == 9
+    assert len(habits.calls) < 30
+
+
+async def test_a_row_with_a_new_key_is_found_by_that_and_not_by_the_old_one(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    await db.execute("INSERT INTO wallet (id, cents, version) VALUES ('a', 7, 0)")
+    found: list[list[int | None]] = []
+
+    async def rename(tx: Transaction, key: str) -> None:
+        wallet = await tx.load(Wallet, "a")
+        assert wallet is not None
+        wallet.id = "b"
+
+    async def look(tx: Transaction, key: str) -> None:
+        rows = [await tx.load(Wallet, one) for one in ("b", "a")]
+        found.append([row.cents if row else None for row in rows])
+
+    habits.habits = {1: rename, 2: look, 3: look}
+    await habits.desk.apply(*(Deposit(n, account=f"{n}") for n in (1, 2, 3)))
+    assert await errors_of(habits.desk) == {}
+    assert found == [[7, None], [7, None]]
 
 
 async def test_an_event_of_sqlalchemy_sees_the_version_of_each_message(
