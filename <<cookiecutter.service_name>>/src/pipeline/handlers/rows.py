@@ -127,11 +127,14 @@ class Rows:
     @property
     def _has_new_key(self) -> bool:
         """Whether the message has given a row another key."""
-        return any(
-            before.values.get(name) != state.dict.get(name)
-            for state, before in self._before.items()
-            for name in primary_key(state.class_)
-        )
+        for state, before in self._before.items():
+            names = primary_key(state.class_)
+            # Of a new row all attributes count as changed.
+            if not state.committed_state.keys().isdisjoint(names) and any(
+                before.values.get(name) != state.dict.get(name) for name in names
+            ):
+                return True
+        return False
 
     async def write_message(self, consumer: str) -> None:
         """Write what the message has changed if the database reacts to each version.
