@@ -162,7 +162,8 @@ class Rows:
             or reaction.deferred
             or (reaction.to_update and (issubclass(entity, Aggregate) or self._has_related))
         ]
-        if not (reactions or self.writes_each or self._has_new_key):
+        has_new_key = self._has_new_key
+        if not (reactions or self.writes_each or has_new_key):
             return
         if reactions and not self.writes_each:
             self._catalog.reacting.add(consumer)
@@ -171,7 +172,6 @@ class Rows:
                 raise CatalogChanged(f"a message of {consumer} is written by itself")
         if not (self._has_flushed or known.new or known.dirty):
             return
-        has_new_key = self._has_new_key
         await self.flush()
         if not reactions and not has_new_key:
             return
@@ -229,13 +229,12 @@ class Rows:
         if taken != self.message:
             self._versions.keep(state, is_judged=self._reactions[state.class_].judges)
         self._taken[state] = self.message
-        if isinstance(self._known, SharedSession):
-            self._note(state)
+        self._note(state)
         return cast(A, row)
 
     def _note(self, state: InstanceState[Any]) -> None:
         """Note what the message finds in a row, so that its changes can be undone."""
-        if state not in self._before:
+        if isinstance(self._known, SharedSession) and state not in self._before:
             values, unwritten = state.dict.copy(), state.committed_state.copy()
             self._before[state] = Snapshot(values, unwritten, state.modified)
 

@@ -151,6 +151,13 @@ class Habits:
             self.calls.append(event.amount)
             await self.habits.get(event.amount, change)(tx, event.account)
 
+    async def apply(self, amount: int, *keys: str) -> None:
+        """Have a batch of messages of these keys handled."""
+        first = await self.desk.position()
+        await self.desk.apply(
+            *(Deposit(amount, account=key, id=f"{first} {n}") for n, key in enumerate(keys))
+        )
+
     async def together(self, *amounts: int) -> None:
         """Have the messages handled in one batch."""
         await self.desk.apply(*(Deposit(n, account="ada") for n in amounts))

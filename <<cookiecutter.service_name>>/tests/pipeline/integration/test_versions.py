@@ -17,18 +17,21 @@ from .test_door import (
     TOPIC,
     Changed,
     Habit,
+    Habits,
     Wallet,
     add_cents,
     change,
     errors_of,
     events_of,
+    habits,
     row_of,
     wallet_of,
 )
-from .test_door import Habits as Door
 from .test_round_trips import wiring
 from .wire import Wire
 from tests.contract.bank import Base, Deposit
+
+__all__ = ["habits"]
 
 AUDIT = """
 CREATE TABLE history (id int GENERATED ALWAYS AS IDENTITY, tg_op text, wallet text, cents int);
@@ -43,22 +46,11 @@ CREATE TRIGGER audit AFTER INSERT OR UPDATE ON wallet FOR EACH ROW EXECUTE FUNCT
 """
 
 
-class Habits(Door):
-    """The handler of the door's tests."""
-
-    async def apply(self, amount: int, *keys: str) -> None:
-        """Have a batch of messages of these keys handled."""
-        first = await self.desk.position()
-        await self.desk.apply(
-            *(Deposit(amount, account=key, id=f"{first} {n}") for n, key in enumerate(keys))
-        )
-
-
-@pytest.fixture
-async def habits(new_desk: NewDesk) -> Habits:
-    """Return a desk with a handler that has habits."""
-    handlers = Handlers()
-    return Habits(await new_desk(handlers, topic=TOPIC), handlers)
+ROUND_UP = """
+CREATE FUNCTION round_up() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN NEW.cents := (NEW.cents + 9) / 10 * 10; RETURN NEW; END $$;
+CREATE TRIGGER rounded BEFORE INSERT OR UPDATE ON wallet FOR EACH ROW EXECUTE FUNCTION round_up()
+"""
 
 
 @pytest.fixture
@@ -196,11 +188,7 @@ async def test_a_trigger_that_comes_while_the_service_runs_sees_each_version(
 async def test_what_a_trigger_changes_is_seen_by_the_next_message(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
-    await db.execute("""
-        CREATE FUNCTION round_up() RETURNS trigger LANGUAGE plpgsql AS $$
-        BEGIN NEW.cents := (NEW.cents + 9) / 10 * 10; RETURN NEW; END $$;
-        CREATE TRIGGER rounded BEFORE INSERT OR UPDATE ON wallet
-           FOR EACH ROW EXECUTE FUNCTION round_up()""")
+    await db.execute(ROUND_UP)
     await habits.apply(1, "ada", "ada", "ada")
     assert (await wallet_of(db))["cents"] == 30
     assert [payload for _, payload in await events_of(db)] == [
@@ -211,11 +199,7 @@ async def test_what_a_trigger_changes_is_seen_by_the_next_message(
 async def test_a_trigger_is_seen_also_if_the_message_was_written_while_it_was_handled(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
-    await db.execute("""
-        CREATE FUNCTION round_up() RETURNS trigger LANGUAGE plpgsql AS $$
-        BEGIN NEW.cents := (NEW.cents + 9) / 10 * 10; RETURN NEW; END $$;
-        CREATE TRIGGER rounded BEFORE INSERT OR UPDATE ON wallet
-           FOR EACH ROW EXECUTE FUNCTION round_up()""")
+    await db.execute(ROUND_UP)
 
     async def look(tx: Transaction, key: str) -> None:
         wallet = await tx.load_or_create(Wallet, key)
