@@ -16,19 +16,19 @@ from pipeline.errors import Repeat
 
 from .columns import cache_by_class
 
+_NAMES = sa.bindparam("names", type_=ARRAY(sa.Text), literal_execute=True)
 # A partitioned table has the constraints and triggers of its partitions, too. In `tgtype`, 1 is a
 # trigger for each row, 4 is INSERT, 8 is DELETE, 16 is UPDATE. A view has a rule for SELECT ('1').
 # SET CONSTRAINTS goes by name: it fails if one of that name is not deferrable.
 _REACTIONS = sa.text("""
-WITH part (name, id) AS (
-    SELECT name, to_regclass(name)::oid
+WITH part (name, id, kind, has_policies) AS (
+    SELECT name, oid, relkind, relrowsecurity
       FROM unnest(:names) AS name
-     UNION
-    SELECT name, tree.relid::oid
-      FROM unnest(:names) AS name, pg_partition_tree(to_regclass(name)) AS tree
+      JOIN pg_class ON oid = ANY (to_regclass(name)::oid || ARRAY(
+               SELECT relid::oid FROM pg_partition_tree(to_regclass(name))))
 )
 SELECT name,
-       bool_or(relrowsecurity
+       bool_or(has_policies
                OR EXISTS (SELECT FROM pg_constraint
                            WHERE conrelid = id AND contype IN ('c', 'f', 'x'))
                OR EXISTS (SELECT FROM pg_index
@@ -37,8 +37,8 @@ SELECT name,
                                   OR indpred IS NOT NULL))
                OR EXISTS (SELECT FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid
                            WHERE attrelid = id AND typtype = 'd')) AS judges,
-       bool_or(relkind IN ('v', 'f') OR fires & 4 > 0 OR rules) AS to_insert,
-       bool_or(relkind IN ('v', 'f') OR fires & 24 > 0 OR rules) AS to_update,
+       bool_or(kind IN ('v', 'f') OR fires & 4 > 0 OR rules) AS to_insert,
+       bool_or(kind IN ('v', 'f') OR fires & 24 > 0 OR rules) AS to_update,
        ARRAY(SELECT DISTINCT format('%I.%I', nspname, conname)
                FROM part AS one
                JOIN pg_constraint AS its ON conrelid = one.id
@@ -48,8 +48,7 @@ SELECT name,
                                  WHERE other.conname = its.conname AND NOT other.condeferred
                                    AND other.connamespace = its.connamespace)
               ORDER BY 1) AS deferred
-  FROM part
-  JOIN pg_class ON pg_class.oid = id,
+  FROM part,
        LATERAL (SELECT COALESCE(bit_or(tgtype), 0) AS fires
                   FROM pg_trigger
                  WHERE tgrelid = id AND NOT tgisinternal AND tgenabled <> 'D' AND tgtype & 1 > 0
@@ -58,7 +57,37 @@ SELECT name,
                   FROM pg_rewrite
                  WHERE ev_class = id AND ev_type <> '1') AS rewrites
  GROUP BY name
-""").bindparams(sa.bindparam("names", type_=ARRAY(sa.Text)))
+""").bindparams(_NAMES)
+# Each of these rows is another one after a change. Names of tables are a part of the text, so that
+# PostgreSQL keeps its plan, which takes longer than the query.
+_STATE = sa.text("""
+WITH named (id) AS (
+    SELECT to_regclass(name)::oid FROM unnest(:names) AS name
+), part (ids) AS (
+    SELECT ARRAY(SELECT id FROM named
+                  UNION ALL
+                 SELECT relid::oid FROM named, pg_partition_tree(id))
+)
+SELECT string_agg(concat_ws(' ', id, state), ',' ORDER BY id, state::text)
+  FROM (SELECT id, NULL FROM named
+         UNION ALL
+        SELECT id, pg_attribute.xmin FROM named JOIN pg_attribute ON attrelid = id
+         UNION ALL
+        SELECT oid, xmin FROM pg_class WHERE oid = ANY ((SELECT ids FROM part)::oid[])
+         UNION ALL
+        SELECT indrelid, xmin FROM pg_index WHERE indrelid = ANY ((SELECT ids FROM part)::oid[])
+         UNION ALL
+        SELECT conrelid, xmin
+          FROM pg_constraint WHERE conrelid = ANY ((SELECT ids FROM part)::oid[])
+         UNION ALL
+        SELECT tgrelid, xmin FROM pg_trigger WHERE tgrelid = ANY ((SELECT ids FROM part)::oid[])
+         UNION ALL
+        SELECT ev_class, xmin FROM pg_rewrite WHERE ev_class = ANY ((SELECT ids FROM part)::oid[])
+         UNION ALL
+        SELECT inhparent, xmin
+          FROM pg_inherits WHERE inhparent = ANY ((SELECT ids FROM part)::oid[])
+       ) AS states (id, state)
+""").bindparams(_NAMES)
 
 _EVENTS = ("before_insert", "after_insert", "before_update", "after_update")
 _quoted = dialect().identifier_preparer  # type: ignore[no-untyped-call]
@@ -91,6 +120,8 @@ class Catalog:
 
     def __init__(self) -> None:
         self._known: dict[type[Any], Reactions] = {}
+        self._seen: dict[tuple[str, ...], tuple[str, Mapping[type[Any], Reactions]]] = {}
+        """State of the catalog by names of tables, and reactions in this state."""
         self.reacting: set[str] = set()
         """Consumers whose messages are written by themselves."""
 
@@ -108,23 +139,27 @@ class Catalog:
 
         After a transaction has written a table, changes of its definition wait for its end.
         """
+        names = _names_of(known)
+        state = await session.scalar(_STATE, {"names": names})
+        if self._seen.get(names) == (state, known):
+            return
         now = await _read(session, known)
         self._known |= now
         changed = [one.__name__ for one in known if known[one] != now[one]]
+        self._seen[names] = state, now
         if changed:
             self.reacting.clear()
             raise CatalogChanged(f"constraints or triggers have changed: {', '.join(changed)}")
 
 
 async def _read(session: AsyncSession, entities: Iterable[type[Any]]) -> dict[type[Any], Reactions]:
-    tables = {entity: _tables_of(entity) for entity in entities}
-    names = sorted({name for one in tables.values() for name in one})
-    rows = await session.execute(_REACTIONS, {"names": names})
+    rows = await session.execute(_REACTIONS, {"names": _names_of(entities)})
     by_name = {row.name: row for row in rows}
     found = {}
-    for entity, names_of_tables in tables.items():
-        parts = [by_name[name] for name in names_of_tables if name in by_name]
-        is_watched = _is_watched(entity) or len(parts) < len(names_of_tables)
+    for entity in entities:
+        names = _tables_of(entity)
+        parts = [by_name[name] for name in names if name in by_name]
+        is_watched = _is_watched(entity) or len(parts) < len(names)
         found[entity] = Reactions(
             judges=any(one.judges for one in parts),
             to_insert=is_watched or any(one.to_insert for one in parts),
@@ -132,6 +167,10 @@ async def _read(session: AsyncSession, entities: Iterable[type[Any]]) -> dict[ty
             deferred=tuple(name for one in parts for name in one.deferred),
         )
     return found
+
+
+def _names_of(entities: Iterable[type[Any]]) -> tuple[str, ...]:
+    return tuple(sorted({name for entity in entities for name in _tables_of(entity)}))
 
 
 @cache_by_class

@@ -172,16 +172,58 @@ async def test_an_audit_trigger_sees_the_version_of_each_message(
     assert [sequence for sequence, _ in await events_of(db, "bob")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("before", "comes", "goes"),
+    [
+        ("", ON_WALLET, "DROP TRIGGER audit ON wallet"),
+        (
+            ON_WALLET + "; ALTER TABLE wallet DISABLE TRIGGER audit",
+            "ALTER TABLE wallet ENABLE ALWAYS TRIGGER audit",
+            "ALTER TABLE wallet DISABLE TRIGGER ALL",
+        ),
+        (
+            "CREATE TABLE another (LIKE wallet INCLUDING ALL);"
+            + ON_WALLET.replace("ON wallet", "ON another"),
+            """
+            INSERT INTO another TABLE wallet;
+            TRUNCATE history;
+            ALTER TABLE wallet RENAME TO former;
+            ALTER TABLE another RENAME TO wallet
+            """,
+            "DROP TRIGGER audit ON wallet",
+        ),
+        (
+            """
+            ALTER TABLE wallet RENAME TO former;
+            CREATE TABLE wallet (LIKE former INCLUDING INDEXES) PARTITION BY LIST (id);
+            CREATE TABLE another (LIKE former INCLUDING ALL);
+            ALTER TABLE wallet ATTACH PARTITION former DEFAULT;
+            """
+            + ON_WALLET.replace("ON wallet", "ON another"),
+            """
+            INSERT INTO another TABLE wallet;
+            TRUNCATE history;
+            ALTER TABLE wallet DETACH PARTITION former;
+            ALTER TABLE wallet ATTACH PARTITION another DEFAULT
+            """,
+            "DROP TRIGGER audit ON another",
+        ),
+    ],
+    ids=["created", "enabled", "another table", "a partition"],
+)
 async def test_a_trigger_that_comes_while_the_service_runs_sees_each_version(
-    habits: Habits, db: asyncpg.Connection
+    habits: Habits, db: asyncpg.Connection, before: str, comes: str, goes: str
 ) -> None:
+    await db.execute(AUDIT + before)
+    for _ in range(2):
+        await habits.apply(1, "ada", "ada", "ada")
+    await db.execute(comes)
+    for _ in range(2):
+        await habits.apply(1, "ada", "ada", "ada")
+    assert await history_of(db) == [("UPDATE", "ada", cents) for cents in range(7, 13)]
+    await db.execute(goes)
     await habits.apply(1, "ada", "ada", "ada")
-    await db.execute(AUDIT + ON_WALLET)
-    await habits.apply(1, "ada", "ada", "ada")
-    assert await history_of(db) == [("UPDATE", "ada", cents) for cents in (4, 5, 6)]
-    await db.execute("DROP TRIGGER audit ON wallet")
-    await habits.apply(1, "ada", "ada", "ada")
-    assert (await wallet_of(db))["cents"] == 9
+    assert (await wallet_of(db))["cents"] == 15
     assert await errors_of(habits.desk) == {}
 
 
