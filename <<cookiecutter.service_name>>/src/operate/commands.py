@@ -11,7 +11,7 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import DBAPIError
 
-from pipeline.errors import sqlstate_of, summarize_error
+from pipeline.errors import is_infrastructure, sqlstate_of, summarize_error
 from pipeline.relay import scheduled
 from pipeline.retention.maintenance import make_ahead
 from pipeline.runtime import Part, run
@@ -19,7 +19,7 @@ from pipeline.servers import cluster, revisions
 from pipeline.service import Service
 
 from . import dead_commands, inbox_commands, retention_commands, status_commands, topic_commands
-from .errors import Refused
+from .errors import ACCESS_DENIED, Refused
 from .output import format_time, print_json, print_table
 from .terminal import (
     Invocation,
@@ -38,8 +38,9 @@ from .terminal import (
 
 log = logging.getLogger(__name__)
 
-_NO_SCHEMA = "3F000"
-"""PostgreSQL's error code if no schema of the search path exists."""
+_NO_SCHEMA, _IS_NULL = "3F000", "23502"
+"""PostgreSQL's error codes if no schema of the search path exists, and for a row that has no value
+in a column that is NOT NULL."""
 
 _UNPUBLISHABLE = asyncpg.ObjectNotInPrerequisiteStateError, asyncpg.InvalidColumnReferenceError
 """Errors of an update of a table whose rows a publication can't identify."""
@@ -202,12 +203,26 @@ def _upgrade(invocation: Invocation) -> None:
         try:
             command.upgrade(config, "heads")
         except DBAPIError as error:
-            if sqlstate_of(error) != _NO_SCHEMA:
+            state = sqlstate_of(error) or ""
+            if is_infrastructure(error) or state.startswith(ACCESS_DENIED):
                 raise
-            raise Refused(
-                "no schema of the role's search_path exists, so that tables can't be created:"
-                " create one, or ALTER ROLE … SET search_path = public"
-            ) from None
+            if state == _NO_SCHEMA:
+                raise Refused(
+                    "no schema of the role's search_path exists, so that tables can't be created:"
+                    " create one, or ALTER ROLE … SET search_path = public"
+                ) from None
+            raise Refused(_describe_failure(error)) from None
+
+
+def _describe_failure(error: DBAPIError) -> str:
+    advice = "correct the migration"
+    if sqlstate_of(error) == _IS_NULL:
+        advice = "give a new column that is not nullable a server_default"
+    statement = " ".join((error.statement or "").split())
+    return (
+        f"a migration failed and its transaction was rolled back: {summarize_error(error)}:"
+        f" {advice}; the statement was: {statement}"
+    )
 
 
 async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) -> bool:

@@ -55,7 +55,7 @@ async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchO
     await lock_declared(items, attempt)
     attempt.is_shared = len(items) > 1
     reacting = attempt.catalog.reacting
-    attempt.rows.writes_each = any(item.consumer in reacting for item in items)
+    attempt.rows.writes.each = any(item.consumer in reacting for item in items)
     begun = perf_counter()
     sharing, own = items, list[Item]()
     if attempt.own:
@@ -72,9 +72,7 @@ async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchO
     finally:
         outcome.seconds += perf_counter() - begun
     raise_strays(attempt, outcome)
-    await attempt.rows.flush()
-    await attempt.rows.check_catalog()
-    attempt.rows.session.sync_session.close()
+    await attempt.rows.end()
 
 
 def raise_strays(attempt: Attempt, outcome: BatchOutcome) -> None:

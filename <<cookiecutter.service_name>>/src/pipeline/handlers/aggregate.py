@@ -1,6 +1,7 @@
 """Aggregates: rows that handlers change in order, fetched and locked for a whole batch at once."""
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Self, TypeVar
@@ -182,7 +183,7 @@ def set_defaults(row: Aggregate) -> None:
         if name in values or not isinstance(column, sa.Column):
             continue
         if isinstance(column.default, sa.ColumnDefault) and column.default.is_scalar:
-            values[name] = column.default.arg
+            values[name] = deepcopy(column.default.arg)
         elif not (
             column.default
             or column.server_default

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
-from sqlalchemy.dialects.postgresql import ARRAY, dialect
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.dialects.postgresql.asyncpg import dialect
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapper
 
@@ -19,31 +20,40 @@ from .columns import cache_by_class
 _NAMES = sa.bindparam("names", type_=ARRAY(sa.Text), literal_execute=True)
 # A partitioned table has the constraints and triggers of its partitions, too. In `tgtype`, 1 is a
 # trigger for each row, 4 is INSERT, 8 is DELETE, 16 is UPDATE. A view has a rule for SELECT ('1').
-# SET CONSTRAINTS goes by name: it fails if one of that name is not deferrable.
+# A foreign key that refers to a unique column, and changes its rows with that, has a trigger here,
+# too. SET CONSTRAINTS goes by name: it fails if one of that name is not deferrable.
 _REACTIONS = sa.text("""
-WITH part (name, id, kind, has_policies) AS (
-    SELECT name, oid, relkind, relrowsecurity
-      FROM unnest(:names) AS name
+WITH part (name, id, kind, may_reject) AS (
+    SELECT name, oid, relkind, relkind = 'p' OR relispartition OR relrowsecurity
+      FROM unnest((:names)::text[]) AS name
       JOIN pg_class ON oid = ANY (to_regclass(name)::oid || ARRAY(
                SELECT relid::oid FROM pg_partition_tree(to_regclass(name))))
 )
 SELECT name,
-       bool_or(has_policies
+       bool_or(may_reject
                OR EXISTS (SELECT FROM pg_constraint
                            WHERE conrelid = id AND contype IN ('c', 'f', 'x'))
                OR EXISTS (SELECT FROM pg_index
                            WHERE indrelid = id
                              AND (indisunique AND NOT indisprimary OR indexprs IS NOT NULL
                                   OR indpred IS NOT NULL))
-               OR EXISTS (SELECT FROM pg_attribute JOIN pg_type ON pg_type.oid = atttypid
-                           WHERE attrelid = id AND typtype = 'd')) AS judges,
+               OR EXISTS (SELECT FROM pg_attribute
+                            JOIN pg_type AS own ON own.oid = atttypid
+                            LEFT JOIN pg_type AS of ON of.oid = own.typelem
+                           WHERE attrelid = id AND (attgenerated = 's' OR own.typtype IN ('c', 'd')
+                                                    OR of.typtype IN ('c', 'd')))) AS judges,
        bool_or(kind IN ('v', 'f') OR fires & 4 > 0 OR rules) AS to_insert,
-       bool_or(kind IN ('v', 'f') OR fires & 24 > 0 OR rules) AS to_update,
+       bool_or(kind IN ('v', 'f') OR fires & 24 > 0 OR rules OR cascades) AS to_update,
        ARRAY(SELECT DISTINCT format('%I.%I', nspname, conname)
                FROM part AS one
-               JOIN pg_constraint AS its ON conrelid = one.id
+               JOIN pg_trigger ON tgrelid = one.id
+               JOIN pg_constraint AS its ON its.oid = tgconstraint
                JOIN pg_namespace ON pg_namespace.oid = connamespace
               WHERE one.name = part.name AND condeferred
+                AND (its.conrelid = one.id OR NOT EXISTS (
+                         SELECT FROM pg_constraint AS key
+                          WHERE key.conrelid = one.id AND key.contype = 'p'
+                            AND key.conkey @> its.confkey))
                 AND NOT EXISTS (SELECT FROM pg_constraint AS other
                                  WHERE other.conname = its.conname AND NOT other.condeferred
                                    AND other.connamespace = its.connamespace)
@@ -53,6 +63,12 @@ SELECT name,
                   FROM pg_trigger
                  WHERE tgrelid = id AND NOT tgisinternal AND tgenabled <> 'D' AND tgtype & 1 > 0
                ) AS triggers,
+       LATERAL (SELECT count(*) > 0 AS cascades
+                  FROM pg_trigger JOIN pg_constraint AS key ON key.oid = tgconstraint
+                 WHERE tgrelid = id AND confrelid = id AND confupdtype IN ('c', 'n', 'd')
+                   AND NOT EXISTS (SELECT FROM pg_constraint AS its
+                                    WHERE its.conrelid = id AND its.contype = 'p'
+                                      AND its.conkey @> key.confkey)) AS keys,
        LATERAL (SELECT count(*) > 0 AS rules
                   FROM pg_rewrite
                  WHERE ev_class = id AND ev_type <> '1') AS rewrites
@@ -62,13 +78,13 @@ SELECT name,
 # PostgreSQL keeps its plan, which takes longer than the query.
 _STATE = sa.text("""
 WITH named (id) AS (
-    SELECT to_regclass(name)::oid FROM unnest(:names) AS name
+    SELECT to_regclass(name)::oid FROM unnest((:names)::text[]) AS name
 ), part (ids) AS (
     SELECT ARRAY(SELECT id FROM named
                   UNION ALL
                  SELECT relid::oid FROM named, pg_partition_tree(id))
 )
-SELECT string_agg(concat_ws(' ', id, state), ',' ORDER BY id, state::text)
+SELECT hashtextextended(string_agg(concat_ws(' ', id, state), ',' ORDER BY id, state::text), 0)
   FROM (SELECT id, NULL FROM named
          UNION ALL
         SELECT id, pg_attribute.xmin FROM named JOIN pg_attribute ON attrelid = id
@@ -79,6 +95,13 @@ SELECT string_agg(concat_ws(' ', id, state), ',' ORDER BY id, state::text)
          UNION ALL
         SELECT conrelid, xmin
           FROM pg_constraint WHERE conrelid = ANY ((SELECT ids FROM part)::oid[])
+         UNION ALL
+        SELECT other.oid, other.xmin
+          FROM pg_trigger
+          JOIN pg_constraint AS its ON its.oid = tgconstraint
+          JOIN pg_constraint AS other ON other.conname = its.conname
+           AND other.connamespace = its.connamespace
+         WHERE tgrelid = ANY ((SELECT ids FROM part)::oid[]) AND tginitdeferred
          UNION ALL
         SELECT tgrelid, xmin FROM pg_trigger WHERE tgrelid = ANY ((SELECT ids FROM part)::oid[])
          UNION ALL
@@ -120,8 +143,8 @@ class Catalog:
 
     def __init__(self) -> None:
         self._known: dict[type[Any], Reactions] = {}
-        self._seen: dict[tuple[str, ...], tuple[str, Mapping[type[Any], Reactions]]] = {}
-        """State of the catalog by names of tables, and reactions in this state."""
+        self._state: int | None = None
+        """That of the catalog's rows on these tables, when the reactions were read."""
         self.reacting: set[str] = set()
         """Consumers whose messages are written by themselves."""
 
@@ -139,14 +162,13 @@ class Catalog:
 
         After a transaction has written a table, changes of its definition wait for its end.
         """
-        names = _names_of(known)
-        state = await session.scalar(_STATE, {"names": names})
-        if self._seen.get(names) == (state, known):
-            return
-        now = await _read(session, known)
-        self._known |= now
-        changed = [one.__name__ for one in known if known[one] != now[one]]
-        self._seen[names] = state, now
+        # Of all tables, so that the statement stays the same.
+        entities = [*self._known]
+        state = await session.scalar(_STATE, {"names": _names_of(entities)})
+        if state != self._state:
+            self._known |= await _read(session, entities)
+            self._state = state
+        changed = [one.__name__ for one in known if known[one] != self._known[one]]
         if changed:
             self.reacting.clear()
             raise CatalogChanged(f"constraints or triggers have changed: {', '.join(changed)}")
@@ -169,8 +191,8 @@ async def _read(session: AsyncSession, entities: Iterable[type[Any]]) -> dict[ty
     return found
 
 
-def _names_of(entities: Iterable[type[Any]]) -> tuple[str, ...]:
-    return tuple(sorted({name for entity in entities for name in _tables_of(entity)}))
+def _names_of(entities: Iterable[type[Any]]) -> Sequence[str]:
+    return sorted({name for entity in entities for name in _tables_of(entity)})
 
 
 @cache_by_class

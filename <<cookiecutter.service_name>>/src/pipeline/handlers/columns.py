@@ -71,6 +71,10 @@ def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
             # Types of the dialect can have a precision.
             exact and (lambda value: type(value) is datetime and value.utcoffset() == _NO_OFFSET),
         )
+    if isinstance(kind, sa.DateTime):
+        return Column(
+            None, exact and (lambda value: type(value) is datetime and value.tzinfo is None)
+        )
     if isinstance(kind, sa.Numeric) and kind.asdecimal and kind.scale is not None:
         scale = -kind.scale
         step, limit = Decimal(1).scaleb(scale), Decimal(1).scaleb((kind.precision or 0) + scale)

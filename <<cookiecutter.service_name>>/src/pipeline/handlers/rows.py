@@ -11,7 +11,7 @@ would get if each message had a transaction:
 """
 
 import asyncio
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -33,16 +33,11 @@ from .aggregate import (
     record_key,
     set_defaults,
 )
-from .catalog import Catalog, CatalogChanged, Reactions
-from .columns import (
-    cache_by_class,
-    can_hide_changes,
-    is_as_stored,
-    primary_key,
-    related,
-)
+from .catalog import Catalog
+from .columns import cache_by_class, can_hide_changes, primary_key
 from .sessions import OwnSession, RowSession, SharedSession
-from .versions import Snapshot, Versions
+from .versions import Snapshot
+from .writes import Writes
 
 A = TypeVar("A", bound=Aggregate)
 Place = tuple[type[Aggregate], Key]
@@ -55,7 +50,7 @@ class Rows:
     def __init__(self, session: AsyncSession, catalog: Catalog | None = None) -> None:
         """`catalog` is needed for the session that messages share."""
         self.session = session
-        self._catalog = catalog or Catalog()
+        self.writes = Writes(session, catalog or Catalog())
         # Its methods are three times as fast as those of the AsyncSession.
         self._known = cast(RowSession, session.sync_session)
         if isinstance(self._known, OwnSession):
@@ -63,30 +58,18 @@ class Rows:
         self.locked: dict[Place, Aggregate | None] = {}
         self._taken: dict[InstanceState[Any], int] = {}
         """Number of the message that has loaded the row last."""
-        self._unsure: set[InstanceState[Any]] = set()
-        """Rows that were flushed, and that the database may return with other values."""
         self._added: dict[type[Aggregate], list[Aggregate]] = {}
         """Rows that earlier messages have added, by base class, until one of it is looked for."""
         self._new: dict[Place, Aggregate] = {}
         """The others of them, by base class and key."""
-        self._versions = Versions()
-        self._reactions: dict[type[Any], Reactions] = {}
-        self._reacts = False
-        """Whether the database reacts to versions of any of these classes."""
-        self.writes_each = False
-        """Whether each message is written after its call."""
         self.is_stale = False
         """Whether the database has reacted to what a message has written."""
         self._before: dict[InstanceState[Any], Snapshot] = {}
         """The rows that the message has loaded, as it has found them."""
         self._created: dict[Place, Aggregate] = {}
         """Rows that the message has created."""
-        self._has_flushed = False
-        """Whether the message has written rows while its handler was called."""
         self._statement = asyncio.Lock()
         """Held while a handler's `get` executes one."""
-        self._has_related = False
-        """Whether rows may be in the session that were loaded with others, without a lock."""
         self.message = 0
         """Number of the message whose handler is called."""
         self.error: BaseException | None = None
@@ -97,15 +80,15 @@ class Rows:
         """Note that the handler of the next message is called."""
         self.message += 1
         self.error = None
-        self._has_flushed = False
+        self.writes.has_flushed = False
         self._before, self._created = {}, {}
 
     def undo_message(self) -> bool:
         """Undo in memory what the message has done to rows, if all of it is known."""
         known = cast(SharedSession, self._known)
         touched = {*(state.class_ for state in self._before), *map(type, known.recent)}
-        hides = self._has_related or any(can_hide_changes(entity) for entity in touched)
-        if hides or self._has_flushed:
+        hides = self.writes.has_related or any(can_hide_changes(entity) for entity in touched)
+        if hides or self.writes.has_flushed:
             return False
         for state, before in self._before.items():
             before.restore(state, known)
@@ -121,7 +104,10 @@ class Rows:
     def has_to_write(self) -> bool:
         """Whether `write_message` may have something to do."""
         return isinstance(self._known, SharedSession) and (
-            self._reacts or self.writes_each or bool(self._known.recent) or self._has_new_key
+            self.writes.are_needed
+            or self.writes.each
+            or bool(self._known.recent)
+            or self._has_new_key
         )
 
     @property
@@ -134,13 +120,12 @@ class Rows:
                 before.values.get(name) != state.dict.get(name) for name in names
             ):
                 return True
-        return False
+        return any(_key_of(row) != key for (_, key), row in self._created.items())
 
     async def write_message(self, consumer: str) -> None:
         """Write what the message has changed if the database reacts to each version.
 
-        It must see what earlier messages have changed first, so that these are written by
-        themselves in such runs. Raises `CatalogChanged` if that was not known.
+        Raises `CatalogChanged` if that was not known.
         """
         known = cast(SharedSession, self._known)
         added, known.recent = known.recent, []
@@ -148,60 +133,34 @@ class Rows:
             if isinstance(row, Aggregate):
                 self._added.setdefault(_base(type(row)), []).append(row)
         new = (*added, *self._created.values())
-        written = {*map(type, new), *(state.class_ for state in self._before)}
-        if self._has_related:
-            written |= {*map(type, known.dirty)}
-            written |= {other for one in written for other in related(one)}
-        await self._learn(written)
-        # A new row of a class that is no aggregate is not changed any more.
-        reactions = [
-            reaction
-            for entity in written
-            for reaction in (self._reactions[entity],)
-            if reaction.to_insert
-            or reaction.deferred
-            or (reaction.to_update and (issubclass(entity, Aggregate) or self._has_related))
-        ]
-        has_new_key = self._has_new_key
-        if not (reactions or self.writes_each or has_new_key):
-            return
-        if reactions and not self.writes_each:
-            self._catalog.reacting.add(consumer)
-            self.writes_each = self.message == 1
-            if not self.writes_each:
-                raise CatalogChanged(f"a message of {consumer} is written by itself")
-        if not (self._has_flushed or known.new or known.dirty):
-            return
-        await self.flush()
-        if not reactions and not has_new_key:
-            return
-        if deferred := {name for one in reactions for name in one.deferred}:
-            await self._catalog.check(self.session, self._reactions)
-            names = ", ".join(sorted(deferred))
-            connection = await self.session.connection()
-            for mode in ("IMMEDIATE", "DEFERRED"):
-                await connection.exec_driver_sql(f"SET CONSTRAINTS {names} {mode}")
-        Session.expunge_all(known)
-        self.locked, self._taken, self._unsure = {}, {}, set()
-        self._added, self._new = {}, {}
-        self.is_stale = True
-
-    async def _learn(self, entities: Set[type[Any]]) -> None:
-        if not entities <= self._reactions.keys():
-            self._reactions |= await self._catalog.learn(self.session, entities)
-            self._reacts = any(one.is_any for one in self._reactions.values())
-
-    async def check_catalog(self) -> None:
-        """Raise `CatalogChanged` if the database reacts in another way than was assumed."""
-        if self.message > 1 and self._reactions:
-            await self._catalog.check(self.session, self._reactions)
+        changed = (
+            state.class_
+            for state, before in self._before.items()
+            if self.writes.has_flushed or before.has_changed(state)
+        )
+        if await self.writes.write_message(
+            consumer,
+            {*map(type, new), *changed},
+            is_first=self.message == 1,
+            has_new_key=self._has_new_key,
+        ):
+            Session.expunge_all(known)
+            self.locked, self._taken = {}, {}
+            self._added, self._new = {}, {}
+            self.is_stale = True
 
     async def flush(self) -> None:
-        """Write the changed rows, and earlier versions of them that the database judges."""
-        self._has_flushed = True
-        if self._has_related:
+        """Write the changed rows."""
+        if self.writes.has_related:
             self.check()
-        await self.session.run_sync(self._versions.flush)
+        await self.writes.flush()
+
+    async def end(self) -> None:
+        """Write the rest, at the end of a run, and close the session."""
+        if self.writes.has_related:
+            self.check()
+        await self.writes.end(self.message)
+        self.session.sync_session.close()
 
     async def get(self, entity: type[A], key: Key) -> A | None:
         """Return the locked row; one that is not declared is fetched and locked now.
@@ -222,12 +181,12 @@ class Rows:
             finally:
                 CURRENT_GUARD.reset(call)
         row = self.locked[place]
-        if row is None or row not in self._known:
+        if row is None:
             return None
         state = instance_state(row)
         taken = self._taken.get(state, self.message)
         if taken != self.message:
-            self._versions.keep(state, is_judged=self._reactions[state.class_].judges)
+            self.writes.keep_version(state)
         self._taken[state] = self.message
         self._note(state)
         return cast(A, row)
@@ -254,8 +213,10 @@ class Rows:
         row = self.locked[place]
         if not isinstance(self._known, SharedSession):
             # A row that is deleted and created anew before a flush would keep its old values.
-            return row is not None and not (
-                instance_state(row).expired or row in self._known.deleted
+            return (
+                row is not None
+                and row in self._known
+                and not (instance_state(row).expired or row in self._known.deleted)
             )
         if row is None:
             return self._find_new(place, self._known.recent)
@@ -266,7 +227,7 @@ class Rows:
             return True
         if state.key is None and _key_of(row) != place[1]:
             return False
-        return state not in self._unsure and is_as_stored(row)
+        return self.writes.is_current(row)
 
     def _find_new(self, place: Place, recent: Iterable[object]) -> bool:
         """Whether it is known which row messages have added at a place where there was none."""
@@ -286,7 +247,9 @@ class Rows:
         found = self._new.get((base, key))
         if found is None:
             return True
-        if found not in self._known or not isinstance(found, entity) or not is_as_stored(found):
+        if found not in self._known or not isinstance(found, entity):
+            return False
+        if not self.writes.is_current(found):
             return False
         self.locked[place] = found
         self._taken.setdefault(instance_state(found), 0)
@@ -296,12 +259,9 @@ class Rows:
         """Fetch and lock the rows that exist, in the order of their keys, in one statement."""
         keys = {canonical(entity, key) for key in keys}
         if isinstance(self._known, SharedSession):
-            await self._learn({entity})
-            # After the flush they look unchanged.
-            written = chain(self._known.new, self._known.dirty)
-            self._unsure.update(instance_state(row) for row in written if not is_as_stored(row))
+            await self.writes.learn({entity})
         await self.flush()
-        self._has_related = self._has_related or any(
+        self.writes.has_related |= any(
             mapper.relationships for mapper in sa.inspect(entity).self_and_descendants
         )
         for key in keys:
@@ -320,7 +280,7 @@ class Rows:
                 f" {next(iter(keys))!r}: use the type that the column holds"
             )
         self.locked |= {(entity, key): found.get(key) for key in keys}
-        self._unsure -= {instance_state(row) for row in rows}
+        self.writes.was_read(rows)
 
     def check(self) -> None:
         """Raise an error for a row that was changed or deleted without a lock.
@@ -375,7 +335,7 @@ class Rows:
         Session.add(self._known, row)
         self._taken[instance_state(row)] = self.message
         if isinstance(self._known, SharedSession):
-            self._known.recent.remove(row)
+            self._known.recent = [one for one in self._known.recent if one is not row]
             self._created[entity, place] = row
         self._new[_base(entity), place] = self.locked[entity, place] = row
         return row

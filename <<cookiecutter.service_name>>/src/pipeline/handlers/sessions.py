@@ -51,6 +51,11 @@ SELECT 1 / (COALESCE(current_setting('pipeline.handler', true), '') = '{AT_WORK}
 """Fails if the transaction is read-only, or not the one that the engine has begun: a local setting
 ends with its transaction."""
 
+CHECK_DEFERRED = """
+SAVEPOINT pipeline_check; SELECT set_config('pipeline.handler', '', true);
+SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO pipeline_check; RELEASE pipeline_check
+"""
+"""Fails as COMMIT would. By the rollback constraints are deferred as before, and checked again."""
 RESET = """
 RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
 SELECT pg_advisory_unlock_all()
@@ -287,7 +292,7 @@ async def _end(
         while (savepoint := session.get_nested_transaction()) is not None:
             await savepoint.commit()
         await session.flush()
-        await driver.execute(f"{_IS_AT_WORK}; {RESET}; {restore_limits}")
+        await driver.execute(f"{_IS_AT_WORK}; {CHECK_DEFERRED}; {RESET}; {restore_limits}")
     except asyncpg.DivisionByZeroError as error:
         raise HandlerFault(HAS_ENDED) from error
     except asyncpg.InFailedSQLTransactionError as error:

@@ -7,7 +7,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import InstanceState, Session
 from sqlalchemy.orm.attributes import flag_modified
 
-from .columns import columns_of, primary_key
+from .columns import can_hide_changes, columns_of, primary_key
 
 _PREFIX = "pipeline_version_of_"
 """Of parameters, whose names must be no columns'."""
@@ -20,6 +20,10 @@ class Snapshot(NamedTuple):
     unwritten: dict[str, Any]
     """Its attributes that were changed and not written yet, with their values in the database."""
     is_modified: bool
+
+    def has_changed(self, state: InstanceState[Any]) -> bool:
+        """Whether the row differs, as far as that is seen."""
+        return can_hide_changes(state.class_) or self.values != state.dict
 
     def restore(self, state: InstanceState[Any], session: Session) -> None:
         """Make the row what it was."""

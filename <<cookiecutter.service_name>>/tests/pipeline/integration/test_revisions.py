@@ -41,13 +41,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def add(folder: Path, revision: str, below: str | None, depends_on: str | None = None) -> None:
-    """Write a migration that changes nothing."""
+def add(
+    folder: Path,
+    revision: str,
+    below: str | None,
+    depends_on: str | None = None,
+    statement: str = "SELECT",
+) -> None:
+    """Write a migration that executes a statement."""
     branch = None if below else (revision.partition("_")[0],)
     (folder / "versions" / f"{revision}.py").write_text(
         f"revision, down_revision = {revision!r}, {below!r}\n"
         f"branch_labels, depends_on = {branch!r}, {depends_on!r}\n\n\n"
-        "def upgrade() -> None:\n    pass\n",
+        "from alembic import op\n\n\n"
+        f"def upgrade() -> None:\n    op.execute({statement!r})\n",
         "utf-8",
     )
 
@@ -421,6 +428,34 @@ async def test_migrate_without_a_schema_in_the_search_path_says_so(
     assert await process.ended() == 1, process.output
     assert "Refused: no schema of the role's search_path exists" in process.output
     assert "Traceback" not in process.output
+
+
+@pytest.mark.parametrize(
+    ("statement", "error", "advice"),
+    [
+        (
+            "ALTER TABLE wallet ADD colour text NOT NULL",
+            'column "colour" of relation "wallet" contains null values',
+            "give a new column that is not nullable a server_default",
+        ),
+        ("ALTER TABLE walet ADD colour text", 'relation "walet" does not exist', "correct the"),
+        ("ALTER TABLE wallet ADD CHECK (cents > 5)", "is violated by some row", "correct the"),
+    ],
+)
+async def test_a_migration_that_fails_says_what_to_correct(
+    start: Start, folder: Path, db: asyncpg.Connection, statement: str, error: str, advice: str
+) -> None:
+    await db.execute("INSERT INTO wallet (id, cents, version) VALUES ('ada', 1, 1)")
+    add(folder, "service_0001", None)
+    add(folder, "service_0002", "service_0001", statement=statement)
+    migrate = await start("migrate", cwd=folder)
+    assert await migrate.ended() == 1, migrate.output
+    assert "Refused: a migration failed and its transaction was rolled back: " in migrate.output
+    for text in (error, advice, statement):
+        assert text in " ".join(migrate.output.split())
+    assert "Traceback" not in migrate.output
+    applied = await db.fetch("SELECT version_num FROM alembic_version")
+    assert "service_0001" not in {row["version_num"] for row in applied}
 
 
 async def test_a_newer_schema_may_lack_what_this_code_no_longer_needs(
