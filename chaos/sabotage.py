@@ -504,8 +504,8 @@ reason, attempts, waited,
         [
             Edit(
                 "retry/lanes.py",
-                "WHERE lane = $1 AND token = $2\n    RETURNING 1",
-                "WHERE lane = $1 AND $2::bigint IS NOT NULL\n    RETURNING 1",
+                "AS own (lane, token) USING (lane, token)",
+                "AS own (lane, their_token) USING (lane)",
             ),
             Edit(
                 "apply/inbox.py",

@@ -203,7 +203,7 @@ def test_lanes_that_were_lost_are_counted_by_the_words_of_those_who_lost_them(
     tmp_path: Path,
 ) -> None:
     engine = RAW / "src" / "pipeline"
-    lost = 'LaneLost(f"backlog lane {lane.number} was taken over")'
+    lost = '"; ".join(f"backlog lane {lane} was taken over" for lane in'
     assert lost in (engine / "retry/lanes.py").read_text()
     assert "\nLANES = 32\n" in (engine / "schema.py").read_text()
     for name, lanes in (("consume-1", (0, 63, 64)), ("consume-2", (5, 5)), ("relay-1", ())):

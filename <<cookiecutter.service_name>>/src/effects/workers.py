@@ -32,7 +32,7 @@ from pipeline.handlers.policy import (
 from pipeline.observe.health import Health
 from pipeline.retry import lanes
 from pipeline.retry.lane_source import LaneSource
-from pipeline.retry.lanes import Lane
+from pipeline.retry.lanes import Lease
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.schema import LANES
 from pipeline.servers.tasks import end, in_background
@@ -91,15 +91,15 @@ class EffectWorkers(BacklogWorkers):
         probing = self._breaker.open & under_way
         return callers - self._breaker.resting - spent - probing - full
 
-    async def serve(self, lane: Lane) -> None:
+    async def serve(self, lease: Lease) -> None:
         """Make the calls that are due in the lane: many at once, those of a key one by one."""
         calls: _Calls = {}
         turns = 0
-        async with in_background(self._keep(lane)) as keeper:
+        async with in_background(self._keep(lease)) as keeper:
             try:
                 while True:
                     if turns < _TURNS and not self._stopping.is_set():
-                        turns += await self._begin(lane, calls)
+                        turns += await self._begin(lease, calls)
                     if not calls:
                         return
                     await asyncio.wait(
@@ -113,7 +113,7 @@ class EffectWorkers(BacklogWorkers):
                     ended = [calls.pop(key) for key, call in list(calls.items()) if call.done()]
                     failed = [call for call in ended if call.cancelled() or call.exception()]
                     succeeded = [call for call in ended if call not in failed]
-                    await self._settle(lane, [one for call in succeeded if (one := call.result())])
+                    await self._settle(lease, [one for call in succeeded if (one := call.result())])
                     for call in failed:
                         call.result()  # raises, when the results of the others are stored
             finally:
@@ -123,21 +123,21 @@ class EffectWorkers(BacklogWorkers):
         async with self._connection:
             return await super()._query(what, statement)
 
-    async def _keep(self, lane: Lane) -> None:
+    async def _keep(self, lease: Lease) -> None:
         """Hold the lane while calls are under way. Raises `LaneLost`."""
         while True:
             await asyncio.sleep(self._settings.backlog_lease / 3)
-            await self._hold(lane)
+            await self._hold(lease)
 
-    async def _hold(self, lane: Lane) -> None:
-        await self._query("holding a lane", lambda driver: lanes.hold(driver, lane))
+    async def _hold(self, lease: Lease) -> None:
+        await self._query("holding a lane", lambda driver: lanes.hold(driver, lease))
 
-    async def _begin(self, lane: Lane, calls: _Calls) -> bool:
+    async def _begin(self, lease: Lease, calls: _Calls) -> bool:
         """Begin calls that are due; return whether there were any."""
         # Those under way are still due, and read again.
-        rows = await self._due(lane, len(calls) + self._most)
-        source = await self._read(lane, rows, validates=False)
-        items = [one if self._is_risky(lane, one) else validated(one) for one in source.items]
+        rows = await self._due(lease, len(calls) + self._most)
+        source = await self._read(lease, rows, validates=False)
+        items = [one if self._is_risky(lease, one) else validated(one) for one in source.items]
         source = replace(source, items=items)
         of_keys: dict[bytes, list[Item]] = {}
         for item in source.items:
@@ -150,7 +150,7 @@ class EffectWorkers(BacklogWorkers):
             if source.unhandleable or hides or source.keys != list(of_keys):
                 await self._apply(self._consume, replace(source, items=[]))
             begun = asyncio.get_running_loop().time()
-            may_begin = await self._note_beginnings(lane, chosen) if chosen else {}
+            may_begin = await self._note_beginnings(lease, chosen) if chosen else {}
         except BaseException:
             for item in chosen:
                 del self._under_way[item.key]
@@ -160,7 +160,7 @@ class EffectWorkers(BacklogWorkers):
             if not may_begin.get(key, True):
                 del self._under_way[key]
                 continue
-            call = self._call(lane, item, noted_at=begun if key in may_begin else None)
+            call = self._call(lease, item, noted_at=begun if key in may_begin else None)
             task = calls[item.order_key] = asyncio.create_task(call)
             task.add_done_callback(partial(self._leave, key))
         return bool(chosen)
@@ -168,18 +168,18 @@ class EffectWorkers(BacklogWorkers):
     def _leave(self, key: bytes, _: asyncio.Task[Any]) -> None:
         del self._under_way[key]
 
-    async def _note_beginnings(self, lane: Lane, chosen: Sequence[Item]) -> dict[bytes, bool]:
+    async def _note_beginnings(self, lease: Lease, chosen: Sequence[Item]) -> dict[bytes, bool]:
         """Store that calls begin where that is needed; return for each of these whether it may."""
         decisions = {
             item.key: decision
             for item in chosen
-            if not self._is_risky(lane, item)
+            if not self._is_risky(lease, item)
             and (decision := self._beforehand(item, is_risky=False))
         }
         if not decisions:
             # After a long stop the lane may be another worker's. Storing a decision checks it, too.
-            await self._hold(lane)
-        there = await self._note(lane, chosen, decisions)
+            await self._hold(lease)
+        there = await self._note(lease, chosen, decisions)
         return {key: key in there and not decision.is_dead for key, decision in decisions.items()}
 
     async def _has_room_for(self, item: Item) -> bool:
@@ -196,31 +196,31 @@ class EffectWorkers(BacklogWorkers):
         self._under_way[item.key] = consumer
         return True
 
-    def _is_risky(self, lane: Lane, item: Item) -> bool:
+    def _is_risky(self, lease: Lease, item: Item) -> bool:
         """Whether a process may have died over the call."""
-        return item.history.deaths > 0 or lane.starts > 1
+        return item.history.deaths > 0 or lease.starts > 1
 
-    async def _call(self, lane: Lane, item: Item, *, noted_at: float | None) -> CallResult | None:
+    async def _call(self, lease: Lease, item: Item, *, noted_at: float | None) -> CallResult | None:
         """Make the call and return its result; None if it must not be made."""
-        is_risky = self._is_risky(lane, item)
+        is_risky = self._is_risky(lease, item)
         # Those that may kill the process are called one at a time.
         async with self._alone if is_risky else nullcontext():
             if is_risky and (decision := self._beforehand(item, is_risky=True)):
                 key, noted_at = item.key, asyncio.get_running_loop().time()
-                if key not in await self._note(lane, [item], {key: decision}) or decision.is_dead:
+                if key not in await self._note(lease, [item], {key: decision}) or decision.is_dead:
                     return None
             if noted_at is not None and self._is_late(noted_at):
                 # It was delayed for longer than the lane's lease. If the lane is ours still, no
                 # other worker has made the call; otherwise this raises `LaneLost`.
                 log.warning("effects: %s was delayed, and begins again", item.handler.consumer)
-                await self._note(lane, [item], {item.key: _unchanged(item)})
+                await self._note(lease, [item], {item.key: _unchanged(item)})
                 return None
             # Not before: validation may be what kills the process.
             if item.event is None and item.fault is None:
                 item = validated(item)
                 # Without its event, `ask` can't be called about an earlier call.
                 if item.fault and (decision := self._beforehand(item, is_risky=False)):
-                    await self._note(lane, [item], {item.key: decision})
+                    await self._note(lease, [item], {item.key: decision})
                     return None
             return replace(await self._caller.call(item), is_noted=noted_at is not None)
 
@@ -250,35 +250,35 @@ class EffectWorkers(BacklogWorkers):
         due_in = max(decision.due_in or 0.0, longest)
         return replace(decision, reason=UNKNOWN, history=history, due_in=due_in)
 
-    async def _settle(self, lane: Lane, called: Sequence[CallResult]) -> None:
+    async def _settle(self, lease: Lease, called: Sequence[CallResult]) -> None:
         """Store the results of calls: one by one where storing may run code that fails."""
-        settled = await self._settle_together(lane, [one for one in called if one.is_done])
+        settled = await self._settle_together(lease, [one for one in called if one.is_done])
         for one in called:
             for _ in range(_STORING):
                 if one.item.key not in settled:
-                    settled |= await self._settle_together(lane, [one])
+                    settled |= await self._settle_together(lease, [one])
 
-    async def _settle_together(self, lane: Lane, called: Sequence[CallResult]) -> set[bytes]:
+    async def _settle_together(self, lease: Lease, called: Sequence[CallResult]) -> set[bytes]:
         """Store the results of calls; return the keys of those that are stored."""
         items = [one.settling() for one in called]
         if not items:
             return set()
         try:
-            return _stored(await self._apply(self._consume, LaneSource.of(lane, items)))
+            return _stored(await self._apply(self._consume, LaneSource.of(lease, items)))
         except BreakerOpen:
             for one in called:
                 if one.is_noted and (decision := _failed_with_open_breaker(one)):
-                    await self._note(lane, [one.item], {one.item.key: decision})
+                    await self._note(lease, [one.item], {one.item.key: decision})
             return {item.key for item in items}
 
     async def _note(
-        self, lane: Lane, items: Sequence[Item], decisions: Mapping[bytes, Decision]
+        self, lease: Lease, items: Sequence[Item], decisions: Mapping[bytes, Decision]
     ) -> set[bytes]:
         """Store decisions without a call; return the keys of the rows that are there."""
         noted = [item for item in items if item.key in decisions]
         if not noted:
             return set()
-        results = await self._apply(self._consume, LaneSource.of(lane, noted, decisions))
+        results = await self._apply(self._consume, LaneSource.of(lease, noted, decisions))
         return {item.key for one in results for item, _ in one.decided}
 
 

@@ -19,7 +19,7 @@ from pipeline.apply.item import Item, _digest
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.staging import CALLS
 from pipeline.observe.watchdog import calls_ignoring_cancellation
-from pipeline.retry.lanes import Lane
+from pipeline.retry.lanes import Lease
 from pipeline.servers.database import autocommitting
 
 from .desk import TOPIC, Desk, NewDesk, Outside, Received, desk_of
@@ -123,11 +123,11 @@ async def test_what_has_come_out_of_a_call_is_kept_though_another_ends_with_an_e
     failing, well = of_one_lane(2, "tell")
     call, has_ended = desk.caller._call, asyncio.Event()
 
-    async def call_or_fail(lane: Lane, item: Item, **noted: Any) -> object:
+    async def call_or_fail(lease: Lease, item: Item, **noted: Any) -> object:
         if item.record.key == failing.encode():
             await has_ended.wait()
             raise RuntimeError("of the engine")
-        called = await call(lane, item, **noted)
+        called = await call(lease, item, **noted)
         has_ended.set()
         return called
 
@@ -488,7 +488,7 @@ async def test_no_more_calls_begin_in_a_second_than_allowed(new_calling_desk: Ne
 async def begin_and_die(desk: Desk, outside: Outside, db: asyncpg.Connection) -> None:
     """Begin a call, and leave everything as a process does that is killed in it."""
 
-    async def keep(lane: Lane) -> None:
+    async def keep(lease: Lease) -> None:
         pass
 
     outside.waits = {1: asyncio.Event().wait}

@@ -36,7 +36,7 @@ from pipeline.observe import metrics
 from pipeline.servers.tasks import TimeSlice
 
 from . import lanes
-from .lanes import Lane
+from .lanes import Lease
 
 _RUN_BYTES = 16 * 2**20
 """Approximate limit of the memory for the rows of one transaction."""
@@ -50,7 +50,7 @@ class NoHandler(Exception):
 class LaneSource:
     """Rows of a lane, beginning with the first one of each key, in its order."""
 
-    lane: Lane
+    lease: Lease
     items: Sequence[Item]
     """The messages, in order."""
     keys: Sequence[bytes]
@@ -65,9 +65,11 @@ class LaneSource:
     has_lease: ClassVar[bool] = True
 
     @classmethod
-    def of(cls, lane: Lane, items: Sequence[Item], assumed: Mapping[bytes, Decision] = {}) -> Self:
+    def of(
+        cls, lease: Lease, items: Sequence[Item], assumed: Mapping[bytes, Decision] = {}
+    ) -> Self:
         """Return a source of these rows alone."""
-        return cls(lane, items, [item.order_key for item in items], assumed=assumed)
+        return cls(lease, items, [item.order_key for item in items], assumed=assumed)
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
@@ -82,11 +84,11 @@ class LaneSource:
     @property
     def patience(self) -> float:
         """Half of the lease, which `begin` extends."""
-        return self.lane.lease / 2
+        return self.lease.seconds / 2
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Lock the lane and extend its lease. Raises `LaneLost`."""
-        return await lanes.hold(connection, self.lane)
+        return await lanes.hold(connection, self.lease)
 
     async def find(
         self, connection: asyncpg.Connection, items: Sequence[Item]
@@ -119,7 +121,7 @@ class LaneSource:
         redecoded = {row for item in self.items if (row := self.redecoded.get(item.key))}
         await lanes.settle(
             connection,
-            self.lane,
+            self.lease,
             done={item.row for item in done if item.row} | redecoded,
             changed=[row for row in changed if not row.is_new],
             keys=self.keys,
@@ -155,9 +157,11 @@ class LaneSource:
 _TAKE = f"""
 WITH due AS MATERIALIZED (
     SELECT order_key, min(due_at) AS due_at, max(attempts) AS attempts
-      FROM (SELECT due.* FROM unnest($2::text[]) AS of (consumer) CROSS JOIN LATERAL (
+      FROM (SELECT due.* FROM unnest($1::integer[]) AS its (lane)
+             CROSS JOIN unnest($2::text[]) AS of (consumer) CROSS JOIN LATERAL (
                    SELECT order_key, due_at, attempts FROM pipeline.backlog b
-                    WHERE lane = $1 AND b.consumer = of.consumer AND due_at <= statement_timestamp()
+                    WHERE b.lane = its.lane AND b.consumer = of.consumer
+                      AND due_at <= statement_timestamp()
                       AND COALESCE((received_at <= $5 OR received_at > statement_timestamp())
                                    AND topic <> ALL ($6), true)
                     ORDER BY due_at LIMIT $3) AS due
@@ -188,7 +192,7 @@ SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_k
 
 async def take(
     connection: asyncpg.Connection,
-    lane: Lane,
+    lease: Lease,
     consumers: Collection[str],
     limit: int,
     *,
@@ -201,13 +205,13 @@ async def take(
     unavailable topics are left out.
     """
     rows: Rows = await connection.fetch(
-        _TAKE, lane.number, list(consumers), limit, _RUN_BYTES, before, [*lane.unavailable]
+        _TAKE, lease.lanes, list(consumers), limit, _RUN_BYTES, before, [*lease.unavailable]
     )
     return await encryption.decrypt(connection, rows, "value") if encryption else rows
 
 
 async def read_rows(
-    lane: Lane, handlers: Handlers, rows: Sequence[asyncpg.Record], *, validates: bool = True
+    lease: Lease, handlers: Handlers, rows: Sequence[asyncpg.Record], *, validates: bool = True
 ) -> LaneSource:
     """Decode rows, and validate them unless they are validated later.
 
@@ -218,7 +222,7 @@ async def read_rows(
     """
     records = [stored_record(row, stored_for=row["stored_for"]) for row in rows]
     unavailable = await prepare(handlers, records)
-    lane.unavailable.update(unavailable)
+    lease.unavailable.update(unavailable)
     keys: list[bytes] = []
     items: list[Item] = []
     new: list[Item] = []
@@ -250,7 +254,7 @@ async def read_rows(
         for error in unavailable.values():
             raise error
     # No handler is called for new messages, so the others follow in a transaction of their own.
-    return LaneSource(lane, new or items, keys, unhandleable, redecoded)
+    return LaneSource(lease, new or items, keys, unhandleable, redecoded)
 
 
 def _read(
@@ -314,20 +318,20 @@ def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
     )
 
 
-def is_suspect(lane: Lane, row: asyncpg.Record) -> bool:
+def is_suspect(lease: Lease, row: asyncpg.Record) -> bool:
     """Whether a process may have died over the row, which is due."""
-    return (lane.starts > 1 or row["deaths"] > 0) and not row["must_wait"]
+    return (lease.starts > 1 or row["deaths"] > 0) and not row["must_wait"]
 
 
 def beforehand(
-    lane: Lane, handlers: Handlers, row: asyncpg.Record
+    lease: Lease, handlers: Handlers, row: asyncpg.Record
 ) -> tuple[LaneSource, LaneSource]:
     """Return sources that store that an attempt at the row has failed, and that none was made."""
     takers = handlers.of(row["topic"], row["type"])
     policy = next((one.policy for one in takers if one.consumer == row["consumer"]), Policy())
     record, history = stored_record(row, stored_for=row["stored_for"]), history_of(row)
     failed, undone = (
-        LaneSource(lane, (), [row["order_key"]], [Row(row["key"], row["consumer"], record, one)])
+        LaneSource(lease, (), [row["order_key"]], [Row(row["key"], row["consumer"], record, one)])
         for one in (assumed(policy, history), unchanged(row["reason"], history, row["error"]))
     )
     return failed, undone

@@ -21,35 +21,34 @@ class LaneLost(SourceLost):
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """A claimed lane."""
+class Lease:
+    """Lanes that a worker has claimed together."""
 
-    number: int
-    token: int
+    lanes: Sequence[int]
+    tokens: Sequence[int]
+    """Of each lane."""
     starts: int
-    """Workers that have claimed the lane and not released it, this one included."""
+    """Workers that have claimed a lane and not released it, this one included: more than one only
+    if there is a single lane."""
     claimed_at: datetime
     """By the database's clock. Earlier workers can't have read a row that was stored later."""
-    lease: float
-    """Seconds for which each transaction extends the lease when it begins."""
+    seconds: float
+    """Time for which each transaction extends the lease when it begins."""
     unavailable: dict[str, StoreUnavailable] = field(default_factory=dict)
     """Topics whose rows could not be decoded since, because a schema registry is unavailable."""
 
 
 # Claimed by a statement whose answer was lost: the start is counted already, and no process has
 # died.
-_UNANSWERED = "owner = ANY ($4::text[])"
+_UNANSWERED = "COALESCE(owner = ANY ($4::text[]), false)"
 
-# Written so that the planner, whatever its statistics are, looks up one row of each lane and
-# consumer in the index: rows of a consumer that the breaker pauses are not looked at. With EXISTS
-# it would join the lanes with everything that is due, or scan the table.
+# A lane whose worker has died is claimed by itself. Written so that the planner, whatever its
+# statistics are, looks up one row of each lane and consumer in the index: rows of a consumer that
+# the breaker pauses are not looked at. With EXISTS it would join the lanes with everything that is
+# due, or scan the table.
 _CLAIM = f"""
-UPDATE pipeline.backlog_lane
-   SET owner = $1, token = token + 1,
-       starts = starts + CASE WHEN {_UNANSWERED} THEN 0 ELSE 1 END,
-       lease_until = clock_timestamp() + make_interval(secs => $2)
- WHERE lane = (
-       SELECT lane FROM pipeline.backlog_lane l
+WITH free AS MATERIALIZED (
+       SELECT lane, starts > {_UNANSWERED}::integer AS is_suspect FROM pipeline.backlog_lane l
         WHERE (lease_until IS NULL OR {lease_ended("$2")} OR {_UNANSWERED})
           AND (SELECT true FROM unnest($3::text[]) AS of (consumer) CROSS JOIN LATERAL (
                       SELECT FROM pipeline.backlog b
@@ -57,27 +56,40 @@ UPDATE pipeline.backlog_lane
                          AND due_at <= statement_timestamp()
                        ORDER BY due_at LIMIT 1) AS due
                 LIMIT 1)
-        ORDER BY released_at LIMIT 1
-          FOR UPDATE SKIP LOCKED)
-RETURNING lane, token, starts, clock_timestamp(), $2::float
+        ORDER BY released_at LIMIT $5
+          FOR UPDATE SKIP LOCKED
+), suspect AS (
+       SELECT lane FROM free WHERE is_suspect LIMIT 1
+)
+UPDATE pipeline.backlog_lane
+   SET owner = $1, token = token + 1, starts = starts + 1 - {_UNANSWERED}::integer,
+       lease_until = clock_timestamp() + make_interval(secs => $2)
+ WHERE lane IN (SELECT COALESCE(suspect.lane, free.lane) FROM free LEFT JOIN suspect ON true)
+RETURNING lane, token, starts, clock_timestamp()
 """
 
 _HOLD = """
-WITH held AS (
+WITH locked AS MATERIALIZED (
+    SELECT lane FROM pipeline.backlog_lane
+      JOIN unnest($1::integer[], $2::bigint[]) AS own (lane, token) USING (lane, token)
+     ORDER BY lane
+       FOR NO KEY UPDATE OF backlog_lane
+), held AS (
     UPDATE pipeline.backlog_lane
        SET lease_until = clock_timestamp() + make_interval(secs => $3)
-     WHERE lane = $1 AND token = $2
-    RETURNING 1
+     WHERE lane IN (SELECT lane FROM locked)
+    RETURNING lane
 )
-SELECT current, oldest, since, opening, EXISTS (SELECT FROM held) AS ours
-  FROM pipeline.inbox_generation
+SELECT current, oldest, since, opening, held.lanes
+  FROM (SELECT array_agg(lane) AS lanes FROM held) AS held, pipeline.inbox_generation
 """
 
 _RELEASE = """
-UPDATE pipeline.backlog_lane
+UPDATE pipeline.backlog_lane AS l
    SET owner = NULL, lease_until = NULL, released_at = clock_timestamp(),
        starts = CASE WHEN $3 THEN 0 ELSE starts - 1 END
- WHERE lane = $1 AND token = $2 AND owner IS NOT NULL
+  FROM unnest($1::integer[], $2::bigint[]) AS own (lane, token)
+ WHERE l.lane = own.lane AND l.token = own.token AND owner IS NOT NULL
 """
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
@@ -166,36 +178,41 @@ async def claim(
     lease: float,
     consumers: Collection[str],
     unanswered: Collection[str] = (),
-) -> Lane | None:
-    """Claim the lane with rows due for these consumers that was released first; None if none has.
+    most: int = 1,
+) -> Lease | None:
+    """Claim at most so many lanes with rows due for these consumers; None if none has.
 
-    `unanswered` are owners of earlier claims of the process whose answers were lost: their lanes
-    are claimed at once, without a start. The lane of a worker that died can be claimed when its
-    lease, in seconds, has run out.
+    Those that were released first. `unanswered` are owners of earlier claims of the process whose
+    answers were lost: their lanes are claimed at once, without a start. The lane of a worker that
+    died can be claimed when its lease, in seconds, has run out.
     """
-    row = await connection.fetchrow(_CLAIM, owner, lease, list(consumers), list(unanswered))
-    return Lane(*row) if row else None
+    rows = await connection.fetch(_CLAIM, owner, lease, list(consumers), list(unanswered), most)
+    if not rows:
+        return None
+    numbers, tokens, starts, times = zip(*rows, strict=True)
+    return Lease(numbers, tokens, max(starts), max(times), lease)
 
 
-async def hold(connection: asyncpg.Connection, lane: Lane) -> Generations:
-    """Lock the lane to the end of the transaction, and extend its lease. Raises `LaneLost`."""
-    row = await connection.fetchrow(_HOLD, lane.number, lane.token, lane.lease)
-    if row is None or not row["ours"]:
-        raise LaneLost(f"backlog lane {lane.number} was taken over")
-    return Generations(*row[:4])
+async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:
+    """Lock the lanes to the end of the transaction, and extend the lease. Raises `LaneLost`."""
+    row = await connection.fetchrow(_HOLD, lease.lanes, lease.tokens, lease.seconds)
+    *generations, held = row
+    if lost := {*lease.lanes}.difference(held or ()):
+        raise LaneLost("; ".join(f"backlog lane {lane} was taken over" for lane in sorted(lost)))
+    return Generations(*generations)
 
 
-async def release(connection: asyncpg.Connection, lane: Lane, *, forgets_deaths: bool) -> None:
-    """Release the lane on a clean end: the worker's start does not count any more.
+async def release(connection: asyncpg.Connection, lease: Lease, *, forgets_deaths: bool) -> None:
+    """Release the lanes on a clean end: the worker's start does not count any more.
 
     `forgets_deaths`: nor do the starts of earlier workers. It can be repeated.
     """
-    await connection.execute(_RELEASE, lane.number, lane.token, forgets_deaths)
+    await connection.execute(_RELEASE, lease.lanes, lease.tokens, forgets_deaths)
 
 
 async def settle(
     connection: asyncpg.Connection,
-    lane: Lane,
+    lease: Lease,
     *,
     done: Collection[bytes],
     changed: Sequence[Row],
@@ -221,7 +238,7 @@ async def settle(
             [row.remembered for row in changed],
             [row.first_trace for row in changed],
         )
-    await schedule_heads(connection, [lane.number], keys, keys_with_progress)
+    await schedule_heads(connection, lease.lanes, keys, keys_with_progress)
 
 
 async def count(connection: asyncpg.Connection) -> dict[str, tuple[int, int, float]]:

@@ -1,4 +1,4 @@
-"""The backlog's workers: each claims a lane with due rows, handles them, and releases the lane."""
+"""The backlog's workers: each claims lanes with due rows, handles them, and releases the lanes."""
 
 import asyncio
 import logging
@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from itertools import count, takewhile
+from time import monotonic
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -24,19 +25,22 @@ from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.handlers.policy import UNDECIDED, Decision
 from pipeline.observe.health import Health
+from pipeline.schema import LANES
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background, sleep_or_event
 
 from . import lanes
 from .lane_source import LaneSource, beforehand, is_suspect, read_rows, take
-from .lanes import Lane, LaneLost
+from .lanes import LaneLost, Lease
 from .measuring import measure
 
 log = logging.getLogger(__name__)
 
 _TURNS = 20
-"""Transactions after which a lane is released, so that other lanes are served as well."""
+"""Transactions after which lanes are released, so that others are served as well."""
+_QUICK_SECONDS = 1.0
+"""Time after which one lane is claimed again: slow rows must not delay those of other lanes."""
 _ANSWER_SECONDS = 20.0
 """Time-out of a statement: longer than any takes, so it means that the connection is dead."""
 _UNDO_ATTEMPT_SECONDS = 2.0
@@ -49,6 +53,8 @@ T = TypeVar("T")
 
 class BacklogWorkers:
     """A process's workers. All processes share the lanes; a lane has one worker at a time.
+
+    A worker claims as many lanes as it needs to fill its transactions.
 
     Those of an optional package's lanes override `name`, `counts`, `consumers` and `serve`.
     """
@@ -66,7 +72,9 @@ class BacklogWorkers:
         self._breaker = consume.breaker
         self._health = health
         self.number = consume.settings.backlog_workers
-        """Number of workers, each of which serves one lane at a time."""
+        """Number of workers."""
+        self._lanes = 1
+        """Lanes that are claimed together."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._claims = count()
         self._unanswered: deque[str] = deque(maxlen=_MOST_UNANSWERED)
@@ -92,11 +100,11 @@ class BacklogWorkers:
                 group.create_task(self._work())
 
     async def work_off(self) -> bool:
-        """Handle what is due in one lane, as `run` does; returns whether there was any."""
-        lane = await self._claim()
-        if lane is None:
+        """Handle what is due in some lanes, as `run` does; returns whether there was any."""
+        lease = await self._claim()
+        if lease is None:
             return False
-        await self._work_at(lane)
+        await self._work_at(lease)
         return True
 
     async def _work(self) -> None:
@@ -104,9 +112,9 @@ class BacklogWorkers:
             try:
                 # One worker polls at a time: while it finds no lane, there is none for the others.
                 async with self._claiming:
-                    lane = await self._next()
-                if lane is not None:
-                    await self._work_at(lane)
+                    lease = await self._next()
+                if lease is not None:
+                    await self._work_at(lease)
             except Exception as error:
                 if self._stopping.is_set():
                     return
@@ -114,15 +122,15 @@ class BacklogWorkers:
                 self._health.not_ready(self.name, describe_error(error))
                 await self._pause(self._settings.retry_pause)
 
-    async def _next(self) -> Lane | None:
+    async def _next(self) -> Lease | None:
         """Wait for a lane with due rows and claim it; None after `stop`."""
         pause = self._settings.backlog_poll_min
         while not self._stopping.is_set():
             self._woken.clear()
-            lane = await self._claim()
+            lease = await self._claim()
             self._health.ready(self.name)
-            if lane is not None:
-                return lane
+            if lease is not None:
+                return lease
             is_woken = await self._pause(pause)
             shortest, longest = self._settings.backlog_poll_min, self._settings.backlog_poll_max
             pause = shortest if is_woken else min(2 * pause, longest)
@@ -132,15 +140,14 @@ class BacklogWorkers:
         """Sleep until `wake` or `stop`, or for so long; returns whether it was one of the two."""
         return self._stopping.is_set() or await sleep_or_event(self._woken, seconds)
 
-    async def _work_at(self, lane: Lane) -> None:
+    async def _work_at(self, lease: Lease) -> None:
         """Handle due rows of the lane and release it, unless it must count as a death."""
         forgets_deaths = False
         try:
-            await self.serve(lane)
+            await self.serve(lease)
             forgets_deaths = not self._stopping.is_set()
         except LaneLost as lost:
             log.warning("%s", lost)
-            return
         except BreakerOpen:
             pass  # the breaker has reported it, and pauses the consumer
         except (Exception, asyncio.CancelledError) as error:
@@ -150,63 +157,68 @@ class BacklogWorkers:
             is_store = isinstance(error, StoreUnavailable)
             with suppress(Exception):  # a clean end is no death
                 # Without its store a row can't be tried: that would stop the process each time.
-                await self._release(lane, forgets_deaths=is_store)
+                await self._release(lease, forgets_deaths=is_store)
             if not is_store:
                 raise
             log.warning("%s: %s", self.name, error)
             self._health.not_ready(self.name, str(error))
             await self._pause(self._settings.retry_pause)
             return
-        await self._release(lane, forgets_deaths=forgets_deaths)
+        await self._release(lease, forgets_deaths=forgets_deaths)
 
-    async def _release(self, lane: Lane, *, forgets_deaths: bool) -> None:
-        release = partial(lanes.release, lane=lane, forgets_deaths=forgets_deaths)
+    async def _release(self, lease: Lease, *, forgets_deaths: bool) -> None:
+        release = partial(lanes.release, lease=lease, forgets_deaths=forgets_deaths)
         await self._query("releasing a lane", release)
 
-    async def serve(self, lane: Lane) -> None:
-        """Handle due rows of the lane, in a limited number of transactions."""
-        if lane.starts > 1:
-            await self._clear(lane)
-            lane = replace(lane, starts=1)
+    async def serve(self, lease: Lease) -> None:
+        """Handle due rows of the lanes, in a limited number of transactions."""
+        if lease.starts > 1:
+            await self._clear(lease)
+            lease = replace(lease, starts=1)
         for _ in range(_TURNS):
-            rows = [] if self._stopping.is_set() else await self._due(lane, self._pace.limit)
+            limit = self._pace.limit
+            rows = [] if self._stopping.is_set() else await self._due(lease, limit)
             if not rows:
                 return
-            await self._handle(lane, rows)
+            self._lanes = min(2 * self._lanes, LANES) if len(rows) < limit else 1
+            began_at = monotonic()
+            await self._handle(lease, rows)
+            if monotonic() - began_at > _QUICK_SECONDS:
+                self._lanes = 1
 
-    async def _clear(self, lane: Lane) -> None:
+    async def _clear(self, lease: Lease) -> None:
         """Handle one by one the rows that an earlier worker may have died over.
 
         These were stored before this worker claimed the lane. Ends at a row that it has tried.
         """
         tried: set[bytes] = set()
         while not self._stopping.is_set():
-            rows = await self._due(lane, 1, before=lane.claimed_at)
+            rows = await self._due(lease, 1, before=lease.claimed_at)
             keys = {row["key"] for row in rows}
             if not rows or keys & tried:
                 return
             tried |= keys
-            await self._handle(lane, rows)
+            await self._handle(lease, rows)
 
-    async def _due(self, lane: Lane, limit: int, *, before: datetime | None = None) -> Rows:
+    async def _due(self, lease: Lease, limit: int, *, before: datetime | None = None) -> Rows:
         """Return due rows, which are not decoded yet. Raises `StoreUnavailable`."""
         options: dict[str, Any] = {"before": before, "encryption": self._consume.encryption}
         consumers = self.consumers
         rows = await self._query(
-            "reading the backlog", lambda driver: take(driver, lane, consumers, limit, **options)
+            "reading the backlog", lambda driver: take(driver, lease, consumers, limit, **options)
         )
-        for error in lane.unavailable.values() if not rows else ():
+        for error in lease.unavailable.values() if not rows else ():
             raise error
         return rows
 
-    async def _read(self, lane: Lane, rows: Rows, *, validates: bool = True) -> LaneSource:
+    async def _read(self, lease: Lease, rows: Rows, *, validates: bool = True) -> LaneSource:
         """Decode rows and fetch the data that they refer to. Raises `StoreUnavailable`.
 
-        Takes half of the lease at most, so that the lane is still held afterwards.
+        Takes half of the lease at most, so that the lanes are still held afterwards.
         """
         try:
             async with asyncio.timeout(self._settings.backlog_lease / 2):
-                source = await read_rows(lane, self._handlers, rows, validates=validates)
+                source = await read_rows(lease, self._handlers, rows, validates=validates)
                 if source.redecoded:  # these are stored, and handled later
                     return source
                 claims = self._consume.claims
@@ -216,20 +228,20 @@ class BacklogWorkers:
         except TimeoutError:
             raise StoreUnavailable("objects or schemas take longer than half a lease") from None
 
-    async def _handle(self, lane: Lane, rows: Rows) -> None:
+    async def _handle(self, lease: Lease, rows: Rows) -> None:
         """Handle the rows before the first over which a process may have died; or that one alone.
 
         Rows whose data or schemas can't be fetched now stay due.
         """
-        suspect = next((n for n, row in enumerate(rows) if is_suspect(lane, row)), len(rows))
+        suspect = next((n for n, row in enumerate(rows) if is_suspect(lease, row)), len(rows))
         try:
             if suspect == 0:
-                await self._try_alone(lane, rows[0])
+                await self._try_alone(lease, rows[0])
             else:
-                await self._handle_together(await self._read(lane, rows[:suspect]))
+                await self._handle_together(await self._read(lease, rows[:suspect]))
         except StoreUnavailable as error:
             # If it is that of a topic, rows of the others can be handled.
-            if error not in lane.unavailable.values():
+            if error not in lease.unavailable.values():
                 raise
 
     async def _handle_together(self, source: LaneSource) -> None:
@@ -250,12 +262,13 @@ class BacklogWorkers:
             is_next = decision.is_undecided and item.order_key not in waiting
             if is_next and tries < _TURNS and not self._stopping.is_set():
                 tries += 1
-                outcomes = await self._apply(self._consume, LaneSource.of(source.lane, [item]))
+                self._lanes = 1  # rows of others do not wait for those that are tried alone
+                outcomes = await self._apply(self._consume, LaneSource.of(source.lease, [item]))
                 if not any(one.decided for one in outcomes):
                     continue
             waiting.add(item.order_key)
 
-    async def _try_alone(self, lane: Lane, row: asyncpg.Record) -> None:
+    async def _try_alone(self, lease: Lease, row: asyncpg.Record) -> None:
         """Handle a row over which a process may have died, while this one does nothing else.
 
         Decoding, fetching or validating it may be what kills the process, as well as its handler.
@@ -265,13 +278,13 @@ class BacklogWorkers:
         if row["deaths"]:
             where = f"{row['topic']}/{row['partition']} at offset {row['offset']}"
             log.warning("%s, for %s, is tried alone: %s", where, row["consumer"], row["error"])
-        failed, undone = beforehand(lane, self._handlers, row)
+        failed, undone = beforehand(lease, self._handlers, row)
         async with self._consume.alone() as consume:
             await self._apply(consume, failed)
             if failed.unhandleable[0].decision.is_dead:
                 return
             try:
-                await self._apply(consume, await self._read(lane, [row]))
+                await self._apply(consume, await self._read(lease, [row]))
             except (BreakerOpen, StoreUnavailable):
                 await self._apply(consume, undone)
                 raise
@@ -296,15 +309,16 @@ class BacklogWorkers:
         callers = self._handlers.callers
         return {"", *self._handlers.consumers} - callers - self._breaker.resting
 
-    async def _claim(self) -> Lane | None:
+    async def _claim(self) -> Lease | None:
         self._breaker.forget_idle()
         return await self._query("claiming a lane", self._claim_once)
 
-    async def _claim_once(self, driver: asyncpg.Connection) -> Lane | None:
+    async def _claim_once(self, driver: asyncpg.Connection) -> Lease | None:
         # Each claim has an owner of its own: one that is executed late takes no lane of another.
         owner, lease = f"{self._owner}:{next(self._claims)}", self._settings.backlog_lease
         try:
-            return await lanes.claim(driver, owner, lease, self.consumers, self._unanswered)
+            consumers, unanswered = self.consumers, self._unanswered
+            return await lanes.claim(driver, owner, lease, consumers, unanswered, self._lanes)
         except BaseException:
             self._unanswered.append(owner)
             raise

@@ -10,7 +10,7 @@ from sqlalchemy.dialects.postgresql import asyncpg
 
 from pipeline.apply import backlog, filters, inbox, positions
 from pipeline.consume import stamps
-from pipeline.handlers import catalog, staging
+from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, maintenance, partitions
 from pipeline.retry import lane_source, lanes
@@ -70,7 +70,6 @@ _STATEMENTS: Mapping[object, str] = {
     inbox._REMEMBERS_ALL: "consume: check inbox coverage",
     inbox._KEEP_RESULTS: "consume: store results",
     inbox._UNMARK: "consume: delete markers",
-    catalog._REACTIONS: "consume: read catalog",
     backlog._ADD: "consume: add to backlog",
     staging._WRITE: "consume: write outbox",
     staging._SCHEDULE: "consume: schedule",
@@ -118,6 +117,8 @@ _SHAPES = {
     ),
     "DECLARE closed ": "filters: open cursor",
     r"INSERT INTO pipeline\.backlog \(.*'probe'": "probe: write",
+    r"WITH part \(name, id, kind, ": "consume: read catalog",
+    r"WITH named \(id\) AS ": "consume: compare catalog",
     r"SELECT account\..* FOR NO KEY UPDATE": "consume: lock accounts",
     r"INSERT INTO account ": "consume: insert accounts",
     r"UPDATE account ": "consume: update accounts",

@@ -20,7 +20,7 @@ from pipeline.apply.item import Item, order_key
 from pipeline.handlers.policy import Decision, History
 from pipeline.retry import lanes
 from pipeline.retry.lane_source import take
-from pipeline.retry.lanes import Lane
+from pipeline.retry.lanes import Lease
 
 from .bank import Bank
 from .plans import MAJOR_VERSIONS, Explaining, connected, execute, only, server_of
@@ -117,9 +117,9 @@ async def asked(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Expla
         await transaction.rollback()
 
 
-def lane(key: bytes) -> Lane:
+def lane(key: bytes) -> Lease:
     """Return the lane of a key as its worker holds it."""
-    return Lane(lane_of(key, "immediate"), 0, 1, datetime.now(UTC), 10.0)
+    return Lease([lane_of(key, "immediate")], [0], 1, datetime.now(UTC), 10.0)
 
 
 async def items(*accounts: str) -> list[Item]:

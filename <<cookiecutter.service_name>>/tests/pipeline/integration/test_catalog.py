@@ -2,7 +2,6 @@
 
 import asyncpg
 import pytest
-import sqlalchemy as sa
 from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -187,7 +186,7 @@ async def test_a_row_that_moves_to_another_partition_is_an_insertion(
 async def test_a_table_is_found_whatever_its_name_is(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
-    name = sa.inspect(Quoted).local_table.name.replace('"', '""')
+    name = Quoted.__tablename__.replace('"', '""')
     await db.execute(f'ALTER TABLE "{name}" ADD CHECK (cents > 0) NOT VALID')
 
     def add(cents: int) -> Habit:

@@ -16,12 +16,12 @@ from pipeline import Policy, Retry
 from pipeline.apply import backlog, batch
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.encryption import Rows
-from pipeline.apply.item import Item
+from pipeline.apply.item import Item, order_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.retry import lane_source, lanes
 from pipeline.retry.lane_source import LaneSource, is_suspect, read_rows, take
-from pipeline.retry.lanes import Lane, LaneLost
+from pipeline.retry.lanes import LaneLost, Lease
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.schema import LANES
 from pipeline.servers.database import autocommitting
@@ -43,10 +43,10 @@ LEASE = 1.0
 async def claim(desk: Desk, lease: float = LEASE) -> LaneSource:
     """Claim the lane that has something due, and read it."""
     async with autocommitting(desk.engine) as driver:
-        lane = await lanes.claim(driver, "somebody", lease, desk.handlers.consumers)
-        assert lane is not None
+        taken = await lanes.claim(driver, "somebody", lease, desk.handlers.consumers)
+        assert taken is not None
         consumers = desk.handlers.consumers
-        return await read_rows(lane, desk.handlers, await take(driver, lane, consumers, 100))
+        return await read_rows(taken, desk.handlers, await take(driver, taken, consumers, 100))
 
 
 async def handle(desk: Desk, source: LaneSource) -> Sequence[BatchOutcome]:
@@ -74,7 +74,7 @@ async def test_a_worker_whose_lane_went_to_another_changes_nothing(
 ) -> None:
     _, desk = await waiting(new_desk, 1, 2, 3)
     stale = await claim(desk)
-    await eventually(lambda: _has_ended(db, stale.lane))
+    await eventually(lambda: _has_ended(db, stale.lease))
     await desk.work_off()
     assert await histories(db) == {"ada": [1, 2, 3]}
     with pytest.raises(LaneLost):
@@ -106,11 +106,11 @@ async def test_others_have_their_turn_while_rows_are_read_that_take_long_to_vali
     assert max(after - before for before, after in pairwise(seen)) == 1
 
 
-async def _has_ended(db: asyncpg.Connection, lane: Lane) -> bool:
+async def _has_ended(db: asyncpg.Connection, lease: Lease) -> bool:
     return bool(
         await db.fetchval(
             "SELECT lease_until < clock_timestamp() FROM pipeline.backlog_lane WHERE lane = $1",
-            lane.number,
+            *lease.lanes,
         )
     )
 
@@ -119,11 +119,11 @@ async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_en
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     _, desk = await waiting(new_desk, 1)
-    lane = (await claim(desk, lease=60)).lane
+    lease = (await claim(desk, lease=60)).lease
     assert not await desk.lanes.work_off()
     await db.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() WHERE lane = $1",
-        lane.number,
+        *lease.lanes,
     )
     await desk.work_off()
     assert await histories(db) == {"ada": [1]}
@@ -136,7 +136,7 @@ async def test_a_claim_whose_answer_was_lost_is_no_death(
     claim_lane = lanes.claim
     starts: list[int] = []
 
-    async def lose_first(*arguments: Any) -> Lane | None:
+    async def lose_first(*arguments: Any) -> Lease | None:
         lane = await claim_lane(*arguments)
         if not starts:
             starts.append(0)
@@ -166,13 +166,13 @@ async def test_a_lane_whose_claim_was_not_answered_is_taken_after_another_that_w
     claim_lane = lanes.claim
     is_lost = False
 
-    async def lose_first(*arguments: Any) -> Lane | None:
+    async def lose_first(*arguments: Any) -> Lease | None:
         nonlocal is_lost
         lane = await claim_lane(*arguments)
         if is_lost or lane is None:
             return lane
         is_lost = True
-        other = (lane.number + 1) % LANES
+        other = (lane.lanes[0] + 1) % LANES
         old = "UPDATE pipeline.backlog_lane SET released_at = '2000-01-01' WHERE lane = $1"
         await db.execute(old, other)
         await db.execute(_COPY, other)
@@ -182,7 +182,7 @@ async def test_a_lane_whose_claim_was_not_answered_is_taken_after_another_that_w
     first, second = await desk.lanes._claim(), await desk.lanes._claim()
     assert first is not None
     assert second is not None
-    assert first.number == (second.number + 1) % LANES
+    assert first.lanes == ((second.lanes[0] + 1) % LANES,)
     assert (first.starts, second.starts) == (1, 1)
 
 
@@ -193,7 +193,7 @@ async def test_a_claim_that_is_executed_late_takes_no_lane_that_the_process_serv
     claim_lane = lanes.claim
     late: list[tuple[Any, ...]] = []
 
-    async def give_up_first(driver: asyncpg.Connection, *arguments: Any) -> Lane | None:
+    async def give_up_first(driver: asyncpg.Connection, *arguments: Any) -> Lease | None:
         if not late:
             late.append(arguments)
             raise asyncpg.ConnectionDoesNotExistError("connection was closed")
@@ -249,15 +249,15 @@ async def test_a_death_counts_until_every_row_was_tried_alone(
     handle = desk.lanes._handle
     alone: list[bool] = []
 
-    async def interrupt_third(lane: Lane, rows: Rows) -> None:
+    async def interrupt_third(lease: Lease, rows: Rows) -> None:
         if len(alone) == 2:
             alone.append(False)
             if why == "an open breaker":
                 raise BreakerOpen(why)
             desk.lanes.stop()
             return
-        alone.append(len(rows) == 1 and is_suspect(lane, rows[0]))
-        await handle(lane, rows)
+        alone.append(len(rows) == 1 and is_suspect(lease, rows[0]))
+        await handle(lease, rows)
 
     monkeypatch.setattr(desk.lanes, "_handle", interrupt_third)
     await desk.lanes.work_off()
@@ -340,8 +340,8 @@ async def test_after_a_death_only_what_was_there_is_tried_one_by_one_and_read_so
     read: list[int] = []
     handled: list[int] = []
 
-    async def read_and_count(lane: Lane, limit: int, *, before: datetime | None = None) -> Rows:
-        rows = await read_due(lane, limit, before=before)
+    async def read_and_count(lease: Lease, limit: int, *, before: datetime | None = None) -> Rows:
+        rows = await read_due(lease, limit, before=before)
         read.append(len(rows))
         return rows
 
@@ -594,3 +594,85 @@ async def test_a_bad_deployment_pauses_and_goes_on_by_itself_when_it_is_repaired
 
 async def _holds(db: asyncpg.Connection, count: int) -> bool:
     return bool(await db.fetchval("SELECT count(*) >= $1 FROM pipeline.inbox", count))
+
+
+async def scattered(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Bank, Desk, list[int]]:
+    """Return a desk with a due row in each lane, and a list of how many rows it handles at once."""
+    bank, desk = await bank_with(new_desk, mode="deferred")
+    accounts = {
+        backlog.lane_of(order_key("deposit", one.record(bank.deposits, 0)), "deferred"): one
+        for one in (Deposit(n, account=f"{n}") for n in range(400))
+    }
+    assert len(accounts) == LANES
+    await desk.apply(*accounts.values())
+    apply, handled = desk.lanes._apply, list[int]()
+
+    async def apply_and_count(
+        consume: ConsumeTransactions, work: LaneSource
+    ) -> Sequence[BatchOutcome]:
+        handled.append(len(work.items))
+        return await apply(consume, work)
+
+    monkeypatch.setattr(desk.lanes, "_apply", apply_and_count)
+    return bank, desk, handled
+
+
+async def test_rows_of_many_lanes_share_transactions(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, desk, handled = await scattered(new_desk, monkeypatch)
+    await desk.work_off()
+    assert handled == [1, 2, 4, 8, 16, 1]
+    assert sorted(bank.calls) == sorted(amount for [amount] in (await histories(db)).values())
+    assert await starts_of(db) == 0
+
+
+async def test_where_a_row_is_tried_alone_others_do_not_wait_for_it(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, desk, _ = await scattered(new_desk, monkeypatch)
+    for _ in range(3):
+        await desk.lanes.work_off()
+    assert desk.lanes._lanes == 8
+    bank.errors = dict.fromkeys(range(400), asyncpg.CheckViolationError("no"))
+    await desk.lanes.work_off()
+    assert desk.lanes._lanes == 1
+    bank.errors = {}
+    await desk.make_due()
+    await desk.work_off()
+    assert len(await histories(db)) == LANES
+
+
+async def test_a_lane_that_is_lost_takes_no_other_with_it(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk, _ = await scattered(new_desk, monkeypatch)
+    desk.lanes._lanes = 8
+    lease = await desk.lanes._claim()
+    assert lease is not None
+    assert len(lease.lanes) == 8
+    await lanes.fence_lane(db, lease.lanes[3])
+    await desk.lanes._work_at(lease)  # and loses it
+    assert await histories(db) == {}
+    assert await starts_of(db) == 0
+    await desk.work_off()
+    assert len(await histories(db)) == LANES
+
+
+async def test_a_lane_whose_worker_has_died_is_claimed_by_itself(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk, handled = await scattered(new_desk, monkeypatch)
+    dead = (await claim(desk, lease=0.0)).lease
+    desk.lanes._lanes = LANES
+    lease = await desk.lanes._claim()
+    assert lease is not None
+    assert (lease.lanes, lease.starts) == (dead.lanes, 2)
+    await desk.lanes._work_at(lease)
+    assert handled == [0, 1]  # its note, and the row
+    desk.lanes._lanes = LANES
+    await desk.work_off()
+    assert handled[2:] == [LANES - 1]
+    assert len(await histories(db)) == LANES

@@ -29,7 +29,7 @@ NEW = Counter(
         "consume: look up backlog",
         "consume: lock accounts",
         "consume: update accounts",
-        "consume: read catalog",
+        "consume: compare catalog",
         "consume: write outbox",
         "consume: commit",
     ]
@@ -179,7 +179,7 @@ PARKED = Counter(
         "consume: insert markers",
         "consume: lock accounts",
         "consume: update accounts",
-        "consume: read catalog",
+        "consume: compare catalog",
         "consume: write outbox",
         "backlog: delete settled rows",
         "backlog: schedule heads",

@@ -564,7 +564,7 @@ async def test_what_was_written_meanwhile_is_read_again(
 
     async def look(tx: Transaction, key: str) -> None:
         wallet = await tx.load(Wallet, "ada")
-        found.append(wallet and wallet.rate)
+        found.append(wallet.rate if wallet else None)
 
     async def load(tx: Transaction, key: str) -> None:
         await tx.load(Wallet, "another")
