@@ -592,10 +592,10 @@ reason, attempts, waited,
         [
             Edit(
                 "../effects/workers.py",
-                "            call = self._call(lane, item, noted_at=",
+                "            call = self._call(lease, item, noted_at=",
                 """\
-            await self._settle_together(lane, [CallResult(item)])
-            call = self._call(lane, item, noted_at=""",
+            await self._settle_together(lease, [CallResult(item)])
+            call = self._call(lease, item, noted_at=""",
             )
         ],
     ),
