@@ -91,7 +91,7 @@ class EffectWorkers(BacklogWorkers):
         probing = self._breaker.open & under_way
         return callers - self._breaker.resting - spent - probing - full
 
-    async def serve(self, lease: Lease) -> None:
+    async def serve(self, lease: Lease) -> int:
         """Make the calls that are due in the lane: many at once, those of a key one by one."""
         calls: _Calls = {}
         turns = 0
@@ -101,7 +101,7 @@ class EffectWorkers(BacklogWorkers):
                     if turns < _TURNS and not self._stopping.is_set():
                         turns += await self._begin(lease, calls)
                     if not calls:
-                        return
+                        return 1
                     await asyncio.wait(
                         {keeper, *calls.values()},
                         timeout=self._settings.backlog_poll_max,  # more rows may be due by then

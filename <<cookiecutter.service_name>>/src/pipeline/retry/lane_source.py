@@ -168,8 +168,8 @@ WITH due AS MATERIALIZED (
              ORDER BY due_at LIMIT $3) AS first
      GROUP BY order_key
 )
-SELECT key, order_key, consumer, topic, partition, "offset", timestamp, record_key, value, headers,
-       type, hash, hash_version, traceparent, reason, error,
+SELECT key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key, value,
+       headers, type, hash, hash_version, traceparent, reason, error,
        attempts, waited, GREATEST(deaths, (reason = '{DIED}')::integer) AS deaths,
        GREATEST(losses, (reason = '{LOST}')::integer) AS losses,
        is_redriven OR reason = '{REDRIVEN}' AS is_redriven,
@@ -316,6 +316,11 @@ def stored_record(row: asyncpg.Record, *, stored_for: float) -> StoredRecord:
         headers_of(row["headers"]),
         stored_for,
     )
+
+
+def is_full(rows: Rows, limit: int) -> bool:
+    """Whether there may be more due rows than were read for a transaction."""
+    return len(rows) >= limit or sum(len(row["value"] or b"") for row in rows) > _RUN_BYTES / 2
 
 
 def is_suspect(lease: Lease, row: asyncpg.Record) -> bool:

@@ -1,7 +1,7 @@
 """Lanes of the backlog and their rows: the statements of workers, and of commands on dead rows."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 import asyncpg
@@ -30,25 +30,32 @@ class Lease:
     starts: int
     """Workers that have claimed a lane and not released it, this one included: more than one only
     if there is a single lane."""
-    claimed_at: datetime
-    """By the database's clock. Earlier workers can't have read a row that was stored later."""
+    ended_at: datetime
+    """When the lease before has ended: its worker can't have read a row that was stored later."""
     seconds: float
     """Time for which each transaction extends the lease when it begins."""
     unavailable: dict[str, StoreUnavailable] = field(default_factory=dict)
     """Topics whose rows could not be decoded since, because a schema registry is unavailable."""
+
+    def of(self, lanes: Collection[int]) -> "Lease":
+        """Return the lease of these of its lanes alone."""
+        kept = [one for one in zip(self.lanes, self.tokens, strict=True) if one[0] in lanes]
+        return replace(self, lanes=[lane for lane, _ in kept], tokens=[token for _, token in kept])
 
 
 # Claimed by a statement whose answer was lost: the start is counted already, and no process has
 # died.
 _UNANSWERED = "COALESCE(owner = ANY ($4::text[]), false)"
 
-# A lane whose worker has died is claimed by itself. Written so that the planner, whatever its
-# statistics are, looks up one row of each lane and consumer in the index: rows of a consumer that
-# the breaker pauses are not looked at. With EXISTS it would join the lanes with everything that is
-# due, or scan the table.
+# A lane whose worker has died is claimed by itself; it has read no row that was stored after its
+# lease. Written so that the planner, whatever its statistics are, looks up one row of each lane and
+# consumer in the index: rows of a consumer that the breaker pauses are not looked at. With EXISTS
+# it would join the lanes with everything that is due, or scan the table.
 _CLAIM = f"""
 WITH free AS MATERIALIZED (
-       SELECT lane, starts > {_UNANSWERED}::integer AS is_suspect FROM pipeline.backlog_lane l
+       SELECT lane, starts + 1 - {_UNANSWERED}::integer AS starts,
+              LEAST(COALESCE(lease_until, clock_timestamp()), clock_timestamp()) AS ended_at
+         FROM pipeline.backlog_lane l
         WHERE (lease_until IS NULL OR {lease_ended("$2")} OR {_UNANSWERED})
           AND (SELECT true FROM unnest($3::text[]) AS of (consumer) CROSS JOIN LATERAL (
                       SELECT FROM pipeline.backlog b
@@ -58,23 +65,28 @@ WITH free AS MATERIALIZED (
                 LIMIT 1)
         ORDER BY released_at LIMIT $5
           FOR UPDATE SKIP LOCKED
-), suspect AS (
-       SELECT lane FROM free WHERE is_suspect LIMIT 1
+), chosen AS (
+       SELECT * FROM free ORDER BY starts DESC
+        LIMIT CASE WHEN (SELECT max(starts) FROM free) > 1 THEN 1 ELSE $5 END
 )
-UPDATE pipeline.backlog_lane
-   SET owner = $1, token = token + 1, starts = starts + 1 - {_UNANSWERED}::integer,
+UPDATE pipeline.backlog_lane AS l
+   SET owner = $1, token = l.token + 1, starts = chosen.starts,
        lease_until = clock_timestamp() + make_interval(secs => $2)
- WHERE lane IN (SELECT COALESCE(suspect.lane, free.lane) FROM free LEFT JOIN suspect ON true)
-RETURNING lane, token, starts, clock_timestamp()
+  FROM chosen WHERE l.lane = chosen.lane
+RETURNING l.lane, l.token, l.starts, chosen.ended_at
 """
 
-_HOLD = """
+_LOCKED = """
 WITH locked AS MATERIALIZED (
     SELECT lane FROM pipeline.backlog_lane
       JOIN unnest($1::integer[], $2::bigint[]) AS own (lane, token) USING (lane, token)
      ORDER BY lane
        FOR NO KEY UPDATE OF backlog_lane
-), held AS (
+)
+"""
+
+_HOLD = f"""
+{_LOCKED}, held AS (
     UPDATE pipeline.backlog_lane
        SET lease_until = clock_timestamp() + make_interval(secs => $3)
      WHERE lane IN (SELECT lane FROM locked)
@@ -84,12 +96,12 @@ SELECT current, oldest, since, opening, held.lanes
   FROM (SELECT array_agg(lane) AS lanes FROM held) AS held, pipeline.inbox_generation
 """
 
-_RELEASE = """
-UPDATE pipeline.backlog_lane AS l
+_RELEASE = f"""
+{_LOCKED}
+UPDATE pipeline.backlog_lane
    SET owner = NULL, lease_until = NULL, released_at = clock_timestamp(),
        starts = CASE WHEN $3 THEN 0 ELSE starts - 1 END
-  FROM unnest($1::integer[], $2::bigint[]) AS own (lane, token)
- WHERE l.lane = own.lane AND l.token = own.token AND owner IS NOT NULL
+ WHERE lane IN (SELECT lane FROM locked) AND owner IS NOT NULL
 """
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
@@ -189,8 +201,8 @@ async def claim(
     rows = await connection.fetch(_CLAIM, owner, lease, list(consumers), list(unanswered), most)
     if not rows:
         return None
-    numbers, tokens, starts, times = zip(*rows, strict=True)
-    return Lease(numbers, tokens, max(starts), max(times), lease)
+    numbers, tokens, starts, ended = zip(*rows, strict=True)
+    return Lease(numbers, tokens, starts[0], ended[0], lease)
 
 
 async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -31,7 +31,7 @@ from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background, sleep_or_event
 
 from . import lanes
-from .lane_source import LaneSource, beforehand, is_suspect, read_rows, take
+from .lane_source import LaneSource, beforehand, is_full, is_suspect, read_rows, take
 from .lanes import LaneLost, Lease
 from .measuring import measure
 
@@ -54,7 +54,8 @@ T = TypeVar("T")
 class BacklogWorkers:
     """A process's workers. All processes share the lanes; a lane has one worker at a time.
 
-    A worker claims as many lanes as it needs to fill its transactions.
+    A worker claims as many lanes as it needs to fill its transactions: twice as many after one that
+    was quick and not full, otherwise one. What is tried alone is tried with one lane.
 
     Those of an optional package's lanes override `name`, `counts`, `consumers` and `serve`.
     """
@@ -73,8 +74,6 @@ class BacklogWorkers:
         self._health = health
         self.number = consume.settings.backlog_workers
         """Number of workers."""
-        self._lanes = 1
-        """Lanes that are claimed together."""
         self._owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._claims = count()
         self._unanswered: deque[str] = deque(maxlen=_MOST_UNANSWERED)
@@ -99,22 +98,24 @@ class BacklogWorkers:
             for _ in range(self.number):
                 group.create_task(self._work())
 
-    async def work_off(self) -> bool:
-        """Handle what is due in some lanes, as `run` does; returns whether there was any."""
-        lease = await self._claim()
-        if lease is None:
-            return False
-        await self._work_at(lease)
-        return True
+    async def work_off(self, lanes: int = 1) -> int:
+        """Handle what is due in so many lanes, as `run` does.
+
+        Returns the number of lanes to be claimed next; 0 if nothing was due.
+        """
+        lease = await self._claim(lanes)
+        return await self._work_at(lease) if lease is not None else 0
 
     async def _work(self) -> None:
+        lanes = 1
         while not self._stopping.is_set():
             try:
                 # One worker polls at a time: while it finds no lane, there is none for the others.
                 async with self._claiming:
-                    lease = await self._next()
+                    lease = await self._next(lanes)
+                lanes = 1
                 if lease is not None:
-                    await self._work_at(lease)
+                    lanes = await self._work_at(lease)
             except Exception as error:
                 if self._stopping.is_set():
                     return
@@ -122,12 +123,12 @@ class BacklogWorkers:
                 self._health.not_ready(self.name, describe_error(error))
                 await self._pause(self._settings.retry_pause)
 
-    async def _next(self) -> Lease | None:
-        """Wait for a lane with due rows and claim it; None after `stop`."""
+    async def _next(self, lanes: int) -> Lease | None:
+        """Wait for lanes with due rows and claim so many at most; None after `stop`."""
         pause = self._settings.backlog_poll_min
         while not self._stopping.is_set():
             self._woken.clear()
-            lease = await self._claim()
+            lease = await self._claim(lanes)
             self._health.ready(self.name)
             if lease is not None:
                 return lease
@@ -140,11 +141,14 @@ class BacklogWorkers:
         """Sleep until `wake` or `stop`, or for so long; returns whether it was one of the two."""
         return self._stopping.is_set() or await sleep_or_event(self._woken, seconds)
 
-    async def _work_at(self, lease: Lease) -> None:
-        """Handle due rows of the lane and release it, unless it must count as a death."""
-        forgets_deaths = False
+    async def _work_at(self, lease: Lease) -> int:
+        """Handle due rows of the lanes and release them, unless it must count as a death.
+
+        Returns the number of lanes to be claimed next.
+        """
+        forgets_deaths, lanes = False, 1
         try:
-            await self.serve(lease)
+            lanes = await self.serve(lease)
             forgets_deaths = not self._stopping.is_set()
         except LaneLost as lost:
             log.warning("%s", lost)
@@ -163,28 +167,44 @@ class BacklogWorkers:
             log.warning("%s: %s", self.name, error)
             self._health.not_ready(self.name, str(error))
             await self._pause(self._settings.retry_pause)
-            return
+            return lanes
         await self._release(lease, forgets_deaths=forgets_deaths)
+        return lanes
 
     async def _release(self, lease: Lease, *, forgets_deaths: bool) -> None:
         release = partial(lanes.release, lease=lease, forgets_deaths=forgets_deaths)
         await self._query("releasing a lane", release)
 
-    async def serve(self, lease: Lease) -> None:
-        """Handle due rows of the lanes, in a limited number of transactions."""
+    async def serve(self, lease: Lease) -> int:
+        """Handle due rows of the lanes, in a limited number of transactions.
+
+        Returns the number of lanes to be claimed next.
+        """
         if lease.starts > 1:
             await self._clear(lease)
             lease = replace(lease, starts=1)
+        lanes = 1
         for _ in range(_TURNS):
-            limit = self._pace.limit
+            limit, begun = self._pace.limit, monotonic()
             rows = [] if self._stopping.is_set() else await self._due(lease, limit)
             if not rows:
-                return
-            self._lanes = min(2 * self._lanes, LANES) if len(rows) < limit else 1
-            began_at = monotonic()
-            await self._handle(lease, rows)
-            if monotonic() - began_at > _QUICK_SECONDS:
-                self._lanes = 1
+                break
+            left = await self._handle(lease, rows)
+            is_slow = monotonic() - begun > _QUICK_SECONDS
+            if left is lease and not is_slow and not is_full(rows, limit):
+                lanes = min(2 * len(lease.lanes), LANES)
+                continue
+            lanes, lease = 1, left
+            if len(lease.lanes) > 1:
+                break
+        return lanes
+
+    async def _only(self, lease: Lease, lane: int) -> Lease:
+        """Release the other lanes, whose rows must not wait for one that is tried alone."""
+        if len(lease.lanes) == 1:
+            return lease
+        await self._release(lease.of({*lease.lanes} - {lane}), forgets_deaths=False)
+        return lease.of({lane})
 
     async def _clear(self, lease: Lease) -> None:
         """Handle one by one the rows that an earlier worker may have died over.
@@ -193,7 +213,7 @@ class BacklogWorkers:
         """
         tried: set[bytes] = set()
         while not self._stopping.is_set():
-            rows = await self._due(lease, 1, before=lease.claimed_at)
+            rows = await self._due(lease, 1, before=lease.ended_at)
             keys = {row["key"] for row in rows}
             if not rows or keys & tried:
                 return
@@ -228,24 +248,32 @@ class BacklogWorkers:
         except TimeoutError:
             raise StoreUnavailable("objects or schemas take longer than half a lease") from None
 
-    async def _handle(self, lease: Lease, rows: Rows) -> None:
+    async def _handle(self, lease: Lease, rows: Rows) -> Lease:
         """Handle the rows before the first over which a process may have died; or that one alone.
 
-        Rows whose data or schemas can't be fetched now stay due.
+        Rows whose data or schemas can't be fetched now stay due. Returns the lanes that are left.
         """
         suspect = next((n for n, row in enumerate(rows) if is_suspect(lease, row)), len(rows))
         try:
             if suspect == 0:
+                lease = await self._only(lease, rows[0]["lane"])
                 await self._try_alone(lease, rows[0])
             else:
-                await self._handle_together(await self._read(lease, rows[:suspect]))
+                lanes = {row["key"]: row["lane"] for row in rows}
+                source = await self._read(lease, rows[:suspect])
+                lease = await self._handle_together(source, lanes)
         except StoreUnavailable as error:
             # If it is that of a topic, rows of the others can be handled.
             if error not in lease.unavailable.values():
                 raise
+        return lease
 
-    async def _handle_together(self, source: LaneSource) -> None:
-        """Handle rows in one transaction; those to be tried alone get one each."""
+    async def _handle_together(self, source: LaneSource, lanes: Mapping[bytes, int]) -> Lease:
+        """Handle rows in one transaction; those to be tried alone get one each, those of one lane.
+
+        `lanes` are those of the rows, by their keys. Returns the lanes that are left.
+        """
+        lease = source.lease
         alone = [*takewhile(lambda item: item.reason == UNDECIDED, source.items)]
         items, decided = alone, dict.fromkeys((item.key for item in alone), Decision(UNDECIDED))
         if not alone:
@@ -260,13 +288,16 @@ class BacklogWorkers:
                 continue
             # Not past an earlier message of its key that waits.
             is_next = decision.is_undecided and item.order_key not in waiting
-            if is_next and tries < _TURNS and not self._stopping.is_set():
+            lane = lanes.get(item.row or b"", lease.lanes[0])
+            may_try = tries < _TURNS and (tries == 0 or lane in lease.lanes)
+            if is_next and may_try and not self._stopping.is_set():
                 tries += 1
-                self._lanes = 1  # rows of others do not wait for those that are tried alone
-                outcomes = await self._apply(self._consume, LaneSource.of(source.lease, [item]))
+                lease = await self._only(lease, lane)
+                outcomes = await self._apply(self._consume, LaneSource.of(lease, [item]))
                 if not any(one.decided for one in outcomes):
                     continue
             waiting.add(item.order_key)
+        return lease
 
     async def _try_alone(self, lease: Lease, row: asyncpg.Record) -> None:
         """Handle a row over which a process may have died, while this one does nothing else.
@@ -309,16 +340,16 @@ class BacklogWorkers:
         callers = self._handlers.callers
         return {"", *self._handlers.consumers} - callers - self._breaker.resting
 
-    async def _claim(self) -> Lease | None:
+    async def _claim(self, lanes: int = 1) -> Lease | None:
         self._breaker.forget_idle()
-        return await self._query("claiming a lane", self._claim_once)
+        return await self._query("claiming a lane", partial(self._claim_once, most=lanes))
 
-    async def _claim_once(self, driver: asyncpg.Connection) -> Lease | None:
+    async def _claim_once(self, driver: asyncpg.Connection, *, most: int) -> Lease | None:
         # Each claim has an owner of its own: one that is executed late takes no lane of another.
         owner, lease = f"{self._owner}:{next(self._claims)}", self._settings.backlog_lease
         try:
             consumers, unanswered = self.consumers, self._unanswered
-            return await lanes.claim(driver, owner, lease, consumers, unanswered, self._lanes)
+            return await lanes.claim(driver, owner, lease, consumers, unanswered, most)
         except BaseException:
             self._unanswered.append(owner)
             raise

@@ -40,7 +40,7 @@ BY_COMMANDS_TOO = (
 UNMET = (
     *(sessions.BEGIN, sessions.GUARD_COMMIT, sessions._GUARD),
     sessions.DONE,
-    sessions._IS_AT_WORK,
+    *(sessions._IS_AT_WORK, lanes._LOCKED),
     backlog._DUE,
     probe._WRITE,
     revisions._DISTRIBUTED,

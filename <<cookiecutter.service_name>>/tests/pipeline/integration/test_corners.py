@@ -248,7 +248,7 @@ async def test_who_kills_in_a_lane_is_found_by_the_second_death(
         working = asyncio.create_task(desk.work_off())
         with pytest.raises(asyncio.CancelledError):
             await working
-        await db.execute("UPDATE pipeline.backlog_lane SET lease_until = now() - interval '1 s'")
+        await db.execute("UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp()")
     row = await db.fetchrow("SELECT * FROM pipeline.backlog WHERE id = $1", str(killer))
     assert row["reason"] == "process died"
 

@@ -619,45 +619,69 @@ async def scattered(
     return bank, desk, handled
 
 
+async def work_off(desk: Desk, lanes: int = 1) -> None:
+    """Handle what is due, as a worker does that begins with so many lanes."""
+    while lanes := await desk.lanes.work_off(lanes):
+        pass
+
+
 async def test_rows_of_many_lanes_share_transactions(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bank, desk, handled = await scattered(new_desk, monkeypatch)
-    await desk.work_off()
+    await work_off(desk)
     assert handled == [1, 2, 4, 8, 16, 1]
     assert sorted(bank.calls) == sorted(amount for [amount] in (await histories(db)).values())
     assert await starts_of(db) == 0
 
 
-async def test_where_a_row_is_tried_alone_others_do_not_wait_for_it(
+async def test_a_worker_whose_transactions_are_full_leaves_lanes_to_others(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk, _ = await scattered(new_desk, monkeypatch)
-    for _ in range(3):
-        await desk.lanes.work_off()
-    assert desk.lanes._lanes == 8
-    bank.errors = dict.fromkeys(range(400), asyncpg.CheckViolationError("no"))
-    await desk.lanes.work_off()
-    assert desk.lanes._lanes == 1
+    _, desk, handled = await scattered(new_desk, monkeypatch)
+    desk.lanes._pace.limit = 8
+    assert await desk.lanes.work_off(LANES) == 1
+    assert handled == [8]
+    assert await starts_of(db) == 0
+    await work_off(desk)
+    assert len(await histories(db)) == LANES
+
+
+async def test_what_is_tried_alone_is_tried_with_one_lane(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, desk, handled = await scattered(new_desk, monkeypatch)
+    free: list[int] = []
+
+    async def look() -> None:
+        count = "SELECT count(*) FROM pipeline.backlog_lane WHERE owner IS NULL AND lane >= $1"
+        free.append(await db.fetchval(count, LANES) - LANES)
+
+    bank.waits = dict.fromkeys(range(400), look)
+    failing = asyncpg.CheckViolationError("no")
+    bank.errors = dict.fromkeys(range(400), failing)
+    assert await desk.lanes.work_off(8) == 1
+    assert free[-1] == LANES - 1, "the others can be claimed"
     bank.errors = {}
     await desk.make_due()
-    await desk.work_off()
+    await work_off(desk, LANES)
     assert len(await histories(db)) == LANES
+    assert await starts_of(db) == 0
+    assert max(handled) <= LANES
 
 
 async def test_a_lane_that_is_lost_takes_no_other_with_it(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, desk, _ = await scattered(new_desk, monkeypatch)
-    desk.lanes._lanes = 8
-    lease = await desk.lanes._claim()
+    lease = await desk.lanes._claim(8)
     assert lease is not None
     assert len(lease.lanes) == 8
     await lanes.fence_lane(db, lease.lanes[3])
     await desk.lanes._work_at(lease)  # and loses it
     assert await histories(db) == {}
     assert await starts_of(db) == 0
-    await desk.work_off()
+    await work_off(desk)
     assert len(await histories(db)) == LANES
 
 
@@ -666,13 +690,31 @@ async def test_a_lane_whose_worker_has_died_is_claimed_by_itself(
 ) -> None:
     _, desk, handled = await scattered(new_desk, monkeypatch)
     dead = (await claim(desk, lease=0.0)).lease
-    desk.lanes._lanes = LANES
-    lease = await desk.lanes._claim()
+    lease = await desk.lanes._claim(LANES)
     assert lease is not None
     assert (lease.lanes, lease.starts) == (dead.lanes, 2)
     await desk.lanes._work_at(lease)
     assert handled == [0, 1]  # its note, and the row
-    desk.lanes._lanes = LANES
-    await desk.work_off()
+    await work_off(desk, LANES)
     assert handled[2:] == [LANES - 1]
     assert len(await histories(db)) == LANES
+
+
+async def test_what_is_stored_after_the_lease_of_a_dead_worker_is_not_tried_alone(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, desk = await bank_with(new_desk, mode="deferred")
+    await desk.apply(Deposit(1))
+    dead = (await claim(desk, lease=0.0)).lease
+    await eventually(lambda: _has_ended(db, dead))
+    await desk.apply(*(Deposit(n) for n in range(2, 12)))
+    handle, tried = desk.lanes._try_alone, list[bytes]()
+
+    async def note(lease: Lease, row: asyncpg.Record) -> None:
+        tried.append(row["key"])
+        await handle(lease, row)
+
+    monkeypatch.setattr(desk.lanes, "_try_alone", note)
+    await desk.work_off()
+    assert len(tried) == 1
+    assert bank.calls == list(range(1, 12))
