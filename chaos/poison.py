@@ -39,11 +39,22 @@ Illegible = Literal[
 ILLEGIBLE: tuple[Illegible, ...] = get_args(Illegible)
 
 Trouble = Literal[
-    "asks", "dawdles", "parks", "raises", "hangs", "spoils", "rejects", "blames", "disconnects"
+    "asks",
+    "dawdles",
+    "parks",
+    "raises",
+    "hangs",
+    "spoils",
+    "rejects",
+    "blames",
+    "disconnects",
+    "rejects-late",
+    "raises-late",
 ]
 """What a handler does, the first times or always: reads the backlog and goes on; takes a while;
 has it set aside, once; raises; takes longer than it may; lets the flush fail; rejects the scan;
-executes a statement that blames the server; ends its session of the database."""
+executes a statement that blames the server; ends its session of the database; rejects the scan, or
+raises, when its work is done."""
 
 Kind = Trouble | Illegible | Literal["invalid payload", "unknown type", "impostor"]
 
@@ -66,6 +77,11 @@ class Poison(NamedTuple):
         """Write it as a payload holds it."""
         return " ".join(map(str, self))
 
+    @property
+    def uses_session(self) -> bool:
+        """Whether the service's own handler uses `tx.session` because of it."""
+        return self.consumer == CONSUMER and self not in LATE
+
 
 class Fate(NamedTuple):
     """What must become of a message at a consumer."""
@@ -86,7 +102,7 @@ def fate(poison: Poison | None, consumer: str) -> Fate:
         return Fate("dead", "invalid payload")
     if poison.consumer != consumer:
         return Fate("applied")
-    if poison.kind == "rejects":
+    if poison.kind in ("rejects", "rejects-late"):
         return Fate("dead", "rejected", 1)
     if poison.times >= ATTEMPTS:
         return Fate("dead", "attempts used up", ATTEMPTS)
@@ -110,13 +126,23 @@ _TROUBLES: Sequence[tuple[Trouble, int]] = (
     ("disconnects", 1),
     ("disconnects", ATTEMPTS),
 )
+LATE: Sequence[Poison] = (
+    Poison("rejects-late", CONSUMER, 1),
+    Poison("raises-late", CONSUMER, ATTEMPTS),
+)
+"""The service's own handler has done its work, by `tx` alone, and has waited for nothing when it
+fails: where messages share a session, that is undone in memory, and the others go on."""
 EVERY: Sequence[Poison] = (
     *(Poison(kind, one, times) for kind, times in _TROUBLES for one in CONSUMERS),
+    *LATE,
     Poison("invalid payload"),
     Poison("unknown type"),
     Poison("impostor"),
     *(Poison(kind) for kind in ILLEGIBLE),
 )
+WITHOUT_SESSIONS = 0.25
+"""Share of the scans, the first ones, none of which has the service's own handler use `tx.session`.
+From then on its messages have sessions of their own, and nothing is undone in memory any more."""
 
 
 def spread(
@@ -124,11 +150,17 @@ def spread(
 ) -> dict[Scan, Poison]:
     """Return which of the scans are poisoned, and how: every way is about as frequent as another.
 
-    `kinds` are those that come; all of them if there are none.
+    `kinds` are those that come; all of them if there are none, see `WITHOUT_SESSIONS`.
     """
     chance = random.Random(f"poison {seed}")
     ways = [one for one in EVERY if not kinds or one.kind in kinds]
-    return {scan: chance.choice(ways) for scan in scans if chance.random() < share}
+    first = ways if kinds else [one for one in ways if not one.uses_session]
+    until = WITHOUT_SESSIONS * len(scans)
+    return {
+        scan: chance.choice(first if place < until else ways)
+        for place, scan in enumerate(scans)
+        if chance.random() < share
+    }
 
 
 def record(scan: Scan, poison: Poison | None) -> tuple[bytes, list[tuple[str, bytes]]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from chaos.edit import Edit
 from chaos.errands import Work
+from chaos.poison import LATE
 from chaos.round import CONSUMERS, RELAYS, Plan
 from chaos.schedule import EVERYBODY, MODES, Fault
 
@@ -161,6 +162,15 @@ LOADS: Mapping[str, Load] = {
         strays=0.0,
         poison=0.1,
         kinds=("raises", "parks"),
+    ),
+    "calls that are undone in memory": Load(
+        events=2_000,
+        seconds=10,
+        schedule=[_slow(10, latency=0.01)],
+        parcels=40,
+        strays=0.0,
+        poison=0.1,
+        kinds=[one.kind for one in LATE],
     ),
     "connections lost under handlers": Load(
         events=2_000,
@@ -490,6 +500,20 @@ reason, attempts, waited,
             for one in run:
                 decide_isolated(one, failure, outcome)
 """,
+            )
+        ],
+    ),
+    Sabotage(
+        "what a failed call has changed stays",
+        "calls that are undone in memory",
+        [
+            Edit(
+                "handlers/rows.py",
+                """\
+        for state, before in self._before.items():
+            before.restore(state, known)
+""",
+                "",
             )
         ],
     ),

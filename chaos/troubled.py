@@ -42,7 +42,7 @@ from chaos.errands import (
     step,
     work_of,
 )
-from chaos.poison import AFTER_DEATH, ATTEMPTS, CALLS, SCHEDULE, TALLY, TIMEOUT, trouble
+from chaos.poison import AFTER_DEATH, ATTEMPTS, CALLS, LATE, SCHEDULE, TALLY, TIMEOUT, trouble
 from demo.feed import TOPIC
 from demo.witness import CONSUMER
 
@@ -104,6 +104,12 @@ async def record(scan: ScanRecorded, tx: Transaction) -> None:
     """Do what the service does."""
     await misbehave(CONSUMER, tx)
     await record_scan(scan, tx)
+    await run_errand(scan, tx)
+    fail_late(tx)
+
+
+async def run_errand(scan: ScanRecorded, tx: Transaction) -> None:
+    """Do what the scan has the service do besides."""
     kind = work_of(scan.parcel_id)
     if kind not in work:
         return
@@ -169,7 +175,7 @@ async def tally(scan: ScanRecorded, tx: Transaction) -> None:
 async def misbehave(consumer: str, tx: Transaction) -> None:
     """Do what the scan's poison asks for."""
     poison = trouble(tx.message.data)
-    if poison is None or poison.consumer != consumer:
+    if poison is None or poison.consumer != consumer or poison in LATE:
         return
     attempts, reason = await had(consumer, tx)
     fails = attempts < poison.times
@@ -192,6 +198,21 @@ async def misbehave(consumer: str, tx: Transaction) -> None:
             await tx.session.execute(sa.text(BLAME.format(state)))
         case "disconnects" if fails:
             await tx.session.execute(DISCONNECT)
+
+
+def fail_late(tx: Transaction) -> None:
+    """Fail when the work is done, if the scan's poison asks for that.
+
+    Nothing is awaited here, so nobody can say how many attempts there were: all of them fail.
+    """
+    poison = trouble(tx.message.data)
+    if poison is None or poison not in LATE:
+        return
+    for attempts in range(poison.times):
+        note(CONSUMER, tx, attempts, fails=True)
+    if poison.kind == "rejects-late":
+        raise Reject("it always is")
+    raise ERRORS[tx.message.offset % len(ERRORS)](str(poison))
 
 
 async def had(consumer: str, tx: Transaction) -> tuple[int, str]:

@@ -181,6 +181,13 @@ def test_a_repeat_with_other_bytes_is_found() -> None:
     assert wrong(audit(replace(evidence, output=[*evidence.output, again]))) == {"doubled": 1}
 
 
+def test_what_a_failed_call_has_changed_or_published_is_found() -> None:
+    undone, left = honest([ONE, TWO]), honest([ONE, TWO, THREE])
+    assert wrong(audit(undone)) == {}
+    assert "doubled" in wrong(audit(replace(undone, parcels=left.parcels)))
+    assert "doubled" in wrong(audit(replace(undone, output=left.output)))
+
+
 def test_a_backlog_says_what_is_left() -> None:
     assert str(Backlog({}, 0, 0)) == ""
     assert str(Backlog({3: 7}, 0, 0)) == "partition 3: 7 records unread"
@@ -245,6 +252,15 @@ def test_poison_is_spread_by_the_seed_and_every_kind_comes() -> None:
     assert set(poisoned.values()) == set(poisons.EVERY)
     only = poisons.spread(SCANS, 0.1, seed=5, kinds=["raises"])
     assert {poison.kind for poison in only.values()} == {"raises"}
+
+
+def test_at_first_no_poison_has_the_services_own_handler_use_its_session() -> None:
+    poisoned = poisons.spread(SCANS, 0.1, seed=5)
+    until = poisons.WITHOUT_SESSIONS * len(SCANS)
+    first = {poison for one, poison in poisoned.items() if one.number <= until}
+    assert {*poisons.LATE} <= first
+    assert not any(poison.uses_session for poison in first)
+    assert any(poison.uses_session for poison in poisoned.values())
 
 
 def test_an_impostor_comes_behind_the_scan_whose_identity_it_takes() -> None:
