@@ -50,6 +50,7 @@ SELECT source, id
  WHERE consumer = $1
 """
 SCHEDULED = "SELECT name, due_at < clock_timestamp() + interval '1 day' FROM pipeline.scheduled"
+VERSIONS = "SELECT parcel_id, scans FROM rig.version"
 # By the names that the service gives them.
 PARTITIONS = """
 SELECT (SELECT began FROM rig.clock) AS began, clock_timestamp() AS now,
@@ -210,6 +211,7 @@ class Checker:
         connection = await asyncpg.connect(self._database)
         try:
             waiting = [name for name, _ in await connection.fetch(SCHEDULED)]
+            versions = [Errand(*row) for row in await connection.fetch(VERSIONS)]
             partitions = await connection.fetchrow(PARTITIONS)
         finally:
             await connection.close()
@@ -220,10 +222,11 @@ class Checker:
             "calls": len({one.id for one in requests}),
             "requests": len(requests),
             "reminders": len({one.errand for one in reminders}),
+            "versions": len(versions),
             "days dropped": over - kept,
             "generations forgotten": partitions["oldest"] - 1,
         }
-        return Done(self._work, moves, requests, reminders, waiting), counts
+        return Done(self._work, moves, requests, reminders, waiting, versions), counts
 
     async def _books(self) -> Books:
         connection = await asyncpg.connect(self._database)

@@ -5,7 +5,7 @@ and from how many scans it has had by then, which the events tell: so the checke
 from the output alone. Nothing here does I/O.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -14,8 +14,9 @@ from zlib import crc32
 
 from chaos.fates import Finding
 
-Work = Literal["effects", "scheduled"]
-"""Errands of a kind, named after the faults that try them."""
+Work = Literal["effects", "scheduled", "audit"]
+"""Errands of a kind, named after the faults that try them. The audit is the database's: a trigger
+writes down each version of a parcel's row."""
 WORK = "CHAOS_WORK"
 """The variable that names what there is to do."""
 OUTSIDE = "CHAOS_OUTSIDE"
@@ -97,6 +98,8 @@ class Done:
     reminders: Sequence[Reminder] = ()
     waiting: Collection[str] = ()
     """Names of scheduled events."""
+    versions: Sequence[Errand] = ()
+    """What the audit has written down."""
     late: int = 0
     """Calls that may come late, when somebody else may have asked and called meanwhile."""
 
@@ -113,6 +116,8 @@ def judge(done: Done) -> list[Finding]:
     if "scheduled" in done.work:
         findings += _reminders(done)
         findings += _waiting(done)
+    if "audit" in done.work:
+        findings += _versions(done)
     return findings
 
 
@@ -209,6 +214,17 @@ def _waiting(done: Done) -> Iterator[Finding]:
         yield Finding("lost", f"{name} does not wait to be published")
     for name in sorted({*done.waiting} - must):
         yield Finding("doubled", f"{name} waits to be published, and should not")
+
+
+def _versions(done: Done) -> Iterator[Finding]:
+    """Find scans whose version of the row the database was not given once."""
+    times = Counter(done.versions)
+    for one in done.moves:
+        if one not in times:
+            yield Finding("lost", f"the version of the row after {one} was not written")
+    for one, number in times.items():
+        if number > 1 or one not in done.moves:
+            yield Finding("doubled", f"the version of the row after {one}: written {number} times")
 
 
 def name_of(errand: Errand) -> str:

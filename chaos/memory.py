@@ -38,6 +38,15 @@ CREATE TABLE rig.marker (
     PRIMARY KEY (generation, consumer, source, id))
 """
 """What was remembered in generations that are gone."""
+VERSIONS = "CREATE TABLE rig.version (parcel_id text, scans integer)"
+"""What an audit has written down."""
+AUDIT = """
+CREATE FUNCTION rig.note_version() RETURNS trigger LANGUAGE plpgsql AS
+    'BEGIN INSERT INTO rig.version VALUES (NEW.id, NEW.scans); RETURN NULL; END';
+CREATE TRIGGER audit AFTER INSERT OR UPDATE ON parcel
+   FOR EACH ROW EXECUTE FUNCTION rig.note_version()
+"""
+"""Writes down each version of a parcel's row."""
 
 # A day is over and old enough: the service keeps the outbox for two hours, the shortest there is.
 NEXT_DAY = "UPDATE rig.clock SET ahead = ahead + interval '27 hours'"

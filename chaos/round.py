@@ -13,7 +13,7 @@ from rich.console import Console
 
 from chaos.breaker import Breaker
 from chaos.errands import OUTSIDE, WORK, Work
-from chaos.memory import CLOCK, MARKERS, Memory
+from chaos.memory import AUDIT, CLOCK, MARKERS, VERSIONS, Memory
 from chaos.poison import AFTER_DEATH, CALLS
 from chaos.rates import Progress
 from chaos.recovery import Ended
@@ -105,8 +105,10 @@ class Round:
                 feeding = group.create_task(feed.run())
                 serving = group.create_task(outside.run())
                 settings[OUTSIDE] = await outside.says("url")
-                beforehand = [*CLOCK, MARKERS]
-                await system.start([*CONSUMERS, *RELAYS], EXTRA, settings, beforehand)
+                beforehand = [*CLOCK, MARKERS, VERSIONS]
+                afterwards = [AUDIT] if "audit" in self._plan.work else []
+                members = [*CONSUMERS, *RELAYS]
+                await system.start(members, EXTRA, settings, beforehand, afterwards)
                 checker = self._checker()
                 checking = group.create_task(checker.run())
                 guarding = group.create_task(system.guard())

@@ -172,6 +172,17 @@ LOADS: Mapping[str, Load] = {
         poison=0.1,
         kinds=[one.kind for one in LATE],
     ),
+    "an audit of every version": Load(
+        events=2_000,
+        seconds=10,
+        # Here each message takes round trips of its own.
+        schedule=[_slow(10, latency=0.002)],
+        parcels=10,
+        strays=0.0,
+        poison=0.05,
+        kinds=[one.kind for one in LATE],
+        errands=("audit",),
+    ),
     "connections lost under handlers": Load(
         events=2_000,
         seconds=14,
@@ -514,6 +525,17 @@ reason, attempts, waited,
             before.restore(state, known)
 """,
                 "",
+            )
+        ],
+    ),
+    Sabotage(
+        "only the last version of a row is written",
+        "an audit of every version",
+        [
+            Edit(
+                "handlers/writes.py",
+                "if not (reactions or self.each or has_new_key):",
+                "if not has_new_key:",
             )
         ],
     ),

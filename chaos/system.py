@@ -196,10 +196,12 @@ class System:
         extra: Sequence[str],
         settings: Mapping[str, str],
         beforehand: Sequence[str],
+        afterwards: Sequence[str],
     ) -> None:
         """Bring up servers and members. `extra` ones are prepared, and started by faults.
 
-        The statements `beforehand` come before anything of the service.
+        The statements `beforehand` come before anything of the service, those `afterwards` when its
+        tables are there.
         """
         await self.clear()
         await self.servers.start()
@@ -209,7 +211,7 @@ class System:
             self.members[name] = member
             await member.prepare(settings)
         await self.members[members[0]].service.prepare(self.setup_log)
-        await self.servers.execute(TALLY_TABLE)
+        await self.servers.execute(TALLY_TABLE, *afterwards)
         for name in members:
             await self.members[name].service.start()
         for name in members:

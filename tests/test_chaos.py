@@ -449,7 +449,7 @@ def reminder(scans: int, at: timedelta = AFTER, id: str = "", rest: object = "")
 
 
 DONE = Done(
-    work=("effects", "scheduled"),
+    work=("effects", "scheduled", "audit"),
     moves={
         Errand(parcel, n): NOON + timedelta(minutes=n)
         for parcel in (RINGS, WAITS, "N1")
@@ -468,6 +468,7 @@ DONE = Done(
     ],
     reminders=[reminder(4), reminder(8), reminder(4)],
     waiting=[f"{WAITS} 9"],
+    versions=[Errand(parcel, n) for parcel in ("N1", RINGS, WAITS) for n in range(1, 10)],
 )
 
 
@@ -507,6 +508,9 @@ def asked_for(done: Done, *requests: Request) -> Done:
         (lambda d: replace(d, reminders=[*d.reminders, reminder(8, id="other")]), "doubled"),
         (lambda d: replace(d, reminders=[*d.reminders, reminder(8, rest="other")]), "doubled"),
         (lambda d: replace(d, waiting=[f"{WAITS} 9", f"{WAITS} 1"]), "doubled"),
+        (lambda d: replace(d, versions=d.versions[1:]), "lost"),
+        (lambda d: replace(d, versions=[*d.versions, d.versions[0]]), "doubled"),
+        (lambda d: replace(d, versions=[*d.versions, Errand("N1", 10)]), "doubled"),
         (lambda d: replace(d, requests=[*d.requests[5:], *d.requests[:5]]), "reordered"),
         (lambda d: replace(d, requests=[d.requests[0], d.requests[5], *d.requests]), "reordered"),
         (lambda d: replace(d, reminders=[reminder(8), reminder(4)]), "reordered"),
