@@ -19,6 +19,14 @@ ALTER TABLE versions_line ADD CONSTRAINT "its wallet"
     FOREIGN KEY (wallet_id) REFERENCES wallet DEFERRABLE INITIALLY DEFERRED
 """
 
+CODES = """
+ALTER TABLE catalog_coded ADD UNIQUE (code);
+INSERT INTO catalog_coded (id, code, version) VALUES ('ada', 'old', 0);
+INSERT INTO catalog_referring (id, code, version) VALUES ('one', 'old', 0);
+ALTER TABLE catalog_referring ADD FOREIGN KEY (code) REFERENCES catalog_coded (code)
+"""
+"""Makes a row refer to the code of another; to be continued."""
+
 
 class Quoted(Aggregate, Base):
     """A row of a table whose name has to be quoted."""
@@ -112,24 +120,14 @@ async def test_a_constraint_of_the_same_name_may_come_and_go(
 async def test_a_row_that_others_refer_to_is_checked_after_each_message(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
-    await db.execute("""
-        ALTER TABLE catalog_coded ADD UNIQUE (code);
-        INSERT INTO catalog_coded (id, code, version) VALUES ('ada', 'old', 0);
-        INSERT INTO catalog_referring (id, code, version) VALUES ('one', 'old', 0);
-        ALTER TABLE catalog_referring ADD FOREIGN KEY (code) REFERENCES catalog_coded (code)
-            DEFERRABLE INITIALLY DEFERRED""")
+    await db.execute(f"{CODES} DEFERRABLE INITIALLY DEFERRED")
     assert await together(habits, coding("new"), coding("old"), coding("old")) == {0}
 
 
 async def test_what_follows_a_row_that_it_refers_to_is_read_again(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
-    await db.execute("""
-        ALTER TABLE catalog_coded ADD UNIQUE (code);
-        INSERT INTO catalog_coded (id, code, version) VALUES ('ada', 'old', 0);
-        INSERT INTO catalog_referring (id, code, version) VALUES ('one', 'old', 0);
-        ALTER TABLE catalog_referring ADD FOREIGN KEY (code) REFERENCES catalog_coded (code)
-            ON UPDATE CASCADE""")
+    await db.execute(f"{CODES} ON UPDATE CASCADE")
     found = []
 
     async def look(tx: Transaction, key: str) -> None:
