@@ -123,7 +123,11 @@ async def administrator(kafka: str) -> AsyncIterator[AIOKafkaAdminClient]:
 
 
 async def create_topic(kafka: str, topic: str, partitions: int = 1, **configs: str) -> None:
-    """Create a topic, also where one of that name is still being deleted."""
+    """Create a topic, also where one of that name is still being deleted.
+
+    It keeps its records: retention goes by the time in a record, and tests send old ones.
+    """
+    configs = {"retention.ms": "-1"} | configs
     async with administrator(kafka) as admin:
 
         async def is_there() -> bool:

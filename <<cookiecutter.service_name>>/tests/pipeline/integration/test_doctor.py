@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -39,6 +40,15 @@ from tests.servers.waiting import eventually
 
 # What one does to the server is a finding for the others.
 pytestmark = pytest.mark.together
+
+NewTopic = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def new_topic(new_topic: NewTopic) -> NewTopic:
+    """Create a topic that keeps records for less than the inbox remembers, as it should."""
+    return partial(new_topic, **{"retention.ms": str(7 * 86_400_000)})
+
 
 Examine = Callable[..., Awaitable[dict[str, Finding]]]
 OF_DECLARED = ("topics", "compaction", "message size")
