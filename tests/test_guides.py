@@ -398,6 +398,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "cloud-login",
         "codecs",
         "contracts",
+        "delivery-guarantees",
         "deploying",
         "failures",
         "handling-errors",

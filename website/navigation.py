@@ -94,6 +94,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("protocol", "the exact rules: locks, states, leases"),
     ],
     "Explanation": [
+        _service("delivery-guarantees", "what is once, what can repeat, what is in order"),
         _template("promises", "each promise, and the tests that prove it"),
         _template("limits", "what is not promised or not tested, and designs that were rejected"),
         _service("how-it-works", "the ideas, one message through the files, glossary"),
