@@ -23,7 +23,8 @@
 /* Records 0 and 2 have one key. A key is the set of its records. */
 #define key_of(record) ((record) == 1 -> only(1) : with(only(0), 2))
 
-mtype = { GOOD, RAISES, REFUSED, UNCOMMITTABLE, KILLS };
+/* The call of an UNDONE message raises before it has waited: what it has changed is undone. */
+mtype = { GOOD, UNDONE, RAISES, REFUSED, UNCOMMITTABLE, KILLS };
 mtype nature[RECORDS];
 
 /* ---- The state of PostgreSQL ---- */
@@ -71,6 +72,12 @@ byte ended;
 #define is_one_too_many (losses[i] == LOSSES)
 #endif
 
+#ifdef UNDO_KEEPS_CHANGES
+#define is_done(nature) ((nature) == GOOD || (nature) == UNDONE)
+#else
+#define is_done(nature) ((nature) == GOOD)
+#endif
+
 #define is_fatal(nature) ((nature) == UNCOMMITTABLE || (nature) == KILLS)
 
 /* ---- What a transaction commits ---- */
@@ -85,6 +92,7 @@ inline take_effect(record)
 inline count_attempt(record)
 {
     promise(NOT_BLAMED, nature[record] != GOOD);
+    promise(NO_DOUBLE, !has(applied, record));
     attempts[record]++;
     losses[record] = 0;
     printf("attempt %d of record %d has failed\n", attempts[record], record);
@@ -114,7 +122,12 @@ inline execute()
         :: !is_behind(i) && calls ->
             if
             :: nature[i] == GOOD -> done = with(done, i)
-            :: nature[i] != GOOD && (rung == BATCH || is_fatal(nature[i])) ->
+            :: nature[i] == UNDONE ->
+                done = (is_done(nature[i]) -> with(done, i) : done);
+                aside = with(aside, i);
+                counted = with(counted, i)
+            :: (rung == BATCH && (nature[i] == RAISES || nature[i] == REFUSED)) ||
+               is_fatal(nature[i]) ->
                 is_rolled_back = true
             :: nature[i] == REFUSED && rung != BATCH -> aside = with(aside, i)
             :: nature[i] == RAISES && rung != BATCH ->
@@ -132,6 +145,9 @@ inline commit()
     for (i : from .. end - 1) {
         if
         :: has(done, i) -> take_effect(i)
+        :: else
+        fi;
+        if
         :: has(counted, i) -> count_attempt(i)
         :: else
         fi
@@ -230,6 +246,7 @@ inline choose(record)
 {
     if
     :: nature[record] = GOOD
+    :: nature[record] = UNDONE
     :: nature[record] = RAISES
     :: nature[record] = REFUSED
     :: nature[record] = UNCOMMITTABLE
