@@ -1,5 +1,6 @@
 """The bank of the contract suite, and what a test of the engine lets it do."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,8 @@ class Bank:
                 raise self.errors[event.amount]
             if self.failed[tx.message.id] < event.failures:
                 self.failed[tx.message.id] += 1
+                if event.failures == 1:  # after this it can't be undone in memory
+                    await asyncio.sleep(0)
                 raise Refused(f"{event.amount} wants to be refused")
             if event.amount in self.refused:
                 raise Refused(f"{event.amount} is refused")
