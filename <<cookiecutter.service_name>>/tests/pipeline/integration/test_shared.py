@@ -1,6 +1,7 @@
 """What the messages of a batch share, as the page of delivery guarantees says."""
 
 import asyncio
+from typing import Any
 
 import asyncpg
 import sqlalchemy as sa
@@ -22,7 +23,7 @@ CREATE TRIGGER counted AFTER {event} ON {table}
 
 
 async def test_time_and_id_of_the_transaction(habits: Habits) -> None:
-    seen: list[sa.Row[tuple[object, ...]]] = []
+    seen: list[sa.Row[Any]] = []
     clock = "SELECT now(), pg_current_xact_id()::text, clock_timestamp()"
 
     async def look(tx: Transaction, key: str) -> None:
