@@ -124,18 +124,22 @@ class BacklogWorkers:
                 await self._pause(self._settings.retry_pause)
 
     async def _next(self, lanes: int) -> Lease | None:
-        """Wait for lanes with due rows and claim so many at most; None after `stop`."""
-        pause = self._settings.backlog_poll_min
-        while not self._stopping.is_set():
+        """Wait for lanes with due rows and claim so many at most; None after `stop`.
+
+        Rows that become due during a pause share transactions.
+        """
+        shortest, longest = self._settings.backlog_poll_min, self._settings.backlog_poll_max
+        pause = shortest
+        while True:
+            is_woken = await self._pause(pause)
+            if self._stopping.is_set():
+                return None
             self._woken.clear()
             lease = await self._claim(lanes)
             self._health.ready(self.name)
             if lease is not None:
                 return lease
-            is_woken = await self._pause(pause)
-            shortest, longest = self._settings.backlog_poll_min, self._settings.backlog_poll_max
             pause = shortest if is_woken else min(2 * pause, longest)
-        return None
 
     async def _pause(self, seconds: float) -> bool:
         """Sleep until `wake` or `stop`, or for so long; returns whether it was one of the two."""
@@ -167,7 +171,7 @@ class BacklogWorkers:
             log.warning("%s: %s", self.name, error)
             self._health.not_ready(self.name, str(error))
             await self._pause(self._settings.retry_pause)
-            return lanes
+            return 1
         await self._release(lease, forgets_deaths=forgets_deaths)
         return lanes
 
@@ -183,21 +187,20 @@ class BacklogWorkers:
         if lease.starts > 1:
             await self._clear(lease)
             lease = replace(lease, starts=1)
-        lanes = 1
         for _ in range(_TURNS):
             limit, begun = self._pace.limit, monotonic()
             rows = [] if self._stopping.is_set() else await self._due(lease, limit)
             if not rows:
                 break
             left = await self._handle(lease, rows)
-            is_slow = monotonic() - begun > _QUICK_SECONDS
-            if left is lease and not is_slow and not is_full(rows, limit):
-                lanes = min(2 * len(lease.lanes), LANES)
-                continue
-            lanes, lease = 1, left
+            if left is lease and not (is_full(rows, limit) or lease.unavailable):
+                # Nothing is left; what becomes due next shares a later transaction.
+                is_quick = monotonic() - begun < _QUICK_SECONDS
+                return min(2 * len(lease.lanes), LANES) if is_quick else 1
+            lease = left
             if len(lease.lanes) > 1:
                 break
-        return lanes
+        return 1
 
     async def _only(self, lease: Lease, lane: int) -> Lease:
         """Release the other lanes, whose rows must not wait for one that is tried alone."""
@@ -209,7 +212,7 @@ class BacklogWorkers:
     async def _clear(self, lease: Lease) -> None:
         """Handle one by one the rows that an earlier worker may have died over.
 
-        These were stored before this worker claimed the lane. Ends at a row that it has tried.
+        These were stored before its lease ended. Ends at a row that this worker has tried.
         """
         tried: set[bytes] = set()
         while not self._stopping.is_set():

@@ -86,9 +86,9 @@ class Desk:
         )
         return outcomes_of(batch.items, results)
 
-    async def work_off(self) -> None:
-        """Handle what is due in the backlog, as its workers do, until nothing is."""
-        while await self.lanes.work_off():
+    async def work_off(self, lanes: int = 1) -> None:
+        """Handle what is due in the backlog, as a worker does that begins with so many lanes."""
+        while lanes := await self.lanes.work_off(lanes):
             pass
 
     async def make_due(self) -> None:

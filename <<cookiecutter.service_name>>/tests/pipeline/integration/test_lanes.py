@@ -597,10 +597,11 @@ async def _holds(db: asyncpg.Connection, count: int) -> bool:
 
 
 async def scattered(
-    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch, **settings: object
 ) -> tuple[Bank, Desk, list[int]]:
     """Return a desk with a due row in each lane, and a list of how many rows it handles at once."""
-    bank, desk = await bank_with(new_desk, mode="deferred")
+    bank = Bank("deposits", "balances", "bank", options={"mode": "deferred"})
+    desk = await new_desk(bank.handlers, topic=bank.deposits, **settings)
     accounts = {
         backlog.lane_of(order_key("deposit", one.record(bank.deposits, 0)), "deferred"): one
         for one in (Deposit(n, account=f"{n}") for n in range(400))
@@ -619,17 +620,11 @@ async def scattered(
     return bank, desk, handled
 
 
-async def work_off(desk: Desk, lanes: int = 1) -> None:
-    """Handle what is due, as a worker does that begins with so many lanes."""
-    while lanes := await desk.lanes.work_off(lanes):
-        pass
-
-
 async def test_rows_of_many_lanes_share_transactions(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bank, desk, handled = await scattered(new_desk, monkeypatch)
-    await work_off(desk)
+    await desk.work_off()
     assert handled == [1, 2, 4, 8, 16, 1]
     assert sorted(bank.calls) == sorted(amount for [amount] in (await histories(db)).values())
     assert await starts_of(db) == 0
@@ -643,14 +638,14 @@ async def test_a_worker_whose_transactions_are_full_leaves_lanes_to_others(
     assert await desk.lanes.work_off(LANES) == 1
     assert handled == [8]
     assert await starts_of(db) == 0
-    await work_off(desk)
+    await desk.work_off()
     assert len(await histories(db)) == LANES
 
 
 async def test_what_is_tried_alone_is_tried_with_one_lane(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk, handled = await scattered(new_desk, monkeypatch)
+    bank, desk, _ = await scattered(new_desk, monkeypatch)
     free: list[int] = []
 
     async def look() -> None:
@@ -664,10 +659,26 @@ async def test_what_is_tried_alone_is_tried_with_one_lane(
     assert free[-1] == LANES - 1, "the others can be claimed"
     bank.errors = {}
     await desk.make_due()
-    await work_off(desk, LANES)
+    await desk.work_off(LANES)
     assert len(await histories(db)) == LANES
     assert await starts_of(db) == 0
-    assert max(handled) <= LANES
+
+
+async def test_rows_that_become_due_during_a_pause_share_transactions(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = 0.1
+    bank, desk, handled = await scattered(new_desk, monkeypatch, backlog_poll_min=pause)
+    await db.execute(
+        "UPDATE pipeline.backlog SET due_at = now() + (lane % $1) * interval '10 ms'", LANES
+    )
+    begun = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(desk.lanes.run())
+        await eventually(lambda: len(bank.calls) == LANES)
+        seconds = time.monotonic() - begun
+        desk.lanes.stop()
+    assert len(handled) <= seconds / pause
 
 
 async def test_a_lane_that_is_lost_takes_no_other_with_it(
@@ -681,7 +692,7 @@ async def test_a_lane_that_is_lost_takes_no_other_with_it(
     await desk.lanes._work_at(lease)  # and loses it
     assert await histories(db) == {}
     assert await starts_of(db) == 0
-    await work_off(desk)
+    await desk.work_off()
     assert len(await histories(db)) == LANES
 
 
@@ -695,7 +706,7 @@ async def test_a_lane_whose_worker_has_died_is_claimed_by_itself(
     assert (lease.lanes, lease.starts) == (dead.lanes, 2)
     await desk.lanes._work_at(lease)
     assert handled == [0, 1]  # its note, and the row
-    await work_off(desk, LANES)
+    await desk.work_off(LANES)
     assert handled[2:] == [LANES - 1]
     assert len(await histories(db)) == LANES
 
