@@ -16,6 +16,7 @@ from sqlalchemy.event import listens_for
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import InstanceState, Session, SessionTransaction
 from sqlalchemy.orm.attributes import instance_state
+from sqlalchemy.util import IdentitySet
 
 from pipeline.servers.guard import (
     CANCELLED,
@@ -74,7 +75,7 @@ class RowSession(Session):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.added: set[object] = set()
+        self.added = IdentitySet()
         """Rows that were added and flushed: no other transaction can see them."""
 
 
@@ -170,7 +171,7 @@ class WriterSession(OwnSession):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.written: set[object] = set()
+        self.written = IdentitySet()
         """Rows that were inserted or updated."""
 
 
@@ -219,10 +220,11 @@ def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None
     if transaction is session.undone:
         guard.outbox.staged, guard.contention, rows.locked = earlier
         rows.error = None
-        session.added = {row for row in session.added if instance_state(row).persistent}
+        kept = (row for row in session.added if instance_state(row).persistent)
+        session.added = IdentitySet(kept)
         if isinstance(session, WriterSession):
-            kept = {row for row in session.written if not instance_state(row).expired}
-            session.written = kept
+            kept = (row for row in session.written if not instance_state(row).expired)
+            session.written = IdentitySet(kept)
 
 
 def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSession:

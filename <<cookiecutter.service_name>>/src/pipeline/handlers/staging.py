@@ -128,8 +128,8 @@ def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
     return hash.hexdigest()
 
 
-Staged = tuple[int, int, dict[str, tuple[Due, StagedEvent] | None]]
-"""Numbers of staged events and calls, and the events that are scheduled or cancelled."""
+Staged = tuple[int, int, int]
+"""Numbers of events, of calls, and of events that are scheduled or cancelled."""
 
 
 class Outbox:
@@ -160,8 +160,8 @@ class Outbox:
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
         """Events for handlers outside of the transaction, after its commit."""
-        self._scheduled: dict[str, tuple[Due, StagedEvent] | None] = {}
-        """By name; None for a cancelled one. The latest call for a name replaces earlier ones."""
+        self._scheduled: list[tuple[str, tuple[Due, StagedEvent] | None]] = []
+        """Names, and events that are due later; None for one that is cancelled."""
         self._injected: tuple[Context, traces.TraceHeaders] | None = None
         """The latest context and its headers, kept because a handler may publish several events."""
 
@@ -171,17 +171,18 @@ class Outbox:
     @property
     def staged(self) -> Staged:
         """The state of staging. Setting it to an earlier value drops all that was staged since."""
-        return len(self._staged), len(self.calls), dict(self._scheduled)
+        return len(self._staged), len(self.calls), len(self._scheduled)
 
     @staged.setter
     def staged(self, earlier: Staged) -> None:
-        events, calls, self._scheduled = earlier
+        events, calls, scheduled = earlier
         del self._staged[events:]
         del self.calls[calls:]
+        del self._scheduled[scheduled:]
 
     def clear(self) -> None:
         """Forget what is staged, because it is written."""
-        self.staged = 0, 0, {}
+        self.staged = 0, 0, 0
 
     def stage(
         self,
@@ -208,8 +209,7 @@ class Outbox:
             self._staged.append(staged)
         else:
             name = due.name or id
-            self._scheduled.pop(name, None)  # its new place in the order is the last one
-            self._scheduled[name] = due._replace(name=name), staged
+            self._scheduled.append((name, (due._replace(name=name), staged)))
 
     def call(
         self, event: Event, *, id: str, key: str | None, context: Context | None = None
@@ -299,21 +299,31 @@ class Outbox:
         return any(event.event_id == id for event in self._staged)
 
     @property
+    def _latest(self) -> dict[str, tuple[Due, StagedEvent] | None]:
+        """What is scheduled or cancelled last, by name, in the order of staging."""
+        found: dict[str, tuple[Due, StagedEvent] | None] = {}
+        for name, one in self._scheduled:
+            found.pop(name, None)
+            found[name] = one
+        return found
+
+    @property
     def events(self) -> Iterator[StagedEvent]:
         """The staged events, followed by those that are due later."""
         yield from self._staged
-        yield from (one[1] for one in self._scheduled.values() if one is not None)
+        yield from (one[1] for one in self._latest.values() if one is not None)
 
     def replace(self, events: Mapping[str, StagedEvent]) -> None:
         """Replace staged events, by their ids."""
         self._staged = [events.get(event.event_id, event) for event in self._staged]
-        for name, one in self._scheduled.items():
-            if one is not None:
-                self._scheduled[name] = one[0], events.get(one[1].event_id, one[1])
+        self._scheduled = [
+            (name, one and (one[0], events.get(one[1].event_id, one[1])))
+            for name, one in self._scheduled
+        ]
 
     def cancel(self, name: str) -> None:
         """Cancel a scheduled event, if it is not published yet when the transaction commits."""
-        self._scheduled[name] = None
+        self._scheduled.append((name, None))
 
     def add(self, events: Iterable[StagedEvent]) -> None:
         """Stage events of the engine."""
@@ -329,9 +339,10 @@ class Outbox:
                 raise StoreUnavailable(self._closed[event.topic])
         if self._staged:
             await append(connection, self._staged)
-        if cancelled := sorted(name for name, one in self._scheduled.items() if one is None):
+        latest = self._latest
+        if cancelled := sorted(name for name, one in latest.items() if one is None):
             await connection.execute(CANCEL, cancelled)
-        if rows := [(*one[0], *one[1]) for one in self._scheduled.values() if one is not None]:
+        if rows := [(*one[0], *one[1]) for one in latest.values() if one is not None]:
             await connection.execute(_SCHEDULE, rows)
         return bool(self._staged or self._scheduled)
 

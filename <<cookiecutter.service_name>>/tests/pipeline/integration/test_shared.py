@@ -23,7 +23,7 @@ CREATE TRIGGER counted AFTER {event} ON {table}
 
 
 async def test_time_and_id_of_the_transaction(habits: Habits) -> None:
-    seen: list[sa.Row[Any]] = []
+    seen: list[Any] = []
     clock = "SELECT now(), pg_current_xact_id()::text, clock_timestamp()"
 
     async def look(tx: Transaction, key: str) -> None:

@@ -150,6 +150,20 @@ class Labelled(Aggregate, Base):
     labels: Mapped[dict[str, int]] = mapped_column(sa.JSON, default={})
 
 
+class Equal(Aggregate, Base):
+    """A row that is compared by its values, as a dataclass is: it has no hash."""
+
+    __tablename__ = "versions_equal"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    cents: Mapped[int] = mapped_column(default=0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal) and self.cents == other.cents
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Clock(Aggregate, Base):
     """A row with a time without a zone."""
 
@@ -505,6 +519,26 @@ async def test_a_row_that_a_message_adds_is_found_by_the_next_ones(
     assert await errors_of(habits.desk) == {}
     assert found == ["2 0", "numbered", "4 1", "numbered"]
     assert (await wallet_of(db, "new"))["cents"] == 4
+
+
+@pytest.mark.parametrize("has_own_session", [False, True])
+async def test_rows_without_a_hash(
+    habits: Habits, db: asyncpg.Connection, *, has_own_session: bool
+) -> None:
+    async def add(tx: Transaction, key: str) -> None:
+        for name in (key, f"{key} again"):
+            row = await tx.load_or_create(Equal, name)
+            row.cents += 1
+            tx.publish(Changed(cents=row.cents), of=row)
+        if has_own_session:
+            async with tx.session.begin_nested():
+                tx.session.add(Equal(id=f"new {tx.message.id}"))
+
+    habits.habits = {1: add}
+    await habits.apply(1, "a", "a", "b")
+    assert await errors_of(habits.desk) == {}
+    rows = await db.fetch("SELECT id, cents FROM versions_equal WHERE id !~ 'new' ORDER BY id")
+    assert [tuple(row) for row in rows] == [("a", 2), ("a again", 2), ("b", 1), ("b again", 1)]
 
 
 async def test_versions_take_as_many_round_trips_however_many_messages_there_are(
