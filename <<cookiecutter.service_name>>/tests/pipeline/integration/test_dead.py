@@ -20,6 +20,7 @@ from pipeline import CloudEvents, Codec, Handlers, Message, PayloadFields, Plain
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch, read
+from pipeline.apply.breaker import BreakerOpen
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.errors import StoreUnavailable
 from pipeline.events.message import Record
@@ -248,6 +249,17 @@ async def nameless(desk: Desk, *deposits: Deposit, start: int) -> Batch:
     topic = desk.slot.topic
     records = [replace(one.record(topic, start + n), headers=()) for n, one in enumerate(deposits)]
     return await read(desk.handlers, start, records)
+
+
+async def test_a_topic_of_which_nothing_can_be_read_waits(desk: Desk) -> None:
+    """As after a deployment with another codec."""
+    await desk.position()
+    unreadable = [Deposit(n, account=str(n)) for n in range(20)]
+    await desk.apply_batch(await nameless(desk, *unreadable[:19], start=0))
+    with pytest.raises(BreakerOpen, match=r"the decoder of .* fails with"):
+        await desk.apply_batch(await nameless(desk, *unreadable[19:], start=19))
+    assert len(await letters(desk)) == 19
+    assert await desk.position() == 19
 
 
 async def test_a_record_that_was_nobodys_is_read_as_the_service_reads_it_now(

@@ -237,6 +237,22 @@ def at(time: datetime) -> int:
     return round(time.timestamp() * 1_000)
 
 
+async def test_a_forgotten_event_that_is_sent_again_with_a_new_time_takes_effect_again(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    """Only its `time` tells that it is old."""
+    bank, desk = ledger
+    await inbox.register(db, bank.handlers.consumers)
+    now = datetime.now(UTC)
+    time = ("ce_time", now.isoformat().encode())
+    await desk.apply(Deposit(1), Deposit(2, headers=(time,)))
+    await forget(db, now + timedelta(hours=2))
+    later = at(now + timedelta(hours=4))
+    await desk.apply(Deposit(1, timestamp=later), Deposit(2, timestamp=later, headers=(time,)))
+    assert await histories(db) == {"ada": [1, 2, 1]}
+    assert await desk.park() == {("deposit", 3): "too old"}
+
+
 async def test_a_consumer_that_begins_on_an_old_topic_applies_what_it_finds_there(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection, forgotten: datetime
 ) -> None:
