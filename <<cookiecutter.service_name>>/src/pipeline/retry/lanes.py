@@ -77,16 +77,14 @@ RETURNING l.lane, l.token, l.starts, chosen.ended_at
 """
 
 _LOCKED = """
-WITH locked AS MATERIALIZED (
     SELECT lane FROM pipeline.backlog_lane
       JOIN unnest($1::integer[], $2::bigint[]) AS own (lane, token) USING (lane, token)
      ORDER BY lane
        FOR NO KEY UPDATE OF backlog_lane
-)
 """
 
 _HOLD = f"""
-{_LOCKED}, held AS (
+WITH locked AS MATERIALIZED ({_LOCKED}), held AS (
     UPDATE pipeline.backlog_lane
        SET lease_until = clock_timestamp() + make_interval(secs => $3)
      WHERE lane IN (SELECT lane FROM locked)
@@ -97,7 +95,7 @@ SELECT current, oldest, since, opening, held.lanes
 """
 
 _RELEASE = f"""
-{_LOCKED}
+WITH locked AS MATERIALIZED ({_LOCKED})
 UPDATE pipeline.backlog_lane
    SET owner = NULL, lease_until = NULL, released_at = clock_timestamp(),
        starts = CASE WHEN $3 THEN 0 ELSE starts - 1 END

@@ -70,7 +70,7 @@ class Bank:
                 raise self.errors[event.amount]
             if self.failed[tx.message.id] < event.failures:
                 self.failed[tx.message.id] += 1
-                if event.failures == 1:  # after this it can't be undone in memory
+                if event.failures == 2:  # after this it can't be undone in memory
                     await asyncio.sleep(0)
                 raise Refused(f"{event.amount} wants to be refused")
             if event.amount in self.refused:

@@ -57,8 +57,9 @@ SETTINGS = {
 
 _PARTITIONS = range(2)
 _FOR_GOOD = 1_000
-_FAILURES = {(0, 3): 1, (0, 6): _FOR_GOOD}
-"""How often some deposits are refused, by partition and number of eight."""
+_FAILURES = {(0, 3): 1, (0, 6): _FOR_GOOD, (1, 3): 2}
+"""How often some deposits are refused, by partition and number of eight: in a batch and in a run,
+if it is two times."""
 _LONG_PAST = (("ce_time", b"2019-12-31T23:59:59Z"),)
 """Of a few deposits: older than the inbox remembers, but not than the consumer."""
 _DATABASES_TO_DROP = 30
