@@ -199,7 +199,7 @@ async def claim(
     rows = await connection.fetch(_CLAIM, owner, lease, list(consumers), list(unanswered), most)
     if not rows:
         return None
-    numbers, tokens, starts, ended = zip(*rows, strict=True)
+    numbers, tokens, starts, ended = map(list, zip(*rows, strict=True))
     return Lease(numbers, tokens, starts[0], ended[0], lease)
 
 

@@ -649,7 +649,8 @@ async def test_tables_of_the_service_are_let_in_wherever_the_owner_makes_them(
 ) -> None:
     await db.execute(f"CREATE SCHEMA ours AUTHORIZATION {granted.names['owner']}")
     for table in (*Base.metadata.tables, "alembic_version"):
-        await db.execute(f"ALTER TABLE public.{table} SET SCHEMA ours")
+        quoted = table.replace('"', '""')
+        await db.execute(f'ALTER TABLE public."{quoted}" SET SCHEMA ours')
     name = await db.fetchval("SELECT current_database()")
     await db.execute(f"ALTER DATABASE {name} SET search_path = ours")
     await grant(granted.of("owner"), granted.parts)
