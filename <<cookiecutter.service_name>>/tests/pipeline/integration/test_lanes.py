@@ -182,7 +182,7 @@ async def test_a_lane_whose_claim_was_not_answered_is_taken_after_another_that_w
     first, second = await desk.lanes._claim(), await desk.lanes._claim()
     assert first is not None
     assert second is not None
-    assert first.lanes == ((second.lanes[0] + 1) % LANES,)
+    assert first.lanes == [(second.lanes[0] + 1) % LANES]
     assert (first.starts, second.starts) == (1, 1)
 
 

@@ -185,7 +185,7 @@ PARKED = Counter(
         "backlog: schedule heads",
         "backlog: commit",
         # Nothing more is due.
-        *["backlog: read due rows", "backlog: release lane", "backlog: claim lane"],
+        *["backlog: release lane", "backlog: claim lane"],
     ]
 )
 """Of rows of one key that are due, and succeed; the first has failed before."""
