@@ -73,9 +73,9 @@ byte ended;
 #endif
 
 #ifdef UNDO_KEEPS_CHANGES
-#define is_done(nature) ((nature) == GOOD || (nature) == UNDONE)
+#define keeps_changes true
 #else
-#define is_done(nature) ((nature) == GOOD)
+#define keeps_changes false
 #endif
 
 #define is_fatal(nature) ((nature) == UNCOMMITTABLE || (nature) == KILLS)
@@ -123,7 +123,7 @@ inline execute()
             if
             :: nature[i] == GOOD -> done = with(done, i)
             :: nature[i] == UNDONE ->
-                done = (is_done(nature[i]) -> with(done, i) : done);
+                done = (keeps_changes -> with(done, i) : done);
                 aside = with(aside, i);
                 counted = with(counted, i)
             :: (rung == BATCH && (nature[i] == RAISES || nature[i] == REFUSED)) ||

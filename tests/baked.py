@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,12 @@ DEFAULTS = {
     "engine_tests": "no",
 }
 """The answers of `--no-input`."""
+
+
+def names_of_tests(files: Mapping[str, str]) -> set[str]:
+    """Return the names of the test modules and functions in files, which are texts by path."""
+    functions = (name for text in files.values() for name in re.findall(r"def (test_\w+)\(", text))
+    return {*(Path(path).stem for path in files), *functions}
 
 
 EXAMPLES = ("parcels", "payments", "none")

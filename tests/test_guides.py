@@ -21,6 +21,7 @@ from tests.baked import (
     Template,
     clean_environment,
     features,
+    names_of_tests,
     variants,
 )
 
@@ -439,10 +440,8 @@ def test_every_test_that_a_service_speaks_of_is_there_or_said_to_come_with_the_e
 ) -> None:
     project = template.bake(output, engine_tests=engine_tests, debezium="yes")
     names = set(project.files())
-    known = {Path(name).stem for name in names if name.startswith("tests/")}
-    for name in names:
-        if name.startswith("tests/") and name.endswith(".py"):
-            known |= set(re.findall(r"def (test_\w+)\(", project.read(name)))
+    tests = (name for name in names if re.fullmatch(r"tests/.*\.py", name))
+    known = names_of_tests({name: project.read(name) for name in tests})
     for page in sorted(name for name in names if name.endswith(".md")):
         text = project.read(page)
         named = set(re.findall(r"`(test_\w+)(?:\.py)?`", text)) - known

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pip._internal.models.index import PyPI
 
-from tests.baked import DEFAULTS, EXAMPLES, RAW, ROOT, features, manifest
+from tests.baked import DEFAULTS, EXAMPLES, RAW, ROOT, features, manifest, names_of_tests
 
 BASE = RAW / "requirements" / "base.txt"
 DEV = RAW / "requirements" / "dev.txt"
@@ -157,9 +157,7 @@ def test_every_command_of_make_says_what_it_does(folder: Path) -> None:
 def test_every_test_that_a_page_names_exists() -> None:
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *RAW.glob("docs/*.md")]
     files = [*ROOT.glob("tests/**/test_*.py"), *RAW.glob("tests/**/test_*.py")]
-    known = {file.stem for file in files}
-    for file in files:
-        known |= set(re.findall(r"def (test_\w+)\(", file.read_text("utf-8")))
+    known = names_of_tests({str(file): file.read_text("utf-8") for file in files})
     known.add("test_issue_receipt")  # written by the reader of the tutorial
     for page in pages:
         named = re.findall(r"`(?:[\w/]+/)?(test_[\w*]+)(?:\.py)?`", page.read_text("utf-8"))

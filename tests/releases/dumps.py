@@ -271,8 +271,7 @@ class Upgrade:
         async with AsyncExitStack() as stack:
             for topic in topics:
                 await delete_left_over(kafka, topic)
-                # The deposits of the dump are from long ago.
-                await create_topic(kafka, topic, 4, **{"retention.ms": "-1"})
+                await create_topic(kafka, topic, 4)
                 stack.push_async_callback(delete_topic, kafka, topic)
             producer = await stack.enter_async_context(
                 AIOKafkaProducer(bootstrap_servers=kafka, enable_idempotence=True)

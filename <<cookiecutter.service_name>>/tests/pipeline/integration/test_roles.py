@@ -644,13 +644,17 @@ async def test_to_grant_takes_what_was_given_before(granted: Roles, db: asyncpg.
     assert await denied(granted, "relay", ["SELECT FROM pipeline.outbox"]) == []
 
 
+def as_identifier(name: str) -> str:
+    """Return a name as SQL has it."""
+    return '"' + name.replace('"', '""') + '"'
+
+
 async def test_tables_of_the_service_are_let_in_wherever_the_owner_makes_them(
     granted: Roles, db: asyncpg.Connection
 ) -> None:
     await db.execute(f"CREATE SCHEMA ours AUTHORIZATION {granted.names['owner']}")
     for table in (*Base.metadata.tables, "alembic_version"):
-        quoted = table.replace('"', '""')
-        await db.execute(f'ALTER TABLE public."{quoted}" SET SCHEMA ours')
+        await db.execute(f"ALTER TABLE public.{as_identifier(table)} SET SCHEMA ours")
     name = await db.fetchval("SELECT current_database()")
     await db.execute(f"ALTER DATABASE {name} SET search_path = ours")
     await grant(granted.of("owner"), granted.parts)
@@ -684,7 +688,7 @@ async def test_a_role_of_an_odd_name_is_let_in(
     granted: Roles, server_url: str, db: asyncpg.Connection
 ) -> None:
     name = f'Odd "{uuid4().hex[:8]}"; --'
-    quoted = '"' + name.replace('"', '""') + '"'
+    quoted = as_identifier(name)
     await administer(
         server_url, f"CREATE ROLE {quoted}; GRANT {quoted} TO {granted.names['owner']}"
     )
