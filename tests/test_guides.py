@@ -25,9 +25,16 @@ from tests.baked import (
     variants,
 )
 
-HANDLING = (RAW / "docs" / "handling-errors.md").read_text("utf-8")
+HANDLERS = (RAW / "docs" / "handlers.md").read_text("utf-8")
+RETRIES = (RAW / "docs" / "retries.md").read_text("utf-8")
+TESTING = (RAW / "docs" / "testing.md").read_text("utf-8")
+WRITER = (RAW / "docs" / "writer.md").read_text("utf-8")
 OPERATING = (RAW / "docs" / "operating-errors.md").read_text("utf-8")
-TIME = (RAW / "docs" / "time.md").read_text("utf-8")
+RETENTION = (RAW / "docs" / "retention.md").read_text("utf-8")
+REPLAY = (RAW / "docs" / "replay.md").read_text("utf-8")
+SCHEDULING = (RAW / "docs" / "scheduling.md").read_text("utf-8")
+SEQUENCES = (RAW / "docs" / "sequences.md").read_text("utf-8")
+GLOSSARY = (RAW / "docs" / "glossary.md").read_text("utf-8")
 ARCHIVE = (RAW / "docs" / "archive.md").read_text("utf-8")
 CODECS = (RAW / "docs" / "codecs.md").read_text("utf-8")
 PERSONAL = (RAW / "docs" / "personal-data.md").read_text("utf-8")
@@ -240,8 +247,12 @@ CACHE = {name: os.environ[name] for name in ["PYTHONPYCACHEPREFIX"] if name in o
 """Where processes find bytecode, and write it: not into the raw tree."""
 
 AUTHORS_EXAMPLES = {
-    "handling_errors": HANDLING,
-    "time": TIME,
+    "handlers": HANDLERS,
+    "retries": RETRIES,
+    "testing": HANDLERS + TESTING,
+    "writer": WRITER,
+    "scheduling": SCHEDULING,
+    "sequences": SEQUENCES,
     "outside": OUTSIDE,
     "http": HTTP,
     "personal_data": PERSONAL,
@@ -310,8 +321,8 @@ def harness_migrate():
 @pytest.mark.parametrize(
     "guide",
     [
-        pytest.param(HANDLING, id="handling-errors"),
-        pytest.param(TIME, id="time"),
+        pytest.param(HANDLERS + TESTING, id="testing"),
+        pytest.param(SCHEDULING, id="scheduling"),
         pytest.param(HTTP, id="http"),
         pytest.param(OUTSIDE, id="outside", marks=pytest.mark.full),
         pytest.param(WHOLE_SAGA + STOCK, id="sagas", marks=pytest.mark.full),
@@ -402,15 +413,22 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "delivery-guarantees",
         "deploying",
         "failures",
-        "handling-errors",
+        "glossary",
+        "handlers",
         "how-it-works",
         "operating-errors",
         "protocol",
+        "replay",
+        "retention",
+        "retries",
         "runbook",
+        "scheduling",
         "security",
+        "sequences",
         "settings",
-        "time",
+        "testing",
         "updating",
+        "writer",
     }
     if answers["object_store"] == "yes":
         names |= {"archive", "claims"}
@@ -496,6 +514,19 @@ def in_first_cells(text: str) -> set[str]:
     return {name for cell in cells for name in re.findall("`([^`]+)`", cell)}
 
 
+def test_the_glossary_defines_words_as_the_operations_page_does() -> None:
+    page = ast.literal_eval(assigned("page/words.py", "WORDS"))
+    glossary = dict(
+        re.findall(
+            r"^- \*\*([^*]+)\*\*[^:\n]*: (.+?)(?=\n- |\n\n)", GLOSSARY, re.MULTILINE | re.DOTALL
+        )
+    )
+    shared = page.keys() & glossary.keys()
+    assert {"Backlog", "Consumer", "Dead letters", "Key", "Outbox", "Redrive", "Relays"} <= shared
+    for word in shared:
+        assert " ".join(glossary[word].split()).startswith(page[word]), word
+
+
 def test_every_reason_is_in_the_guide_for_operators() -> None:
     known = set(ast.literal_eval(assigned("operate/dead_letters.py", "REASONS")))
     chapter = OPERATING.partition("## The reasons")[2].partition("\n## ")[0]
@@ -543,14 +574,17 @@ def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     modules = (ENGINE / "settings.py", ENGINE / "server_settings.py")
     settings = "".join(module.read_text("utf-8") for module in modules)
     claims = (ENGINE.parent / "claims" / "settings.py").read_text("utf-8")
-    for name in re.findall(r"`PIPELINE_(\w+)`", HANDLING + OPERATING + TIME + OUTSIDE + ARCHIVE):
+    guides = "".join(
+        (HANDLERS, RETRIES, TESTING, WRITER, RETENTION, REPLAY, SCHEDULING, SEQUENCES, GLOSSARY)
+    )
+    for name in re.findall(r"`PIPELINE_(\w+)`", guides + OPERATING + OUTSIDE + ARCHIVE):
         if name.startswith("CLAIM_"):
             assert f"    {name.removeprefix('CLAIM_').lower()}: " in claims, name
         elif name not in ("ARCHIVE_URL", "EFFECT_CALLS"):  # of other packages
             assert f"    {name.lower()}: " in settings, name
     policy = (ENGINE / "handlers/policy.py").read_text("utf-8")
     for name in fields("pipeline/handlers/policy.py", "Policy"):
-        assert f"| `{name}`" in HANDLING
+        assert f"| `{name}`" in RETRIES
     assert "attempts: int = 6" in policy
     assert "(30.0, 120.0, 480.0, 1_920.0, 3_600.0)" in policy
     assert "breaker_keys: Count = 20" in settings
@@ -675,8 +709,8 @@ def test_what_a_page_has_made_can_be(owner: str, template: Template, output: Pat
     services = [page for page in PAGES if RAW in page.parents or page == TUTORIAL]
     pages = [page for page in PAGES if (page in services) == (owner == "service")]
     named = set().union(*(targets(page.read_text("utf-8")) for page in pages))
-    # Behind a `cd`, or said of a service: its own. In docs/how-it-works.md: the template's.
-    named -= {"run", "update"} if owner == "template" else {"model"}
+    if owner == "template":
+        named -= {"run", "update"}  # behind a `cd`, or said of a service: its own
     expected = {
         "template": {
             "test-unit",
