@@ -44,8 +44,8 @@ def test_processes_and_connections_are_those_of_the_settings() -> None:
     beside = number(r"_BESIDE_TRANSACTIONS = (\d+)", database)
     assert number(r"\n    concurrency: Count = (\d+)", settings) == CONCURRENCY
     assert CONCURRENCY + workers + beside == CONNECTIONS
-    deploying = ENGINE.parent.parent / "docs" / "deploying.md"
-    assert f"`PIPELINE_BACKLOG_WORKERS` + {beside}" in deploying.read_text("utf-8")
+    scaling = ENGINE.parent.parent / "docs" / "scaling.md"
+    assert f"`PIPELINE_BACKLOG_WORKERS` + {beside}" in scaling.read_text("utf-8")
 
 
 def report(**measured: float) -> dict[str, object]:

@@ -846,7 +846,10 @@ def test_both_files_for_ci_run_what_the_service_has(project: BakedProject) -> No
     assert f'python-version: "{tag.rpartition(".")[0]}"' in github
 
 
-PAGE = (RAW / "docs" / "deploying.md").read_text("utf-8")
+DEPLOYING, RELEASES, SCALING = (
+    (RAW / "docs" / f"{name}.md").read_text("utf-8")
+    for name in ("deploying", "releases", "scaling")
+)
 
 
 def test_the_release_that_the_page_describes_migrates_before_processes_change(
@@ -854,7 +857,7 @@ def test_the_release_that_the_page_describes_migrates_before_processes_change(
     production: list[dict[str, Any]],
     with_components: list[dict[str, Any]],
 ) -> None:
-    release = PAGE.partition("\n## A release\n")[2].partition("```sh\n")[2].partition("```")[0]
+    release = RELEASES.partition("\n## A release\n")[2].partition("```sh\n")[2].partition("```")[0]
     build, _, first, wait, *_ = release.splitlines()
     later = re.search(r"component notin \(([a-z,]+)\)", first)
     assert later
@@ -878,14 +881,24 @@ def test_the_page_counts_connections_as_the_engine_does(image: Image) -> None:
     given = {URL: url, "PIPELINE_KAFKA_BOOTSTRAP_SERVERS": "a:1"}
     most = int(image.run("python", "-c", count, **given))
 
-    assert f": {most} by default" in PAGE
-    assert f"3 consumers and 2 relays take {5 * most} at most, and {7 * most} while" in PAGE
+    assert f": {most} by default" in SCALING
+    assert f"3 consumers and 2 relays take {5 * most} at most, and {7 * most} while" in SCALING
 
 
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(DEPLOYING, id="deploying"),
+        pytest.param(RELEASES, id="releases"),
+        pytest.param(SCALING, id="scaling"),
+    ],
+)
 def test_commands_of_the_page_are_shell_and_name_files_that_exist(
-    default_project: BakedProject,
+    default_project: BakedProject, page: str
 ) -> None:
-    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
+    named = re.findall(r"deploy/[\w./-]+[a-zA-Z]", page)
+    assert named
+    for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL):
         default_project.run("bash", "-n", "-c", block)
-    for name in re.findall(r"deploy/[\w./-]+[a-zA-Z]", PAGE):
+    for name in named:
         assert (default_project.path / name).exists(), name

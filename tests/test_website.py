@@ -112,7 +112,7 @@ def test_the_reference_has_every_metric_that_alerts_dashboard_and_guide_name(sit
     assert len(known) == len(rows)
     alerts = yaml.safe_load((RAW / "deploy/prometheus/alerts.yaml").read_text("utf-8"))
     used = json.dumps(alerts) + (RAW / "deploy/grafana/dashboard.json").read_text("utf-8")
-    used += (RAW / "docs/operating-errors.md").read_text("utf-8")
+    used += (RAW / "docs/monitoring.md").read_text("utf-8")
     named = set(re.findall(r"\bpipeline_[a-z_]+[a-z]\b", used))
     metrics = {re.sub("_(bucket|sum|count)$", "", name) for name in named}
     assert len(known) > 25

@@ -71,7 +71,10 @@ SECTIONS: dict[str, list[Page]] = {
         _service("archive", "days of the outbox in an object store"),
         _service("schema-registry", "topics in Avro, Protobuf or JSON Schema"),
         _service("contracts", "schemas, AsyncAPI, changing an event safely"),
-        _service("deploying", "image, Compose, Kubernetes, releases, connections"),
+        _service("payments-example", "the worked example with accounts and payments, explained"),
+        _service("deploying", "image, Compose, Kubernetes"),
+        _service("releases", "migration and rollout, return to an earlier image, stopping"),
+        _service("scaling", "processes, partitions, connections"),
         _template(
             "managed-databases", "PostgreSQL of clouds, and poolers: what works, and why not"
         ),
@@ -80,10 +83,15 @@ SECTIONS: dict[str, list[Page]] = {
         _service("debezium", "the outbox published from the write-ahead log, by Kafka Connect"),
         _service("security", "TLS, passwords, secrets, roles of the database"),
         _service("cloud-login", "tokens and expiring passwords: OIDC, AWS, Azure, Google"),
-        _service("operating-errors", "what to watch, and what to do about a failed message"),
-        _service("failures", "when messages fail: what the service does, and what is spent"),
+        _service("monitoring", "alerts, metrics, log, readiness"),
+        _service(
+            "dead-letters", "commands and reasons, the breaker, messages that crash the process"
+        ),
+        _service("dead-events", "events that Kafka rejects: reasons and commands"),
+        _service("failures", "when messages fail: steps of the service, and use of attempts"),
         _service("operations-page", "the state of the service and its dead letters in a browser"),
         _service("runbook", "causes and remedies for each alert"),
+        _service("incidents", "falling behind, a hot key, a full disk, a restored database"),
         _service("updating", "newer versions of the template, other answers"),
     ],
     "Reference": [

@@ -102,7 +102,7 @@ def write(folder: Path) -> None:
 def _metrics(recorder: Recorder) -> str:
     head = (
         "# Metrics\n\nNames at `/metrics`, and those of OpenTelemetry, which are exported if"
-        " `PIPELINE_OTLP_ENDPOINT` is set. [Operating](operating-errors.md#metrics) says which to"
+        " `PIPELINE_OTLP_ENDPOINT` is set. [Monitoring](monitoring.md#metrics) says which to"
         " watch and why.\n\n"
     )
     return head + table(recorder)

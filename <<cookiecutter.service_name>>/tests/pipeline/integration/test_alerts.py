@@ -38,7 +38,8 @@ from tests.servers.waiting import eventually
 pytestmark = pytest.mark.full
 
 RUNBOOK = (ROOT / "docs" / "runbook.md").read_text("utf-8")
-OF_OPERATORS = ("runbook", "operating-errors")
+INCIDENTS = (ROOT / "docs" / "incidents.md").read_text("utf-8")
+OF_OPERATORS = ("runbook", "incidents", "monitoring", "dead-letters", "dead-events")
 SECTIONS = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK, re.MULTILINE | re.DOTALL))
 SEEN_SOON = {"retention_interval": 0.2, "relay_lease": 1, "relay_topic_pause": 0.1}
 
@@ -125,12 +126,20 @@ def test_each_alert_has_its_section_in_the_runbook() -> None:
         )
 
 
+def test_each_incident_has_the_parts_of_an_alerts_section() -> None:
+    incidents = re.findall(r"^## (.+)\n(.*?)(?=^## |\Z)", INCIDENTS, re.MULTILINE | re.DOTALL)
+    assert len(incidents) == 4
+    for name, section in incidents:
+        parts = re.findall(r"^\*\*(\w+):\*\*", section, re.MULTILINE)
+        assert parts[:3] == ["Means", "Look", "Do"], name
+
+
 def test_the_commands_of_the_runbook_exist(bank: Bank) -> None:
     def is_known(line: str) -> bool:
         # Read to its end before the help is shown, and nothing is done.
         return CliRunner().invoke(app(bank), [*shlex.split(line), "--help"]).exit_code == 0
 
-    lines = re.findall(r"^service (.+)$", RUNBOOK, re.MULTILINE)
+    lines = re.findall(r"^service (.+)$", RUNBOOK + INCIDENTS, re.MULTILINE)
     assert len(lines) > 20
     for line in lines:
         assert is_known(line), line
