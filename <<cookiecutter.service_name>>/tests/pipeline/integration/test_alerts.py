@@ -127,7 +127,7 @@ def test_each_alert_has_its_section_in_the_runbook() -> None:
 
 
 def test_each_incident_has_the_parts_of_an_alerts_section() -> None:
-    incidents = re.findall(r"^## (.+)\n(.*?)(?=^## |\Z)", INCIDENTS, re.MULTILINE | re.DOTALL)
+    incidents = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", INCIDENTS, re.MULTILINE | re.DOTALL)
     assert len(incidents) == 4
     for name, section in incidents:
         parts = re.findall(r"^\*\*(\w+):\*\*", section, re.MULTILINE)
