@@ -66,14 +66,14 @@ class Turns:
             log.warning(
                 "%s: a lock was not granted within PIPELINE_LOCK_TIMEOUT; its holder may be a"
                 " command, a migration, or a handler that waits itself for a lock of Python, such"
-                " as asyncio.Lock (docs/handling-errors.md)",
+                " as asyncio.Lock (docs/handlers.md)",
                 ", ".join(sorted(consumers)),
             )
         if _DEADLOCK in codes:
             if not self.are_needed(items):
                 log.warning(
                     "transactions of %s deadlock: they take turns for %.0f s; declare the rows of"
-                    " their handlers by loads= (docs/handling-errors.md)",
+                    " their handlers by loads= (docs/handlers.md)",
                     ", ".join(sorted(consumers)),
                     _SECONDS,
                 )
