@@ -1,4 +1,4 @@
-"""The first screen of the template's README: what it claims holds, and says where it is from."""
+"""The template's README and its comparison: what they claim holds, and says where it is from."""
 
 import re
 import tomllib
@@ -6,9 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.baked import RAW, ROOT
+from tests.baked import DEFAULTS, RAW, ROOT
 
 READ_ME = (ROOT / "README.md").read_text("utf-8")
+COMPARISON = (ROOT / "docs" / "comparison.md").read_text("utf-8")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -21,13 +22,42 @@ def texts(picture: str) -> list[str]:
 
 def test_it_is_short() -> None:
     assert len(READ_ME.split()) <= 900
+    assert len(READ_ME.splitlines()) <= 90
 
 
 def test_the_first_screen_has_its_parts_in_order() -> None:
-    parts = ["# Onceward", "licence.svg", "```python", "```sh", "demo.svg", "page.png", "Compared"]
+    parts = ["# Onceward", "licence.svg", "```python", "```sh", "## What is guaranteed", "demo.svg"]
+    parts += ["## Not for you if", "comparison.md", "## What it costs", "## Read on", "## Versions"]
     places = [READ_ME.index(part) for part in parts]
 
     assert places == sorted(places)
+
+
+def test_the_handler_is_the_generated_one() -> None:
+    [shown] = re.findall(r"^```python\n(.*?)^```$", READ_ME, re.DOTALL | re.MULTILINE)
+    handlers = RAW / "src" / "<<cookiecutter.package_name>>" / "handlers.py"
+
+    before, found, after = handlers.read_text("utf-8").partition(shown)
+    assert found
+    assert before.endswith("\n\n\n")
+    assert after.startswith("    if scan.minutes_late is not None"), "the part that is left out"
+
+
+def test_no_table_is_wider_than_a_telephone() -> None:
+    rows = re.findall(r"^\|.*$", READ_ME, re.MULTILINE)
+
+    assert rows
+    assert max(map(len, rows)) <= 40
+
+
+def test_the_questions_and_the_lines_of_the_engine_are_counted() -> None:
+    [questions] = re.findall(r"cookiecutter asks (\d+) questions", READ_ME)
+    [lines] = re.findall(r"The engine, ([\d,]+) lines of Python", READ_ME)
+    modules = (RAW / "src" / "pipeline").rglob("*.py")
+    counted = sum(len(one.read_text("utf-8").splitlines()) for one in modules)
+
+    assert int(questions) == len(DEFAULTS)
+    assert counted == pytest.approx(int(lines.replace(",", "")), rel=0.1)
 
 
 def test_the_badges_are_true() -> None:
@@ -47,15 +77,17 @@ def test_the_badges_are_true() -> None:
 
 
 def test_every_cell_of_the_comparison_has_its_source() -> None:
-    chapter = READ_ME.partition("## Compared\n")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in chapter.splitlines() if line[:2] == "| "][2:]
+    table, _, verdicts = COMPARISON.partition("\n## What each does better\n")
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:2] == "| "][2:]
 
-    assert len(rows) == 6
-    for name, *cells, verdict in rows:
+    assert len(rows) == 8
+    for name, *cells in rows:
         assert len(cells) == 4, name
         for cell in cells:
             assert re.search(r"\[[^]]+\]\([^)]+\)", cell), (name, cell)
-        assert verdict
+    assert re.search(r"as of [A-Z][a-z]+ 20\d\d", table)
+    names = [re.findall(r"\w[\w -]*", name)[0].strip() for name, *_ in rows]
+    assert re.findall(r"^- \*\*(.+?)\*\* \w", verdicts, re.MULTILINE) == names
 
 
 def test_every_file_that_it_links_to_exists() -> None:
