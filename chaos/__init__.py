@@ -1,1 +1,1 @@
-"""The ledger rig: known scans in, everything broken on the way, and a ledger that must hold."""
+"""The chaos test: known scans in, everything broken on the way, and every message checked."""

@@ -1,4 +1,4 @@
-"""The ledger rig: its parts one by one, and a short round in which everything breaks once."""
+"""The chaos test: its parts one by one, and a short round in which everything breaks once."""
 
 import asyncio
 import json
