@@ -27,7 +27,13 @@ def test_it_is_short() -> None:
 
 def test_the_first_screen_has_its_parts_in_order() -> None:
     parts = ["# Onceward", "licence.svg", "```python", "```sh", "## What is guaranteed", "demo.svg"]
-    parts += ["## Not for you if", "comparison.md", "## What it costs", "## Read on", "## Versions"]
+    parts += [
+        "## When to use something else",
+        "comparison.md",
+        "## What it costs",
+        "## Read on",
+        "## Versions",
+    ]
     places = [READ_ME.index(part) for part in parts]
 
     assert places == sorted(places)
