@@ -139,7 +139,8 @@ async def serve(
         stopping=stopping,
     )
     try:
-        await retention.start(service.name, service.metadata, migrations)
+        shares = is_consuming and not any(one.own_transaction for one in service.handlers)
+        await retention.start(service.name, service.metadata, migrations, shares=shares)
         if stopping.is_set():
             return
         if is_consuming and topics:

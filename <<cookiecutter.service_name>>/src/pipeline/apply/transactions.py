@@ -106,6 +106,8 @@ class ConsumeTransactions:
         self.turns = Turns(engine, settings.transaction_timeout)
         self._own_until = {one.consumer: math.inf for one in handlers if one.takes_batches}
         """Until when messages of a consumer have sessions of their own."""
+        self._apart = {one.consumer for one in handlers if one.own_transaction}
+        """Consumers of which a transaction has one record."""
         self._careful_until = {False: 0.0, True: 0.0}
         """Until when transactions begin with short runs; True: those of lanes."""
         self._catalog = Catalog()
@@ -208,7 +210,11 @@ class ConsumeTransactions:
 
     def _divided(self, source: Source, rung: int) -> list[tuple[Source, int]]:
         """Return the pieces that a rung applies in a transaction each, the last one first."""
-        return [(one, rung) for one in reversed(source.pieces(LADDER[rung].records))]
+        is_apart = self._apart and any(
+            item.consumer in self._apart for item in without_decision(source, source.decisions)
+        )
+        most = 1 if is_apart else LADDER[rung].records
+        return [(one, rung) for one in reversed(source.pieces(most))]
 
     async def transact(
         self, source: Source, rung: int, memory: Memory

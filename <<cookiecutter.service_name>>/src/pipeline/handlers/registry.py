@@ -40,6 +40,8 @@ class Handler:
     takes_old: bool = False
     gaps: Gaps | None = None
     """Set if it applies events in the order of their sequence."""
+    own_transaction: bool = False
+    """Whether each of its records has a transaction of its own."""
 
 
 class Handlers:
@@ -67,6 +69,7 @@ class Handlers:
         mode: Literal["immediate", "deferred"] = "immediate",
         timeout: float = 5.0,
         takes_old: bool = False,
+        own_transaction: bool = False,
     ) -> Callable[[Function[E]], Function[E]]:
         """Register the decorated coroutine function for the events of a topic.
 
@@ -82,6 +85,11 @@ class Handlers:
         later, from the backlog. After `timeout` seconds a call is cancelled, and has failed. With
         `takes_old=True` messages older than the oldest inbox markers are applied, at the risk of
         applying them twice; otherwise they are dead letters.
+
+        Messages share transactions, and so `now()`, the transaction's id and statement triggers.
+        With `own_transaction=True` a transaction has one record. As a partition is read in order,
+        that holds for all consumers of the topic; together with `mode="deferred"` only for this
+        one.
 
         With `gaps` the events of the first row of `loads`, a `Sequenced` one, are applied in the
         order of their CloudEvents `sequence`: one older than the latest applied is superseded, and
@@ -105,7 +113,9 @@ class Handlers:
         def register(function: Function[E]) -> Function[E]:
             check_function(function, event=event, tx=Transaction)
             common = event, topic or REQUESTS, consumer, rows, function, policy, mode, timeout
-            self.add(Handler(*common, takes_old=takes_old, gaps=gaps))
+            self.add(
+                Handler(*common, takes_old=takes_old, gaps=gaps, own_transaction=own_transaction)
+            )
             return function
 
         return register

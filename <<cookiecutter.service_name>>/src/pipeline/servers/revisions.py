@@ -12,10 +12,13 @@ import asyncpg
 import sqlalchemy as sa
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from sqlalchemy.dialects.postgresql.asyncpg import dialect
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 ALEMBIC = Path("alembic.ini")
 """Alembic's configuration, in the working directory of a service's processes."""
+
+_quoted = dialect().identifier_preparer  # type: ignore[no-untyped-call]
 
 DATABASE = """
 SELECT obj_description(to_regnamespace('pipeline'), 'pg_namespace') AS owner,
@@ -64,6 +67,20 @@ SELECT schema, name, array_agg(field ORDER BY place) AS fields
         WHERE nspname = COALESCE(schema, nspname) AND relname = name AND attname = field
           AND NOT attisdropped)
  GROUP BY schema, name ORDER BY min(place)
+"""
+
+# Messages of a transaction get the same value of such a default.
+_SHARING = r"""
+SELECT format('%s of %s (default %s)', attname, indrelid::regclass, expression)
+  FROM pg_index
+  JOIN pg_attribute ON attrelid = indrelid AND attnum = ANY (indkey)
+  JOIN pg_attrdef ON adrelid = indrelid AND adnum = attnum,
+       LATERAL pg_get_expr(adbin, adrelid) AS expression
+ WHERE indisunique
+   AND indrelid = ANY (ARRAY(SELECT to_regclass(name) FROM unnest($1::text[]) AS name))
+   AND expression ~* '\m((now|transaction_timestamp|txid_current|pg_current_xact_id)\('
+                     '|current_(time|date)|localtime)'
+ GROUP BY indrelid, attnum, attname, expression ORDER BY 1
 """
 
 WRITE_MIGRATION = (
@@ -220,6 +237,12 @@ async def lacking(
         what = "is missing" if lacks_all else f"lacks {', '.join(fields)}"
         found.append(f"the table {'.'.join(filter(None, (schema, name)))} of the code {what}")
     return found
+
+
+async def sharing(connection: asyncpg.Connection, declared: sa.MetaData) -> list[str]:
+    """Return the columns of unique keys whose default is the same for all rows of a transaction."""
+    names = [_quoted.format_table(table) for table in declared.tables.values()]
+    return [row[0] for row in await connection.fetch(_SHARING, names)]
 
 
 async def applied_revisions(connection: asyncpg.Connection) -> list[str]:

@@ -1,0 +1,103 @@
+"""Consumers whose records have a transaction each."""
+
+from datetime import datetime
+
+import asyncpg
+import sqlalchemy as sa
+from sqlalchemy import Text
+from sqlalchemy.orm import Mapped, mapped_column
+
+from pipeline import Handlers, Transaction
+from pipeline.servers import revisions
+
+from .desk import Desk, NewDesk
+from tests.contract.bank import Base, Deposit, Deposited
+
+TOPIC = "deposits"
+KEYS = ("ada", "ada", "bob", "ada")
+
+
+class Reading(Base):
+    """A row with the time of its transaction in the key."""
+
+    __tablename__ = "own_reading"
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    at: Mapped[datetime] = mapped_column(
+        sa.DateTime(timezone=True), server_default=sa.func.now(), primary_key=True
+    )
+
+
+class Heard(Base):
+    """A row with the id of the transaction that has added it."""
+
+    __tablename__ = "own_heard"
+
+    id: Mapped[int] = mapped_column(sa.BigInteger, sa.Identity(), primary_key=True)
+    xid: Mapped[str] = mapped_column(Text, server_default=sa.text("pg_current_xact_id()::text"))
+
+
+async def add_reading(event: Deposited, tx: Transaction) -> None:
+    tx.add(Reading(id=event.account))
+
+
+async def add_heard(event: Deposited, tx: Transaction) -> None:
+    tx.add(Heard())
+
+
+async def apply(desk: Desk) -> None:
+    await desk.apply(*(Deposit(n, account=key) for n, key in enumerate(KEYS)))
+
+
+async def readings(db: asyncpg.Connection) -> list[str]:
+    return [row["id"] for row in await db.fetch("SELECT id FROM own_reading ORDER BY id")]
+
+
+async def transactions(db: asyncpg.Connection) -> int:
+    number: int = await db.fetchval("SELECT count(DISTINCT xid) FROM own_heard")
+    return number
+
+
+async def test_each_record_has_a_transaction(new_desk: NewDesk, db: asyncpg.Connection) -> None:
+    handlers = Handlers()
+    handlers.on(Deposited, topic=TOPIC, consumer="reading", own_transaction=True)(add_reading)
+    handlers.on(Deposited, topic=TOPIC, consumer="heard")(add_heard)
+    desk = await new_desk(handlers, topic=TOPIC)
+    await apply(desk)
+    assert await desk.backlog() == []
+    assert await readings(db) == sorted(KEYS)
+    assert await transactions(db) == len(KEYS)
+
+
+async def test_deferred_records_leave_other_consumers_their_batch(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+    handlers.on(Deposited, topic=TOPIC, consumer="reading", mode="deferred", own_transaction=True)(
+        add_reading
+    )
+    handlers.on(Deposited, topic=TOPIC, consumer="heard")(add_heard)
+    desk = await new_desk(handlers, topic=TOPIC)
+    await apply(desk)
+    await desk.work_off(4)
+    assert await desk.backlog() == []
+    assert await readings(db) == sorted(KEYS)
+    assert await transactions(db) == 1
+
+
+async def test_without_it_such_a_message_is_tried_alone_at_once(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+    handlers.on(Deposited, topic=TOPIC, consumer="reading")(add_reading)
+    desk = await new_desk(handlers, topic=TOPIC)
+    await apply(desk)
+    assert {row["attempts"] for row in await desk.backlog()} <= {0}
+    await desk.work_off()
+    assert await desk.backlog() == []
+    assert await readings(db) == sorted(KEYS)
+
+
+async def test_keys_with_the_time_of_a_transaction_are_found(db: asyncpg.Connection) -> None:
+    found = await revisions.sharing(db, Base.metadata)
+    assert [one for one in found if "own_" in one] == ["at of own_reading (default now())"]
