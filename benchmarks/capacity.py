@@ -8,11 +8,10 @@ kept there. Give your own rate with --rate.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import ceil, log
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -26,16 +25,8 @@ EVENT_BYTES = 230
 """Of an event in the outbox beside its payload, with the indexes."""
 WAL_BYTES = 850
 """Of a message that changes a row and publishes an event, beside the event's payload."""
-FILTER_BYTES = -log(0.001) / log(2) ** 2 / 8
-"""Of a filter, for each marker that it can hold: 1.8. It and the next two are the engine's."""
-FILTER_ROOM = 16
-"""Times the markers of its first day that a filter holds, at most."""
-FILTER_AT_LEAST = 65_536
-"""Markers that the smallest filter holds."""
-FILTER_MEBIBYTES = 128
-"""Memory for filters (PIPELINE_INBOX_FILTER_MEBIBYTES); one takes half of it at most."""
-FILTER_MEBIBYTES_AT_MOST = 1_000
-"""That the setting takes."""
+GENERATION_DAYS = 4
+"""Days for which a generation of the inbox takes markers (PIPELINE_INBOX_GENERATION_AGE)."""
 
 CONCURRENCY = 4
 """Partitions that a process works at, at once (PIPELINE_CONCURRENCY)."""
@@ -46,8 +37,6 @@ AT_LEAST = 2
 
 _DAY = 86_400
 _GB = 10**9
-_MB = 10**6
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -64,8 +53,6 @@ class Demand:
     """Days that the inbox remembers: more than the topics keep."""
     kept: int = 2
     """Days that the outbox is kept."""
-    filters: int = FILTER_MEBIBYTES
-    """MiB that filters may take."""
     rate: int = MESSAGES_A_SECOND
     """Messages a second of one process."""
 
@@ -91,8 +78,8 @@ class Demand:
 
     @property
     def inbox_gb(self) -> float:
-        """Of the inbox on disk."""
-        return self.messages * self.remembered * MARKER_BYTES / _GB
+        """Of the inbox on disk, at most: a generation is kept after it was closed."""
+        return self.messages * (self.remembered + GENERATION_DAYS) * MARKER_BYTES / _GB
 
     @property
     def outbox_gb(self) -> float:
@@ -103,39 +90,6 @@ class Demand:
     def wal_gb(self) -> float:
         """Of write-ahead log a day."""
         return self.messages * (WAL_BYTES + self.payload) / _GB
-
-    @property
-    def filter_capacity(self) -> int:
-        """Markers that a filter holds; 0 if a day has too many for one."""
-        at_most = int(self.filters * _MIB / 2 / FILTER_BYTES)
-        wanted = max(FILTER_ROOM * self.messages, FILTER_AT_LEAST)
-        return min(wanted, at_most) if self.messages <= at_most else 0
-
-    @property
-    def filters_loaded(self) -> int:
-        """Filters in the memory of each process: as many as there are, or as fit."""
-        if not self.filter_capacity:
-            return 0
-        # The oldest may have only one day left that is remembered, the newest only one so far.
-        there_are = ceil((self.remembered - 1) / self._days_in_filter) + 1
-        return min(there_are, int(self.filters * _MIB // (self.filter_capacity * FILTER_BYTES)))
-
-    @property
-    def filter_mb(self) -> float:
-        """Of memory in each process for filters, at most."""
-        return self.filters_loaded * self.filter_capacity * FILTER_BYTES / _MB
-
-    @property
-    def filtered(self) -> int:
-        """Days of those remembered that have a filter in memory, at least; others are looked up."""
-        if not self.filters_loaded:
-            return 0
-        # The newest may have begun with the last day.
-        return min(self.remembered, (self.filters_loaded - 1) * self._days_in_filter + 1)
-
-    @property
-    def _days_in_filter(self) -> int:
-        return self.filter_capacity // self.messages
 
     def row(self) -> str:
         """Return it as a row of the guide's table."""
@@ -149,8 +103,6 @@ class Demand:
             f"{self.inbox_gb:,.1f}",
             f"{self.outbox_gb:,.1f}",
             f"{self.wal_gb:,.1f}",
-            f"{self.filter_mb:,.0f}",
-            f"{self.filtered} of {self.remembered}",
         )
         return f"| {' | '.join(cells)} |"
 
@@ -199,14 +151,12 @@ COLUMNS = (
     "inbox, GB",
     "outbox, GB",
     "WAL a day, GB",
-    "filters, MB a process",
-    "days in filters",
 )
 GUIDE = tuple(Demand(messages) for messages in (1_000_000, 10_000_000, 100_000_000, 1_000_000_000))
 """The rows of the guide."""
 
 
-def between(least: int, most: int | None = None) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
     """Return what reads a whole number of an option, and refuses others."""
 
     def number(text: str) -> int:
@@ -216,9 +166,8 @@ def between(least: int, most: int | None = None) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(
                 f"{text} is no whole number: write 50_000_000"
             ) from None
-        if value < least or (most is not None and value > most):
-            up_to = "" if most is None else f" and at most {most:,}"
-            raise argparse.ArgumentTypeError(f"{text} is not at least {least:,}{up_to}")
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text} is not at least {least:,}")
         return value
 
     return number
@@ -238,17 +187,14 @@ def float_from_one(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table for one demand."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.capacity", description=__doc__)
-    count, most = between(1), FILTER_MEBIBYTES_AT_MOST
+    count = at_least(1)
     parser.add_argument("messages", type=count, help="a day")
-    parser.add_argument("--payload", type=between(0), default=Demand.payload, help="bytes")
+    parser.add_argument("--payload", type=at_least(0), default=Demand.payload, help="bytes")
     parser.add_argument(
         "--peak", type=float_from_one, default=Demand.peak, help="times the average"
     )
     parser.add_argument("--remembered", type=count, default=Demand.remembered, help="days")
     parser.add_argument("--kept", type=count, default=Demand.kept, help="days of the outbox")
-    parser.add_argument(
-        "--filters", type=between(0, most), default=Demand.filters, help=f"MiB, at most {most:,}"
-    )
     parser.add_argument(
         "--rate",
         type=count,
@@ -257,12 +203,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     demand = Demand(**vars(parser.parse_args(arguments)))
     print(f"| {' | '.join(COLUMNS)} |", demand.row(), sep="\n")
-    if demand.filtered < demand.remembered:
-        print(
-            "Days without a filter are looked up in the database for every message, at a rate that"
-            " was not measured: see docs/capacity.md",
-            file=sys.stderr,
-        )
 
 
 if __name__ == "__main__":

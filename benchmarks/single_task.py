@@ -10,7 +10,6 @@ from aiokafka import ConsumerRecord  # type: ignore[import-untyped]
 
 from pipeline.apply import batch, positions
 from pipeline.apply.breaker import Breaker
-from pipeline.apply.filters import Filters
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.consumer import _FETCH_BYTES
@@ -90,7 +89,6 @@ async def single_task(
             source=f"/{group}",
             settings=settings,
             breaker=Breaker(keys=20, pause=1.0, health=Health(stall_after=60)),
-            filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
             handlers=handlers,
             signals=Signals(),
         )

@@ -577,13 +577,13 @@ reason, attempts, waited,
         ],
     ),
     Sabotage(
-        "filters contain no message",
+        "closed generations are not searched",
         "generations that are forgotten",
         [
             Edit(
-                "apply/filters.py",
-                "for key in keys if key in bloom",
-                "for key in keys if key in ()",
+                "apply/inbox.py",
+                "if generations.oldest < generations.current:",
+                "if False:",
             )
         ],
     ),

@@ -11,10 +11,7 @@ from benchmarks.capacity import (
     COLUMNS,
     CONCURRENCY,
     CONNECTIONS,
-    FILTER_AT_LEAST,
-    FILTER_MEBIBYTES,
-    FILTER_MEBIBYTES_AT_MOST,
-    FILTER_ROOM,
+    GENERATION_DAYS,
     GUIDE,
     Demand,
     main,
@@ -94,41 +91,9 @@ def test_the_guide_says_what_a_marker_takes_in_small_and_in_large_tables() -> No
     assert f"takes {of_guide} it was 260" in TEXT
 
 
-def test_filters_are_as_large_as_the_engine_makes_them() -> None:
-    engine = (ENGINE / "apply/filters.py").read_text("utf-8")
+def test_a_generation_takes_markers_for_as_long_as_the_engine_lets_it() -> None:
     settings = (ENGINE / "settings.py").read_text("utf-8")
-    for line in (
-        f"_ROOM = {FILTER_ROOM}",
-        f"_AT_LEAST = {FILTER_AT_LEAST:_}",
-        "_RATE = 0.001",
-        "_KEY_BYTES = -math.log(_RATE) / math.log(2) ** 2 / 8",
-        "return int(mebibytes * 2**20 / 2 / _KEY_BYTES)",
-        "return min(max(_ROOM * keys, _AT_LEAST), at_most) if max(keys, 1) <= at_most else 0",
-    ):
-        assert line in engine
-    within = f"Field(ge=0, le={FILTER_MEBIBYTES_AT_MOST:_})"
-    memory = f"inbox_filter_mebibytes: Annotated[int, {within}] = {FILTER_MEBIBYTES}"
-    assert memory in settings
-
-
-@pytest.mark.parametrize(
-    ("messages", "mebibytes", "loaded", "megabytes", "filtered"),
-    [
-        (1_000_000, 128, 2, 57.5, 8),
-        (5_000_000, 128, 2, 134.2, 8),
-        (10_000_000, 128, 2, 134.2, 4),
-        (50_000_000, 128, 0, 0.0, 0),
-        (50_000_000, 1_000, 2, 1_048.6, 6),
-        (1, 128, 2, 0.2, 8),
-    ],
-)
-def test_filters_share_the_memory_and_days_that_are_too_large_have_none(
-    messages: int, mebibytes: int, loaded: int, megabytes: float, filtered: int
-) -> None:
-    demand = Demand(messages, filters=mebibytes)
-    assert demand.filters_loaded == loaded
-    assert demand.filter_mb == pytest.approx(megabytes, abs=0.1)
-    assert demand.filtered == filtered
+    assert f"inbox_generation_age: Seconds = {86_400 * GENERATION_DAYS:_}.0" in settings
 
 
 def test_twice_as_much_takes_twice_as_much() -> None:
@@ -142,12 +107,8 @@ def test_twice_as_much_takes_twice_as_much() -> None:
 
 def test_the_command_prints_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     main(["50_000_000", "--payload", "2_000", "--peak", "20", "--remembered", "15", "--kept", "3"])
-    said = capsys.readouterr()
-    assert "was not measured" in said.err
-    header, row = said.out.splitlines()
+    header, row = capsys.readouterr().out.splitlines()
     assert row == Demand(50_000_000, payload=2_000, peak=20, remembered=15, kept=3).row()
-    main(["1_000_000"])
-    assert capsys.readouterr().err == ""  # every day has its filter
     assert header.count("|") == row.count("|")
 
 
@@ -166,7 +127,6 @@ def test_what_is_no_number_is_refused(
         ["0"],
         ["5", "--peak", "0.5"],
         ["5", "--kept", "-3"],
-        ["5", "--filters", "1_001"],
         ["5_000_000", "--rate", "0"],
     ],
 )

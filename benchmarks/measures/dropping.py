@@ -17,7 +17,7 @@ import asyncpg  # type: ignore[import-untyped]
 from benchmarks import load
 from benchmarks.bench import Bench
 from benchmarks.marks import Values
-from benchmarks.measures.old_tables import MARKERS, OUTBOX, Past
+from benchmarks.measures.old_tables import OUTBOX, Past
 from benchmarks.rig import OURS, PATIENCE, Sample, Site, connected, guarded, running
 from benchmarks.runs import positions
 from demo.processes import ProcessFailed
@@ -38,6 +38,8 @@ _READ = 0.3
 """Of a window somebody still reads both."""
 _LOOK_SECONDS = 0.02
 
+_MARKERS = 1_000_000
+"""In the generation that is dropped."""
 _OLD = date(2020, 1, 1)
 _NEXT_DAY = datetime(2020, 1, 2, tzinfo=UTC)
 _TOO_EARLY = 2**62
@@ -133,11 +135,11 @@ async def _fill(bench: Bench, site: Site) -> int:
     """Write a generation and a day that are due, and held; returns the generation's number."""
     async with connected(site.database) as connection:
         past = Past(connection)
-        generation = await past.close_generations(1, bench.scaled(MARKERS))
+        generation = await past.close_generations(1, bench.scaled(_MARKERS))
         await past.fill_day(_OLD, bench.scaled(OUTBOX))
         await past.publish()
         await connection.execute(_HOLD, _OLD, str(_TOO_EARLY))
-        await past.settle(bench.rig, site, 1)
+        await past.settle()
     return generation
 
 

@@ -100,7 +100,7 @@ async def _at(bench: Bench, point: Point) -> Values:
             await rig.execute(*statements, database=site.database)
         if point.rows:
             rows = bench.scaled(point.rows)
-            await fill(rig, site, markers=rows // GENERATIONS, events=rows // 2 // DAYS)
+            await fill(site, markers=rows // GENERATIONS, events=rows // 2 // DAYS)
         before = await written(site)
         values = await Throughput(who, work, point.partitions, point.processes).at(rig, site)
         wal = (await written(site) - before) / len(work.scans)

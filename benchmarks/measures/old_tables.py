@@ -1,6 +1,5 @@
 """Old tables: a service that has run for long, beside one whose tables are empty."""
 
-import asyncio
 from dataclasses import replace
 from datetime import UTC, date, timedelta
 from functools import partial
@@ -12,11 +11,12 @@ from benchmarks.bench import Bench
 from benchmarks.check import CheckFailed
 from benchmarks.load import Load
 from benchmarks.marks import Values
-from benchmarks.rig import OURS, Rig, Site, connected, guarded, running
+from benchmarks.rig import OURS, Site, connected
 from benchmarks.runs import Throughput
 
-GENERATIONS = 10
-MARKERS = 1_000_000
+GENERATIONS = 2
+"""That are closed and kept, by default."""
+MARKERS = 5_000_000
 """In each closed generation."""
 OUTBOX = 5_000_000
 DAYS = 5
@@ -24,7 +24,6 @@ DAYS = 5
 KEEPING = {"PIPELINE_OUTBOX_AGE": str(30 * 86_400)}
 """Settings with which retention leaves them there."""
 _AT_ONCE = 1_000
-_LOOK_SECONDS = 0.2
 
 _CURRENT = "SELECT current FROM pipeline.inbox_generation"
 _EXISTS = "SELECT to_regclass('pipeline.' || $1) IS NOT NULL"
@@ -46,12 +45,8 @@ _CLOSE_GENERATIONS = """
 UPDATE pipeline.inbox_generation
    SET current = {current}, opened_at = clock_timestamp(), opening = gen_random_uuid()
 """
-_FILTERED = """
-SELECT COALESCE(sum(last_generation - first_generation + 1), 0) FROM pipeline.inbox_filter
-"""
-_PAST = f"""
-SELECT ({_FILTERED}), (SELECT count(*) FROM pipeline.inbox, pipeline.inbox_generation
-                        WHERE generation < current),
+_PAST = """
+SELECT (SELECT count(*) FROM pipeline.inbox, pipeline.inbox_generation WHERE generation < current),
        (SELECT count(*) FROM pipeline.outbox WHERE topic = 'events')
 """
 _MAKE_DAY = """
@@ -93,7 +88,7 @@ async def old_tables(bench: Bench) -> None:
     input_ = await rig.input(one)
     async with rig.site(who, input_) as empty, rig.site(who, input_) as old:
         bench.say("old_tables", "filling")
-        await fill(rig, old, markers=bench.scaled(MARKERS), events=bench.scaled(OUTBOX) // DAYS)
+        await fill(old, markers=bench.scaled(MARKERS), events=bench.scaled(OUTBOX) // DAYS)
         past = await _kept(old)
         await bench.rounds(
             "old_tables",
@@ -103,17 +98,17 @@ async def old_tables(bench: Bench) -> None:
             },
         )
         if (left := await _kept(old)) != past:
-            raise CheckFailed(f"old_tables: of {past} filters, markers and events {left} are left")
+            raise CheckFailed(f"old_tables: of {past} markers and events {left} are left")
     bench.compare("old tables", "old", "empty")
 
 
-async def _kept(site: Site) -> tuple[int, int, int]:
-    """Return how many generations have a filter, and how many markers and events the past has."""
+async def _kept(site: Site) -> tuple[int, int]:
+    """Return how many markers and events the past has."""
     async with connected(site.database) as connection:
         return tuple(await connection.fetchrow(_PAST))
 
 
-async def fill(rig: Rig, site: Site, *, markers: int, events: int) -> None:
+async def fill(site: Site, *, markers: int, events: int) -> None:
     """Write the past, as the engine would have left it: so much in a generation, and in a day."""
     async with connected(site.database) as connection:
         past = Past(connection)
@@ -122,7 +117,7 @@ async def fill(rig: Rig, site: Site, *, markers: int, events: int) -> None:
         for ago in reversed(range(DAYS)):
             await past.fill_day(today - timedelta(days=ago), events)
         await past.publish()
-        await past.settle(rig, site, GENERATIONS)
+        await past.settle()
 
 
 class Past:
@@ -155,17 +150,10 @@ class Past:
         """Let all that is in the outbox be published."""
         await self._connection.execute(_ALL_IS_PUBLISHED)
 
-    async def settle(self, rig: Rig, site: Site, generations: int) -> None:
-        """Let the retention of a relay build the filters of so many, and clean up behind all."""
-        service = rig.process(site, command="relay")
-        async with running(service):
-            await guarded(self._have_filters(generations), [service])
+    async def settle(self) -> None:
+        """Clean up behind all of it."""
         await self._connection.execute("VACUUM (FREEZE, ANALYZE)")
         await self._connection.execute("CHECKPOINT")
-
-    async def _have_filters(self, generations: int) -> None:
-        while await self._connection.fetchval(_FILTERED) < generations:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_SECONDS)
 
 
 async def _again(bench: Bench, site: Site, load_: Load) -> Values:

@@ -70,7 +70,6 @@ GRANT SELECT, INSERT, UPDATE, DELETE
 GRANT SELECT, INSERT, UPDATE ON pipeline.position TO :"service";
 GRANT SELECT, INSERT, DELETE ON pipeline.guarded_transaction TO :"service";
 GRANT SELECT, INSERT ON pipeline.inbox_consumer TO :"service";
-GRANT SELECT, DELETE ON pipeline.inbox_filter TO :"service";
 GRANT SELECT, UPDATE ON pipeline.backlog_lane TO :"service";
 GRANT SELECT ON pipeline.inbox_generation, pipeline.inbox_closed TO :"service";
 GRANT SELECT, UPDATE (archives) ON pipeline.retention_round TO :"service";
@@ -85,7 +84,6 @@ GRANT INSERT (topic, key, payload, event_id, source, type, subject, sequence, co
 GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.outbox_rejected, pipeline.outbox_relay TO :"relay";
 GRANT SELECT, DELETE, UPDATE (scheduled_at) ON pipeline.scheduled TO :"relay";
-GRANT SELECT, DELETE ON pipeline.inbox_filter TO :"relay";
 GRANT SELECT, UPDATE ON pipeline.outbox_cursor TO :"relay";
 GRANT SELECT ON pipeline.inbox_generation, pipeline.outbox_cluster TO :"relay";
 GRANT SELECT, UPDATE (archives) ON pipeline.retention_round TO :"relay";
@@ -122,7 +120,7 @@ GRANT DELETE ON pipeline.scheduled TO :"operator";
 -- retention, in tables of other owners: rotates generations, and deletes rows discarded long ago.
 
 GRANT SELECT, INSERT, UPDATE, DELETE
-   ON pipeline.inbox_closed, pipeline.inbox_filter, pipeline.outbox_closed TO :"retention";
+   ON pipeline.inbox_closed, pipeline.outbox_closed TO :"retention";
 GRANT SELECT, UPDATE ON pipeline.inbox_generation, pipeline.retention_round TO :"retention";
 GRANT SELECT ON pipeline.outbox_cursor, pipeline.outbox_cluster TO :"retention";
 GRANT SELECT (key, discarded_at), UPDATE (discarded_at), DELETE

@@ -20,7 +20,6 @@ from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import validated
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.failures import RolledBack
-from pipeline.apply.filters import Filters
 from pipeline.apply.item import Item, StoredRecord
 from pipeline.apply.ladder import BATCH
 from pipeline.apply.outcome import BatchOutcome
@@ -102,7 +101,6 @@ class Receiver(ConsumeTransactions):
             # It never opens: all requests of a consumer have one order key.
             breaker=Breaker(keys=2, pause=0, health=Health(stall_after=0)),
             # One key is looked up at once in all generations.
-            filters=Filters(mebibytes=0),
             handlers=service.handlers,
             signals=Signals(),
             claims=service.claims and service.claims(service.name, settings),

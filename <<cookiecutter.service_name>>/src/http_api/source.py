@@ -20,7 +20,7 @@ from pipeline.handlers.sessions import GUARD_COMMIT
 
 _BEGIN = f"""
 WITH guarded AS ({GUARD_COMMIT})
-SELECT pg_try_advisory_xact_lock($1), current, oldest, since, opening
+SELECT pg_try_advisory_xact_lock($1), current, oldest, since
   FROM pipeline.inbox_generation
 """
 

@@ -13,7 +13,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck
-from pipeline.apply.filters import Filters
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage
@@ -153,8 +152,7 @@ async def serve(
             health=health,
             encryption=service.encryption,
         )
-        filters = Filters(mebibytes=settings.inbox_filter_mebibytes)
-        consuming = _consuming(service, settings, engine, health, relay, filters, claims)
+        consuming = _consuming(service, settings, engine, health, relay, claims)
         # In this order they stop: the relay publishes what the others have committed last.
         groups: list[tuple[float, Sequence[Running]]] = []
         if is_consuming:
@@ -163,7 +161,6 @@ async def serve(
             groups.append((_RELAY_SHARE * settings.shutdown_grace, [relay]))
         async with (
             in_background(watch_calls(stack_of, settings.hang_timeout)),
-            in_background(filters.keep_loading(engine)),
             in_background(retention.run()) as retaining,
             in_background(_open_codecs(service, health, stopping, parts)) as opening,
         ):
@@ -193,7 +190,6 @@ def _consuming(
     engine: AsyncEngine,
     health: Health,
     relay: Relay,
-    filters: Filters,
     claims: ClaimCheck | None,
 ) -> Sequence[Running]:
     """Return the parts that apply messages."""
@@ -204,7 +200,6 @@ def _consuming(
         source=service.source,
         settings=settings,
         breaker=Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health),
-        filters=filters,
         handlers=service.handlers,
         signals=signals,
         claims=claims,

@@ -136,8 +136,9 @@ class Settings(ServerSettings):
     """Daily outbox partitions that are created ahead."""
     inbox_generations_ahead: Count = 2
     """Inbox generations that are created ahead."""
-    inbox_generation_age: Seconds = 86_400.0
-    """Time for which a generation takes new markers."""
+    inbox_generation_age: Seconds = 345_600.0
+    """Time for which a generation takes new markers: 4 days. Each message is looked up in all that
+    are kept."""
     inbox_age: Annotated[Seconds, Field(ge=7_200)] = 691_200.0
     """Shortest time for which an event is remembered: 8 days. It must exceed the topics'
     retention."""
@@ -147,9 +148,6 @@ class Settings(ServerSettings):
     """A published day of the outbox is dropped this long after its end."""
     discarded_age: Seconds = 2_592_000.0
     """Discarded dead letters are deleted after this long: 30 days."""
-    inbox_filter_mebibytes: Annotated[int, Field(ge=0, le=1_000)] = 128
-    """MiB for filters that save look-ups in closed generations: 1.8 bytes for each message. One
-    filter takes at most half."""
     retention_interval: Seconds = 3_600.0
     """Interval at which one process drops old partitions."""
 

@@ -16,7 +16,6 @@ import asyncpg
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from pipeline.apply.filters import Filters
 from pipeline.apply.positions import Slot
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
@@ -37,7 +36,7 @@ async def furnish(settings: Settings) -> None:
     engine = create_engine(settings, name="exhibit")
     nobody: Any = None
     slot = Slot(bank.name, bank.deposits, 0)
-    desk = Desk(engine, nobody, nobody, nobody, bank.handlers, slot, Filters(mebibytes=1))
+    desk = Desk(engine, nobody, nobody, nobody, bank.handlers, slot)
     others = [Deposit(n, f"account {n % 7}") for n in range(2, 12)]
     dead = [Deposit(1, HOSTILE, id=HOSTILE), *others]
     await bury(desk, *dead)

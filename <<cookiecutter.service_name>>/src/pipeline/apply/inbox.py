@@ -16,7 +16,6 @@ from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import FOLLOWER, Decision, dead
 
 from .claim_check import DataUnavailable
-from .filters import Filters
 from .item import Item, Known
 from .outcome import BatchOutcome
 from .positions import Generations, time_of
@@ -40,16 +39,10 @@ SELECT consumer FROM pipeline.inbox_consumer WHERE consumer = ANY ($1) AND gener
 """
 
 
-# First the keys that a filter may have, in all closed generations; then all keys, in generations
-# without a filter.
 _FIND_IN_CLOSED_GENERATIONS = """
 SELECT key, hash, hash_version
   FROM pipeline.inbox
  WHERE generation >= $1 AND generation < $2 AND key = ANY ($3)
- UNION ALL
-SELECT key, hash, hash_version
-  FROM pipeline.inbox
- WHERE generation >= $4 AND generation < $5 AND key = ANY ($6)
 """
 
 # An array of rows, not one of each column: asyncpg encodes each element of an array by itself, and
@@ -123,7 +116,6 @@ class Found(NamedTuple):
 async def look_up(
     driver: asyncpg.Connection,
     generations: Generations,
-    filters: Filters,
     source: Source,
     outcome: BatchOutcome,
 ) -> Found:
@@ -131,7 +123,7 @@ async def look_up(
 
     Duplicates and mismatches go into the outcome.
     """
-    known = await mark(driver, generations, source.items, filters)
+    known = await mark(driver, generations, source.items)
     # The first of those with the same key is assigned last.
     first = {item.key: item for item in reversed(source.items) if item.key not in known}
     in_backlog, waiting = await source.find(driver, list(first.values())) if first else ({}, set())
@@ -151,24 +143,15 @@ async def look_up(
 
 
 async def mark(
-    connection: asyncpg.Connection,
-    generations: Generations,
-    items: Sequence[Item],
-    filters: Filters,
+    connection: asyncpg.Connection, generations: Generations, items: Sequence[Item]
 ) -> dict[bytes, Known]:
     """Insert markers of the messages; returns the markers that existed before, by key."""
     first = {item.key: item for item in reversed(items)}
     known: dict[bytes, Known] = {}
     if generations.oldest < generations.current:
-        closed = range(generations.oldest, generations.current)
-        keys = list(first)
-        suspects, bare = filters.sift(closed, generations.opening, keys)
-        if suspects or bare:
-            ranges = closed.start, closed.stop, suspects, bare.start, bare.stop
-            rows = await connection.fetch(
-                _FIND_IN_CLOSED_GENERATIONS, *ranges, keys if bare else []
-            )
-            known = _by_key(rows)
+        closed = generations.oldest, generations.current
+        rows = await connection.fetch(_FIND_IN_CLOSED_GENERATIONS, *closed, list(first))
+        known = _by_key(rows)
     # Sorted, so that two transactions with the same keys wait for each other without a deadlock.
     new = [first[key] for key in sorted(key for key in first if key not in known)]
     inserted = await _insert(connection, generations.current, new) if new else set()

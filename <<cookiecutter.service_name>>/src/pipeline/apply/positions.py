@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple, Self
-from uuid import UUID
 
 import asyncpg
 from aiokafka import ConsumerRecord
@@ -32,8 +31,6 @@ class Generations(NamedTuple):
     oldest: int
     since: datetime | None
     """Markers from before this time may be deleted; None: none was deleted yet."""
-    opening: UUID
-    """Unique id of the rotation that opened the current generation."""
 
     def forgot(self, message: Message) -> bool:
         """Whether the message is so old that its marker may have been deleted.
@@ -120,7 +117,7 @@ WITH moved AS (
        AND position.next_offset = move.fetched_from
     RETURNING 1
 )
-SELECT current, oldest, since, opening, moved.number
+SELECT current, oldest, since, moved.number
   FROM (SELECT count(*) AS number FROM moved) AS moved, pipeline.inbox_generation
 """
 

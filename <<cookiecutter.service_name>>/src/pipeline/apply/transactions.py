@@ -43,7 +43,6 @@ from .failures import (
     observed,
     rolled_back_by,
 )
-from .filters import Filters
 from .inbox import look_up, to_handle, too_old
 from .item import Item
 from .ladder import BATCH, LADDER, PIECES, RUNS, Rung
@@ -85,7 +84,6 @@ class ConsumeTransactions:
         source: str,
         settings: Settings,
         breaker: Breaker,
-        filters: Filters,
         handlers: Handlers,
         signals: Signals,
         claims: ClaimCheck | None = None,
@@ -97,7 +95,6 @@ class ConsumeTransactions:
         self._source = source
         self.settings = settings
         self.breaker = breaker
-        self._filters = filters
         self.handlers = handlers
         self.signals = signals
         self.claims = claims
@@ -291,7 +288,7 @@ class ConsumeTransactions:
         # Moves the position, or holds the lane; raises if another process owns it.
         generations = await source.begin(driver)
         # Inserts markers: a message that has one already is a duplicate.
-        found = await look_up(driver, generations, self._filters, source, outcome)
+        found = await look_up(driver, generations, source, outcome)
         decisions = {**decisions, **await too_old(driver, generations, found.new)}
         if not rung.calls:
             decisions = {item.key: Decision(UNDECIDED) for item in found.new} | decisions

@@ -95,11 +95,6 @@ relay_shards = _meter.create_gauge("pipeline.relay.shards", "{shard}", "Shards t
 _held = _meter.create_gauge(
     "pipeline.retention.held", "{partition}", "Due to be dropped, and still needed."
 )
-generations_unfiltered = _meter.create_gauge(
-    "pipeline.inbox.unfiltered",
-    "{generation}",
-    "Closed, and without a filter in this process: looked up for every message.",
-)
 
 
 class _Computed:

@@ -46,6 +46,7 @@ _LOCK_GENERATION = f"""
 SELECT set_config('lock_timeout', $2, true), {IDLE_LIMIT}, pg_advisory_xact_lock($1)
 """
 
+# Processes of version 1.0.0 compare `opening`.
 _CLOSE_GENERATION = """
 WITH opened AS (
     UPDATE pipeline.inbox_generation

@@ -7,7 +7,6 @@ from datetime import UTC, timedelta
 
 import asyncpg
 
-from pipeline.apply import filters
 from pipeline.observe import metrics
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
@@ -144,7 +143,6 @@ async def run_retention(
     done.discarded = await _delete_discarded(connection, settings)
     finished_at = await connection.fetchval(_FINISH_ROUND, len(done.held))
     metrics.observe_retention(len(done.held), finished_at)
-    await filters.build(connection, mebibytes=settings.inbox_filter_mebibytes)
     return done
 
 

@@ -90,7 +90,7 @@ WITH locked AS MATERIALIZED ({_LOCKED}), held AS (
      WHERE lane IN (SELECT lane FROM locked)
     RETURNING lane
 )
-SELECT current, oldest, since, opening, held.lanes
+SELECT current, oldest, since, held.lanes
   FROM (SELECT array_agg(lane) AS lanes FROM held) AS held, pipeline.inbox_generation
 """
 

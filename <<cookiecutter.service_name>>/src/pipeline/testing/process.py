@@ -16,7 +16,6 @@ from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import read
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck, resolve_batch
-from pipeline.apply.filters import Filters
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Slot, SourceLost
 from pipeline.apply.source import Source
@@ -133,7 +132,6 @@ class Process:
             breaker=Breaker(
                 keys=settings.breaker_keys, pause=settings.retry_pause, health=self._health
             ),
-            filters=Filters(mebibytes=settings.inbox_filter_mebibytes),
             handlers=handlers,
             signals=Signals(),
             claims=claims,

@@ -15,7 +15,6 @@ from typer.testing import CliRunner, Result
 from operate.commands import command_line
 from pipeline import Handlers
 from pipeline.apply.breaker import Breaker
-from pipeline.apply.filters import Filters
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
@@ -35,7 +34,7 @@ from tests.servers.waiting import PATIENCE
 
 BEHIND_A_POOLER = (
     # Sessions, prepared statements and cursors.
-    *("pooler", "statements", "round_trips", "transactional", "filters", "door", "writer"),
+    *("pooler", "statements", "round_trips", "transactional", "door", "writer"),
     # Advisory locks.
     *("inbox_races", "dropping", "retention", "migrations"),
     # Leases, and what is written under them.
@@ -164,7 +163,6 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         engines.append(create_engine(chosen, name=group))
         health = Health(stall_after=PATIENCE)
         breaker = Breaker(keys=chosen.breaker_keys, pause=chosen.retry_pause, health=health)
-        filters = Filters(mebibytes=chosen.inbox_filter_mebibytes)
         signals = Waking()
         consume = ConsumeTransactions(
             engines[-1],
@@ -172,14 +170,13 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
             source=f"/{group}",
             settings=chosen,
             breaker=breaker,
-            filters=filters,
             handlers=handlers,
             signals=signals,
         )
         lanes = BacklogWorkers(consume, health)
         signals.lanes = lanes
         slot = Slot(group, topic, partition)
-        return Desk(engines[-1], consume, lanes, health, handlers, slot, filters)
+        return Desk(engines[-1], consume, lanes, health, handlers, slot)
 
     yield make
     for engine in engines:

@@ -13,7 +13,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline import Handlers
 from pipeline.apply import positions
 from pipeline.apply.batch import Batch, read
-from pipeline.apply.filters import Filters
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Slot
@@ -55,7 +54,6 @@ class Desk:
     health: Health
     handlers: Handlers
     slot: Slot
-    filters: Filters
     outages: list[str] = field(default_factory=list)
     """Why attempts were repeated in place."""
 
@@ -101,11 +99,6 @@ class Desk:
     def let_probe(self, consumer: str) -> None:
         """Let the time pass for which the breaker lets a consumer rest."""
         self.lanes._breaker._failing[consumer].probe_at = monotonic()
-
-    async def load_filters(self) -> None:
-        """Load the filters that there are, as is done beside a running service."""
-        async with autocommitting(self.engine) as driver:
-            await self.filters.load(driver)
 
     async def backlog(self) -> list[asyncpg.Record]:
         """Return the rows of the backlog, in the order of their records."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline.apply import backlog, filters, inbox, positions
+from pipeline.apply import backlog, inbox, positions
 from pipeline.consume import stamps
 from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
@@ -45,16 +45,6 @@ _STATEMENTS: Mapping[object, str] = {
     generations._LOCK_GENERATION: "rotation: lock",
     generations._CLOSE_GENERATION: "rotation: close generation",
     generations._FORGET: "rotation: forget generations",
-    filters._FORGET: "filters: forget",
-    filters._LOCK: "filters: lock",
-    filters._NEXT_WITHOUT_FILTER: "filters: find unfiltered generation",
-    filters._COUNT: "filters: count keys",
-    filters._WITH_ROOM: "filters: find filter with room",
-    filters._FETCH: "filters: read keys",
-    filters._STORE: "filters: store",
-    filters._GENERATIONS: "filters: read generation",
-    filters._STORED: "filters: list",
-    filters._BITS: "filters: load",
     inbox._REGISTER: "consumers: register",
     stamps._ID: "reader: read database",
     positions._POSITION: "reader: read position",
@@ -115,7 +105,6 @@ _SHAPES = {
     r"WITH old AS \( SELECT (?:key|id|{key}) FROM pipeline\.(backlog|outbox_rejected|{table}) ": (
         "retention: delete discarded rows"
     ),
-    "DECLARE closed ": "filters: open cursor",
     r"INSERT INTO pipeline\.backlog \(.*'probe'": "probe: write",
     r"WITH part \(name, id, kind, ": "consume: read catalog",
     r"WITH named \(id\) AS ": "consume: compare catalog",
@@ -128,7 +117,6 @@ _SHAPES = {
     "SELECT$": "consume: check for failed statement",
     "BEGIN ISOLATION LEVEL READ COMMITTED;.*pg_advisory_xact_lock_shared": "consume: begin",
     "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY$": "relay: begin snapshot",
-    "BEGIN ISOLATION LEVEL REPEATABLE READ$": "filters: begin snapshot",
     "BEGIN$": "retention: begin",
     # What SQLAlchemy and asyncpg ask a new connection.
     r"BEGIN ISOLATION LEVEL READ COMMITTED$|select pg_catalog\.version|select current_schema|show "
@@ -235,9 +223,9 @@ class Postgres:
         if boundary in ("COMMIT", "ROLLBACK"):
             room = "backlog" if self._is_in_lane else self._last.partition(":")[0]
             self._is_in_lane = False
-            if room in ("retention", "partition", "filters"):
+            if room in ("retention", "partition"):
                 # Or a rollback, where SIGTERM has cancelled it in between.
-                return "filters: commit" if room == "filters" else "partition: commit"
+                return "partition: commit"
             return f"{room}: {'set up' if room == 'connection' else boundary.lower()}"
         if boundary == "retention: begin" and self._last.startswith(("relay:", "rejected:")):
             return "rejected: begin"

@@ -7,7 +7,7 @@ import re
 import sqlalchemy as sa
 
 import pipeline
-from pipeline.apply import backlog, filters, positions, turns
+from pipeline.apply import backlog, positions, turns
 from pipeline.handlers import sessions
 from pipeline.relay import scheduled, window
 from pipeline.retention import archive, partitions
@@ -44,7 +44,6 @@ UNMET = (
     backlog._DUE,
     probe._WRITE,
     revisions._DISTRIBUTED,
-    filters._DISCARD,
     partitions._USED_BY,
     archive._NOT_ARCHIVED,
     archive._ARCHIVES,

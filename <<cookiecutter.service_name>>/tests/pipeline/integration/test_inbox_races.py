@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Any
 
 import asyncpg
 import pytest
@@ -13,7 +12,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pipeline import Transaction
 from pipeline.apply import inbox, limits, positions
-from pipeline.apply.filters import Filters
 from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.apply.positions import Generations
 from pipeline.retention import generations
@@ -128,7 +126,7 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     async def begin(connection: AsyncConnection, _: object) -> None:
         row = await connection.execute(
             sa.text(
-                "SELECT pg_advisory_xact_lock_shared(:lock), current, oldest, since, opening"
+                "SELECT pg_advisory_xact_lock_shared(:lock), current, oldest, since"
                 " FROM pipeline.inbox_generation"
             ),
             {"lock": GENERATION_LOCK},
@@ -347,10 +345,7 @@ async def test_duplicates_by_the_hundred_are_applied_once_while_generations_are_
     settings: Callable[..., Settings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Traps 9, 24 and 31: every event comes a hundred times at once, and all again later.
-
-    Some know by filters what is old, some by filters of before the last rotation, some by none.
-    """
+    """Traps 9, 24 and 31: every event comes a hundred times at once, and all again later."""
     held.gate.reached.set()
     keeper = await connect()
     closed = 0
@@ -364,20 +359,6 @@ async def test_duplicates_by_the_hundred_are_applied_once_while_generations_are_
                 closed += await rotate(keeper)
                 await run_retention(keeper, settings())
 
-    sift = Filters.sift
-    ruled_out = 0
-
-    def counted(self: Filters, closed: range, *others: Any) -> tuple[list[bytes], range]:
-        nonlocal ruled_out
-        suspects, bare = sift(self, closed, *others)
-        ruled_out += not bare
-        return suspects, bare
-
-    monkeypatch.setattr(Filters, "sift", counted)
-
-    def filters_are_in_use() -> bool:
-        return ruled_out > 0
-
     async def take(desk: Desk, deposits: list[Deposit]) -> None:
         chance = random.Random(desk.slot.partition)
         await desk.apply(*chance.sample(deposits, len(deposits)))
@@ -387,13 +368,8 @@ async def test_duplicates_by_the_hundred_are_applied_once_while_generations_are_
         # One must come between what is new and its repetition, however busy the hall is.
         before = closed
         await eventually(lambda before=before: closed > before)  # type: ignore[misc]
-        async with rotations:
-            ruled_out = 0
-            await asyncio.gather(*(desk.load_filters() for desk in hall[::2]))
-            deposits = from_two_sources(range(1, last + 1))
-            taking = asyncio.gather(*(take(desk, deposits) for desk in hall))
-            await eventually(filters_are_in_use)
-        await taking
+        deposits = from_two_sources(range(1, last + 1))
+        await asyncio.gather(*(take(desk, deposits) for desk in hall))
     finished.set()
     await rotating
     await check(db, range(1, 16))

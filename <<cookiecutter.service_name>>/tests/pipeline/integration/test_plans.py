@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import md5
-from uuid import UUID
 
 import asyncpg
 import pytest
@@ -17,8 +16,7 @@ from sqlalchemy import make_url
 
 from operate import dead_events
 from operate.dead import Selection
-from pipeline.apply import filters, inbox, positions
-from pipeline.apply.filters import Filters
+from pipeline.apply import inbox, positions
 from pipeline.apply.item import Item
 from pipeline.apply.positions import Anchor, Generations, Move, Slot
 from pipeline.events.codec import CloudEvents
@@ -122,7 +120,6 @@ async def _load(url: str) -> Large:
         # to the other count as a block.
         await execute(url, "CALL fill(2, 1001, 1000)")
         await execute(url, _REFUSE)
-        await filters.build(connection, mebibytes=128)
         full = await _now(connection)
         await stage(connection, [event("t", number, f"key-{number}") for number in range(100)])
         return Large(url, empty, full)
@@ -242,12 +239,12 @@ def markers(ids: Sequence[str]) -> list[Item]:
     return [Item(handler, md5(id.encode()).digest(), message, record) for id in ids]
 
 
-BOTH_CLOSED = Generations(3, 1, None, UUID(int=0))
+BOTH_CLOSED = Generations(3, 1, None)
 
 
 async def test_markers_of_new_events(asked: Explaining) -> None:
     new = markers([f"new/{number}" for number in range(500)])
-    assert await inbox.mark(asked, BOTH_CLOSED, new, Filters(mebibytes=0)) == {}
+    assert await inbox.mark(asked, BOTH_CLOSED, new) == {}
     closed, marked = asked.plans
     assert (closed.indexes, closed.scanned) == ({"inbox_pkey"}, set())
     # 500 keys, two generations, three or four levels of the index each.
@@ -256,25 +253,20 @@ async def test_markers_of_new_events(asked: Explaining) -> None:
     assert marked.blocks < 500 * 12
 
 
-async def test_a_few_old_markers_among_new_ones_by_filters(asked: Explaining, large: Large) -> None:
-    loaded = Filters(mebibytes=128)
-    async with connected(large.url) as connection:
-        await loaded.load(connection)
-        opening = await connection.fetchval("SELECT opening FROM pipeline.inbox_generation")
+async def test_a_few_old_markers_among_new_ones(asked: Explaining) -> None:
     old = [f"{part}/{3 * part}" for part in range(1, 11)]
     some = markers([*old, *(f"new/{number}" for number in range(490))])
-    remembered = await inbox.mark(asked, Generations(3, 1, None, opening), some, loaded)
+    remembered = await inbox.mark(asked, BOTH_CLOSED, some)
     assert set(remembered) == {one.key for one in markers(old)}
     closed, _ = asked.plans
     assert (closed.indexes, closed.scanned) == ({"inbox_pkey"}, set())
-    # With a few more, of those that a filter takes for old ones.
-    assert closed.blocks < 20 * 2 * 5
+    assert closed.blocks < 500 * 2 * 5
 
 
 @pytest.mark.parametrize(("generation", "statements"), [(1, 1), (2, 1), (3, 3)])
 async def test_markers_of_duplicates(asked: Explaining, generation: int, statements: int) -> None:
     known = markers([f"{part}/{3 * part + generation - 1}" for part in range(1, 301)])
-    remembered = await inbox.mark(asked, BOTH_CLOSED, known, Filters(mebibytes=0))
+    remembered = await inbox.mark(asked, BOTH_CLOSED, known)
     assert set(remembered) == {one.key for one in known}
     assert len(asked.plans) == statements
     for plan in asked.plans:

@@ -19,7 +19,7 @@ from operate import dead, dead_events, dead_letters, inbox_commands, moves, stat
 from operate.dead import STATES
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
-from pipeline.apply import backlog, filters, inbox, limits, positions
+from pipeline.apply import backlog, inbox, limits, positions
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
 from pipeline.relay import rejected, relay, scheduled, window
@@ -52,17 +52,14 @@ SELECT bool_and(pg_visible_in_snapshot(xid, seen))
 """
 
 MODULES: dict[str, tuple[ModuleType, ...]] = {
-    "service": (inbox, positions, limits, backlog, lanes, filters, staging, moves),
-    "relay": (relay, window, rejected, scheduled, filters),
+    "service": (inbox, positions, limits, backlog, lanes, staging, moves),
+    "relay": (relay, window, rejected, scheduled),
     "operator": (status, dead, dead_events, dead_letters, inbox_commands),
-    "retention": (archive, days, generations, maintenance, filters),
+    "retention": (archive, days, generations, maintenance),
 }
 """Modules whose statements each role executes."""
 
-BY_RETENTION = (
-    *(generations._CLOSE_GENERATION, generations._FORGET),
-    *(filters._FORGET, filters._STORE, filters._NEXT_WITHOUT_FILTER, filters._COUNT),
-)
+BY_RETENTION = generations._CLOSE_GENERATION, generations._FORGET
 
 BY_OTHERS = {
     *BY_RETENTION,

@@ -91,7 +91,7 @@ async def test_a_batch_of_any_size_takes_the_same_round_trips(
     assert await round_trips(wire, desk, deposits(20, count)) == NEW
 
 
-async def test_closed_generations_cost_a_batch_none_while_their_filters_are_loaded(
+async def test_closed_generations_cost_a_batch_one_statement(
     wired: tuple[Bank, Desk, Wire], db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     _, desk, wire = wired
@@ -101,8 +101,6 @@ async def test_closed_generations_cost_a_batch_none_while_their_filters_are_load
     await close_generation(db, settings)
     asked = Counter(["consume: look up closed generations"])
     assert await round_trips(wire, desk, deposits(1_000, 500)) == NEW + asked
-    await desk.load_filters()
-    assert await round_trips(wire, desk, deposits(1_500, 500)) == NEW
     # Old ones of two generations among new ones: in one statement.
     assert await round_trips(wire, desk, deposits(400, 2_000)) == NEW + asked + Counter(
         ["consume: read existing markers", "consume: count duplicates"]
