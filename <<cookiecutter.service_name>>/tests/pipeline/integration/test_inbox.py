@@ -400,7 +400,7 @@ async def test_retention_closes_a_generation_that_is_old_and_no_other(
 ) -> None:
     await run_retention(db, settings())
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 1
-    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '25 hours'")
+    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '97 hours'")
     await run_retention(db, settings())
     await run_retention(db, settings())
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2

@@ -308,7 +308,7 @@ async def test_a_generation_that_cannot_be_closed_is_told_of(
 
     await run_retention(db, settings())
     assert await held() == []
-    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '3 days'")
+    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '9 days'")
     assert await held() == [("inbox_g1", generations._KEPT_OPEN)]
     await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() + interval '3 days'")
     assert await held() == [("inbox_g1", generations._KEPT_OPEN)]

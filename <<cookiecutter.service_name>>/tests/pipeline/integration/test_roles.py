@@ -373,7 +373,7 @@ async def test_what_retention_has_left_to_its_next_round_is_no_partition_that_ru
     settings: Callable[..., Settings],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '25 hours'")
+    await db.execute("UPDATE pipeline.inbox_generation SET opened_at = now() - interval '97 hours'")
     async with granted.connected("retention") as connection:
         await run_retention(connection, settings())
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
