@@ -13,7 +13,8 @@ from .buffer import record
 
 _POSTGRESQL = db_attributes.DbSystemNameValues.POSTGRESQL.value
 _FIRST_WORD = re.compile(
-    r"(?:\s|--.*|/\*(?s:.*?)\*/)*"
+    # Without backtracking, which takes exponential time in a long comment.
+    r"(?>\s|--.*|/\*(?s:.*?)\*/)*+"
     r"(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
     re.IGNORECASE,
 )

@@ -24,7 +24,8 @@ T = TypeVar("T")
 GUARD = "pipeline guard"
 """Key in the `info` of a connection: the `Guard` of the message that uses it."""
 _CONTROL = re.compile(
-    r"(?:\s|/\*.*?\*/|--[^\n]*\n)*(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
+    # Without backtracking, as the words in `observe/statements.py`.
+    r"(?>\s|/\*.*?\*/|--[^\n]*)*+(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
     r"|PREPARE\s+TRANSACTION)\b",
     re.IGNORECASE | re.DOTALL,
 )
