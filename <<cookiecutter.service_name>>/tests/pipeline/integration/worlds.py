@@ -430,7 +430,8 @@ class World:
         assert {one.partition: offset.offset for one, offset in committed.items()} == self._ends
 
     async def _audit_the_tables(self, applied: Mapping[str, list[int]]) -> None:
-        assert await histories(self.db) == applied
+        found = await histories(self.db)
+        assert found == applied, (found, applied)
         accounts = await self.db.fetch("SELECT id, balance, version FROM account")
         assert {row["id"]: (row["balance"], row["version"]) for row in accounts} == {
             account: (sum(amounts), len(amounts)) for account, amounts in applied.items()
