@@ -627,8 +627,8 @@ reason, attempts, waited,
         [
             Edit(
                 "apply/inbox.py",
-                "range(generations.oldest, generations.current)",
-                "range(max(generations.oldest, generations.current - 1), generations.current)",
+                "closed = generations.oldest, generations.current",
+                "closed = generations.current - 1, generations.current",
             )
         ],
     ),

@@ -42,6 +42,7 @@ BOUNDARIES = (
     Boundary("schema: read revisions"),
     Boundary("schema: compare columns"),
     Boundary("schema: find missing columns"),
+    Boundary("schema: find shared defaults"),
     Boundary("retention: read generation"),
     Boundary("retention: check ownership"),
     Boundary("retention: begin"),

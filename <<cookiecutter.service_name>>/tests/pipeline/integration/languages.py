@@ -24,6 +24,7 @@ _STATEMENTS: Mapping[object, str] = {
     revisions._APPLIED: "schema: read revisions",
     revisions._WRONG_COLUMNS: "schema: compare columns",
     revisions._LACKING: "schema: find missing columns",
+    revisions._SHARING: "schema: find shared defaults",
     partitions._NAMED_LIKE: "retention: list partitions",
     partitions._IS_OWNER: "retention: check ownership",
     partitions._BEGIN: "partition: lock",

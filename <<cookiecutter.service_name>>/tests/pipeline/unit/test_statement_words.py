@@ -5,7 +5,13 @@ import pytest
 from pipeline.observe.statements import _FIRST_WORD
 from pipeline.servers.guard import _CONTROL
 
-COMMENTS = ["-- " + 200 * "-" + "\n", 200 * "/* one */ ", 200 * "-- one\n", 5_000 * " ", "/* COMMIT */"]
+COMMENTS = [
+    "-- " + 200 * "-" + "\n",
+    200 * "/* one */ ",
+    200 * "-- one\n",
+    5_000 * " ",
+    "/* COMMIT */",
+]
 
 
 @pytest.mark.parametrize("comment", COMMENTS)
