@@ -10,9 +10,9 @@ from typing import ClassVar, Self
 
 import asyncpg
 
-from pipeline.apply.backlog import Row
+from pipeline.apply.backlog import Row, Stored
 from pipeline.apply.breaker import FailedMessage
-from pipeline.apply.item import Item, Known
+from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.handlers.policy import Decision
@@ -89,11 +89,9 @@ class RequestSource:
         self._generations = [*range(generations.oldest, generations.current + 1)]
         return generations
 
-    async def find(
-        self, connection: asyncpg.Connection, items: Sequence[Item]
-    ) -> tuple[dict[bytes, Known], set[bytes]]:
+    async def find(self, connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:
         """Return nothing: requests are not in the backlog, and have no order with what is."""
-        return {}, set()
+        return Stored()
 
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Read the answer of a repeated request. Raises `KeyReused`."""

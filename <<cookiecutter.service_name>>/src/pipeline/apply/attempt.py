@@ -176,9 +176,15 @@ class Attempt:
         self.rows.raise_error()
 
     def event_of(self, item: Item) -> Event | None:
-        """Return the event for a call; a new object for each, as a handler may have changed it."""
+        """Return the event for a call; a new object for each, as a handler may have changed it.
+
+        Raises the error of a validation that fails now and has succeeded before.
+        """
         if id(item.event) in self.memory.handed:
-            return validated(item).event
+            again = validated(item)
+            if again.fault is not None:
+                raise again.fault
+            return again.event
         self.memory.handed.add(id(item.event))
         return item.event
 

@@ -130,10 +130,19 @@ async def raise_if_full(connection: asyncpg.Connection, consumers: Collection[st
         )
 
 
-async def find(
-    connection: asyncpg.Connection, items: Sequence[Item]
-) -> tuple[dict[bytes, Known], set[bytes]]:
-    """Return the hashes of these messages' rows, and the order keys of which rows are waiting.
+class Stored(NamedTuple):
+    """What the backlog has of messages."""
+
+    known: dict[bytes, Known] = {}  # noqa: RUF012
+    """The hashes of those that have rows, by marker key."""
+    waiting: Collection[bytes] = ()
+    """Order keys of which rows are waiting."""
+    overtaken: Collection[bytes] = ()
+    """Order keys whose rows another transaction has changed since they were read."""
+
+
+async def find(connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:
+    """Return which of these messages have rows, and for which of their keys rows are waiting.
 
     It follows the statement that inserts the markers, so that it sees the rows of transactions for
     which that statement has waited.
@@ -145,7 +154,7 @@ async def find(
         list({item.order_key for item in items if item.handler.mode == "immediate"}),
     )
     known = {row["key"]: Known(row["hash"], row["hash_version"]) for row in rows if row["key"]}
-    return known, {row["order_key"] for row in rows if row["order_key"]}
+    return Stored(known, {row["order_key"] for row in rows if row["order_key"]})
 
 
 async def add(

@@ -2,9 +2,9 @@
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from typing import TypeVar
 
 from aiokafka import ConsumerRecord
 
@@ -22,7 +22,7 @@ from .positions import Anchor
 
 log = logging.getLogger(__name__)
 
-_offset = attrgetter("offset")
+T = TypeVar("T")
 
 _MOST_LOGGED_TYPES, _LONGEST_TYPE = 100, 80
 """Skipped types are logged once each, in at most 80 characters, and after 100 types no longer:
@@ -59,14 +59,18 @@ class Batch:
 
     def between(self, start: int, end: int) -> "Batch":
         """Return the records from `start` to below `end`."""
-        first, last = (bisect_left(self.records, at, key=_offset) for at in (start, end))
+
+        def part(found: Sequence[T], offset_of: Callable[[T], int]) -> Sequence[T]:
+            first, last = (bisect_left(found, at, key=offset_of) for at in (start, end))
+            return found[first:last]
+
         return Batch(
             start,
             end,
-            self.records[first:last],
-            [item for item in self.items if start <= item.message.offset < end],
-            [offset for offset in self.skipped if start <= offset < end],
-            [one for one in self.undecoded if start <= one.record.offset < end],
+            part(self.records, lambda record: record.offset),
+            part(self.items, lambda item: item.record.offset),
+            part(self.skipped, lambda offset: offset),
+            part(self.undecoded, lambda one: one.record.offset),
         )
 
 

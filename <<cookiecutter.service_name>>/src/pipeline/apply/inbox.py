@@ -15,6 +15,7 @@ from pipeline.events.message import Message
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import FOLLOWER, Decision, dead
 
+from .backlog import Stored
 from .claim_check import DataUnavailable
 from .item import Item, Known
 from .outcome import BatchOutcome
@@ -110,7 +111,7 @@ class Found(NamedTuple):
     waiting: set[bytes]
     """Order keys of which rows wait in the backlog."""
     in_backlog: set[bytes]
-    """Marker keys of those that are in the backlog: their new markers must be deleted."""
+    """Marker keys of those that stay in the backlog: their new markers must be deleted."""
 
 
 async def look_up(
@@ -126,20 +127,24 @@ async def look_up(
     known = await mark(driver, generations, source.items)
     # The first of those with the same key is assigned last.
     first = {item.key: item for item in reversed(source.items) if item.key not in known}
-    in_backlog, waiting = await source.find(driver, list(first.values())) if first else ({}, set())
-    known |= in_backlog
+    stored = await source.find(driver, list(first.values())) if first else Stored()
+    known |= stored.known
     new: list[Item] = []
+    unmarked = {*stored.known}
     for item in source.items:
         key = item.key
-        if first.get(key) is item and key not in in_backlog:
-            new.append(item)
+        if first.get(key) is item and key not in stored.known:
+            if item.order_key in stored.overtaken:
+                unmarked.add(key)
+            else:
+                new.append(item)
             continue
         before = known.get(key) or Known(first[key].message.hash, HASH_VERSION)
         if error := before.mismatch(item.message):
             outcome.mismatched.append((item, error))
         else:
             outcome.duplicates.append(item)
-    return Found(new, waiting, set(in_backlog))
+    return Found(new, {*stored.waiting}, unmarked)
 
 
 async def mark(

@@ -7,9 +7,9 @@ import asyncpg
 
 from pipeline.handlers.policy import Decision
 
-from .backlog import Row
+from .backlog import Row, Stored
 from .breaker import FailedMessage
-from .item import Item, Known
+from .item import Item
 from .outcome import BatchOutcome
 from .positions import Generations
 
@@ -45,10 +45,8 @@ class Source(Protocol):
         Raises `SourceLost` if another process owns it.
         """
 
-    async def find(
-        self, connection: asyncpg.Connection, items: Sequence[Item]
-    ) -> tuple[dict[bytes, Known], set[bytes]]:
-        """Return the messages that are in the backlog, and the order keys that wait there."""
+    async def find(self, connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:
+        """Return what the backlog has of the messages, after their markers were inserted."""
 
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Store messages that are not applied in the backlog; returns the rows that are dead.

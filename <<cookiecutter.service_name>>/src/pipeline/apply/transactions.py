@@ -45,7 +45,7 @@ from .failures import (
 )
 from .inbox import look_up, to_handle, too_old
 from .item import Item
-from .ladder import BATCH, LADDER, PIECES, RUNS, Rung
+from .ladder import BATCH, LADDER, PIECES, RUNS, SINGLES, Rung
 from .outcome import BatchOutcome
 from .positions import SourceLost
 from .runs import apply_run, apply_runs, write_staged
@@ -171,9 +171,13 @@ class ConsumeTransactions:
         return called[0] if len(called) == 1 and counts else None
 
     def first_rung(self, source: Source) -> int:
-        """Return the rung on which a source begins, by what has failed lately."""
+        """Return the rung on which a source begins, by what its messages need or has failed."""
         if source.is_alone:
             return BATCH
+        if self._apart and any(
+            item.consumer in self._apart for item in without_decision(source, source.decisions)
+        ):
+            return SINGLES
         is_open = self.breaker.open
         if is_open and any(item.consumer in is_open for item in source.items):
             return PIECES  # the first of them is the probe
@@ -207,11 +211,7 @@ class ConsumeTransactions:
 
     def _divided(self, source: Source, rung: int) -> list[tuple[Source, int]]:
         """Return the pieces that a rung applies in a transaction each, the last one first."""
-        is_apart = self._apart and any(
-            item.consumer in self._apart for item in without_decision(source, source.decisions)
-        )
-        most = 1 if is_apart else LADDER[rung].records
-        return [(one, rung) for one in reversed(source.pieces(most))]
+        return [(one, rung) for one in reversed(source.pieces(LADDER[rung].records))]
 
     async def transact(
         self, source: Source, rung: int, memory: Memory

@@ -10,10 +10,10 @@ from typing import ClassVar, Self
 import asyncpg
 
 from pipeline.apply import backlog, positions
-from pipeline.apply.backlog import Row
+from pipeline.apply.backlog import Row, Stored
 from pipeline.apply.batch import Batch
 from pipeline.apply.breaker import FailedMessage
-from pipeline.apply.item import Item, Known, order_key
+from pipeline.apply.item import Item, order_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, Move, Slot
 from pipeline.handlers.policy import DEFERRED, DIED, Decision, ProcessDied, undecided
@@ -96,9 +96,7 @@ class PartitionSource:
         self.begun()
         return await positions.move_positions(connection, [part.move for part in self.parts])
 
-    async def find(
-        self, connection: asyncpg.Connection, items: Sequence[Item]
-    ) -> tuple[dict[bytes, Known], set[bytes]]:
+    async def find(self, connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:
         """Return which messages are in the backlog, and the order keys that wait there."""
         return await backlog.find(connection, items)
 

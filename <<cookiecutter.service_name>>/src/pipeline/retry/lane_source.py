@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 import asyncpg
 
 from pipeline.apply import backlog
-from pipeline.apply.backlog import Row
+from pipeline.apply.backlog import Row, Stored
 from pipeline.apply.batch import items_of, prepare, validated
 from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.encryption import Encryption, Rows
@@ -62,6 +62,8 @@ class LaneSource:
     message of each. If there are any, `items` are their messages, which get rows of their own."""
     assumed: Mapping[bytes, Decision] = field(default_factory=dict)
     """Decisions to store without a call of a handler, by marker key."""
+    compares: bool = False
+    """Whether rows are left out that another transaction has decided since they were read."""
     has_lease: ClassVar[bool] = True
 
     @classmethod
@@ -90,14 +92,15 @@ class LaneSource:
         """Lock the lane and extend its lease. Raises `LaneLost`."""
         return await lanes.hold(connection, self.lease)
 
-    async def find(
-        self, connection: asyncpg.Connection, items: Sequence[Item]
-    ) -> tuple[dict[bytes, Known], set[bytes]]:
-        """Return which messages are in other rows of the backlog than those they were read from."""
+    async def find(self, connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:
+        """Return which messages are in other rows of the backlog than those they were read from,
+        and the keys whose first row is not due any more, or another one."""
         own = {item.row for item in self.items}
         new = [item for item in items if item.key not in own]
-        known, _ = await backlog.find(connection, new) if new else ({}, set())
-        return known, set()
+        known = (await backlog.find(connection, new)).known if new else {}
+        heads = {item.order_key: item for item in reversed(self.items) if item.row}
+        is_compared = self.compares and heads
+        return Stored(known, (), await lanes.overtaken(connection, heads) if is_compared else ())
 
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Delete the rows of applied messages, and update others; returns the dead rows."""
@@ -135,10 +138,18 @@ class LaneSource:
         return len(self.items) == 1 and not self.assumed
 
     def pieces(self, records: float) -> Sequence[Self]:
-        """Return the first rows; the others stay due."""
+        """Divide the rows, with those that no handler takes in the first piece."""
         if len(self.items) <= records:
             return [self]
-        return [replace(self, items=self.items[: int(records)])]
+        size = int(records)
+        first, *others = (self.items[n : n + size] for n in range(0, len(self.items), size))
+        return [
+            replace(self, items=first),
+            *(
+                replace(self, items=one, keys=[item.order_key for item in one], unhandleable=())
+                for one in others
+            ),
+        ]
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record how long the messages were stored before they were applied."""
@@ -254,7 +265,7 @@ async def read_rows(
         for error in unavailable.values():
             raise error
     # No handler is called for new messages, so the others follow in a transaction of their own.
-    return LaneSource(lease, new or items, keys, unhandleable, redecoded)
+    return LaneSource(lease, new or items, keys, unhandleable, redecoded, compares=True)
 
 
 def _read(

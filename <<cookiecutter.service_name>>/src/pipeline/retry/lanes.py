@@ -1,12 +1,13 @@
 """Lanes of the backlog and their rows: the statements of workers, and of commands on dead rows."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 import asyncpg
 
 from pipeline.apply.backlog import Row, has_calls
+from pipeline.apply.item import Item
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
 from pipeline.handlers.policy import DIED, GAP, REDRIVEN
@@ -92,6 +93,20 @@ WITH locked AS MATERIALIZED ({_LOCKED}), held AS (
 )
 SELECT current, oldest, since, held.lanes
   FROM (SELECT array_agg(lane) AS lanes FROM held) AS held, pipeline.inbox_generation
+"""
+
+# A row that was decided has no marker, as one that was not tried.
+_OVERTAKEN = """
+SELECT read.order_key
+  FROM unnest($1::bytea[], $2::bytea[], $3::integer[], $4::float[])
+       AS read (order_key, key, attempts, waited)
+  LEFT JOIN LATERAL (
+       SELECT key, attempts, waited, due_at FROM pipeline.backlog b
+        WHERE b.order_key = read.order_key AND (b.died_at IS NULL OR b.holds)
+        ORDER BY sequence, partition, "offset" LIMIT 1) AS head ON true
+ WHERE (head.key, head.attempts, head.waited)
+       IS DISTINCT FROM (read.key, read.attempts, read.waited)
+    OR COALESCE(head.due_at > clock_timestamp(), true)
 """
 
 _RELEASE = f"""
@@ -210,6 +225,15 @@ async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:
     if lost := {*lease.lanes}.difference(held or ()):
         raise LaneLost("; ".join(f"backlog lane {lane} was taken over" for lane in sorted(lost)))
     return Generations(*generations)
+
+
+async def overtaken(
+    connection: asyncpg.Connection, heads: Mapping[bytes, Item]
+) -> Collection[bytes]:
+    """Return the order keys whose first row is not as it was read, or not due any more."""
+    rows = [(key, one.row, *one.history[:2]) for key, one in heads.items()]
+    found = await connection.fetch(_OVERTAKEN, *map(list, zip(*rows, strict=True)))
+    return {row["order_key"] for row in found}
 
 
 async def release(connection: asyncpg.Connection, lease: Lease, *, forgets_deaths: bool) -> None:

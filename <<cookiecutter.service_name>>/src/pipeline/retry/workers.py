@@ -296,7 +296,8 @@ class BacklogWorkers:
             if is_next and may_try and not self._stopping.is_set():
                 tries += 1
                 lease = await self._only(lease, lane)
-                outcomes = await self._apply(self._consume, LaneSource.of(lease, [item]))
+                alone = replace(LaneSource.of(lease, [item]), compares=True)
+                outcomes = await self._apply(self._consume, alone)
                 if not any(one.decided for one in outcomes):
                     continue
             waiting.add(item.order_key)
@@ -318,7 +319,9 @@ class BacklogWorkers:
             if failed.unhandleable[0].decision.is_dead:
                 return
             try:
-                await self._apply(consume, await self._read(lease, [row]))
+                source = await self._read(lease, [row])
+                # It is not due: its attempt is stored.
+                await self._apply(consume, replace(source, compares=False))
             except (BreakerOpen, StoreUnavailable):
                 await self._apply(consume, undone)
                 raise
@@ -332,7 +335,8 @@ class BacklogWorkers:
     async def _apply(
         self, consume: ConsumeTransactions, source: LaneSource
     ) -> Sequence[BatchOutcome]:
-        results = await consume.apply(source, self._attempts("handling rows"))
+        attempts = replace(self._attempts("handling rows"), waits_for_stores=False)
+        results = await consume.apply(source, attempts)
         if source.items and not source.assumed:  # otherwise no handler is called
             self._pace.learn(results)
         return results

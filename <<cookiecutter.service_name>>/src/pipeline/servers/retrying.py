@@ -38,6 +38,8 @@ class Attempts:
     """Returns whether to give up, and to raise the error."""
     report: Callable[[str], None]
     """Called with the reason before every pause."""
+    waits_for_stores: bool = True
+    """Whether an object store or a schema registry that is unavailable is an outage, too."""
 
     async def __call__(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Return the result of the work. Raises errors other than outages at once."""
@@ -68,7 +70,8 @@ class Attempts:
             retrying.iter_state.reset()
 
     def _is_outage(self, error: BaseException) -> bool:
-        return is_infrastructure(error) and not self.unless()
+        is_awaited = self.waits_for_stores or not isinstance(error, StoreUnavailable)
+        return is_infrastructure(error) and is_awaited and not self.unless()
 
     def _report(self, state: RetryCallState) -> None:
         assert state.outcome is not None

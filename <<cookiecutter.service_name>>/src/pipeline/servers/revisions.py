@@ -12,13 +12,10 @@ import asyncpg
 import sqlalchemy as sa
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy.dialects.postgresql.asyncpg import dialect
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 ALEMBIC = Path("alembic.ini")
 """Alembic's configuration, in the working directory of a service's processes."""
-
-_quoted = dialect().identifier_preparer  # type: ignore[no-untyped-call]
 
 DATABASE = """
 SELECT obj_description(to_regnamespace('pipeline'), 'pg_namespace') AS owner,
@@ -71,16 +68,19 @@ SELECT schema, name, array_agg(field ORDER BY place) AS fields
 
 # Messages of a transaction get the same value of such a default.
 _SHARING = r"""
-SELECT format('%s of %s (default %s)', attname, indrelid::regclass, expression)
-  FROM pg_index
-  JOIN pg_attribute ON attrelid = indrelid AND attnum = ANY (indkey)
+SELECT format('%s of %s (default %s)', attname, relname, expression)
+  FROM unnest($1::text[], $2::text[]) AS declared (schema, name)
+  JOIN pg_namespace AS space ON nspname = COALESCE(schema, nspname)
+  JOIN pg_class AS relation ON relnamespace = space.oid AND relname = name
+  JOIN pg_index ON indrelid = relation.oid
+  JOIN pg_attribute ON attrelid = indrelid
+   AND attnum = ANY ((indkey::smallint[])[0:indnkeyatts - 1])
   JOIN pg_attrdef ON adrelid = indrelid AND adnum = attnum,
        LATERAL pg_get_expr(adbin, adrelid) AS expression
  WHERE indisunique
-   AND indrelid = ANY (ARRAY(SELECT to_regclass(name) FROM unnest($1::text[]) AS name))
    AND expression ~* '\m((now|transaction_timestamp|txid_current|pg_current_xact_id)\('
                      '|current_(time|date)|localtime)'
- GROUP BY indrelid, attnum, attname, expression ORDER BY 1
+ GROUP BY indrelid, relname, attnum, attname, expression ORDER BY 1
 """
 
 WRITE_MIGRATION = (
@@ -241,8 +241,9 @@ async def lacking(
 
 async def sharing(connection: asyncpg.Connection, declared: sa.MetaData) -> list[str]:
     """Return the columns of unique keys whose default is the same for all rows of a transaction."""
-    names = [_quoted.format_table(table) for table in declared.tables.values()]
-    return [row[0] for row in await connection.fetch(_SHARING, names)]
+    tables = declared.tables.values()
+    names = [table.schema for table in tables], [table.name for table in tables]
+    return [row[0] for row in await connection.fetch(_SHARING, *names)]
 
 
 async def applied_revisions(connection: asyncpg.Connection) -> list[str]:

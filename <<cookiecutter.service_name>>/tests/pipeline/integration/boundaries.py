@@ -124,6 +124,7 @@ BOUNDARIES = (
     Boundary("backlog: claim lane", 2),
     Boundary("backlog: read due rows", 2),
     Boundary("backlog: fence lane", 2),
+    Boundary("backlog: compare heads"),
     Boundary("backlog: delete settled rows"),
     Boundary("backlog: update failed rows"),
     Boundary("backlog: schedule heads", 2),

@@ -75,6 +75,7 @@ _STATEMENTS: Mapping[object, str] = {
     lanes._HOLD: "backlog: fence lane",
     lanes._DELETE: "backlog: delete settled rows",
     lanes._SET: "backlog: update failed rows",
+    lanes._OVERTAKEN: "backlog: compare heads",
     lanes._ONLY_HEADS_ARE_DUE: "backlog: schedule heads",
     lanes._RELEASE: "backlog: release lane",
     cursor._ANNOUNCE: "relay: announce",

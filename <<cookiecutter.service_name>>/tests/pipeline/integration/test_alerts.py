@@ -21,7 +21,7 @@ from pipeline.apply import inbox
 from pipeline.retention.generations import close_generation
 from pipeline.schema import SHARDS
 
-from .bank import Bank
+from .bank import ATTEMPTS, Bank
 from .conftest import Command
 from .doors import Door
 from .grantees import Roles, grant, splitting
@@ -283,7 +283,7 @@ async def test_dead_letters_alert_until_they_are_redriven(
     tmp_path: Path,
 ) -> None:
     process = await start("run")
-    await Deposit(1, failures=4).send(producer, bank.deposits)
+    await Deposit(1, failures=ATTEMPTS).send(producer, bank.deposits)
     await tells(process, "pipeline_ready", positive)
     fires = await tells(process, "pipeline_backlog_dead", positive)
     check(tmp_path, [fires], firing=["DeadLetters"], quiet=set(ALERTS) - {"DeadLetters"})

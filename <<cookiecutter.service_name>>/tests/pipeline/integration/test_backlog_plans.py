@@ -140,7 +140,7 @@ async def rows_of(db: asyncpg.Connection, key: bytes, count: int) -> list[bytes]
 
 async def test_the_look_up_of_a_batch(asked: Explaining) -> None:
     batch = await items("hot", "new", "dead", *(f"unknown {n}" for n in range(500)))
-    known, waiting = await backlog.find(asked, batch)
+    known, waiting, _ = await backlog.find(asked, batch)
     assert (known, waiting) == ({}, {HOT, NEW})
     assert only(asked).indexes <= {"backlog_pkey", "backlog_order_idx"}
     assert only(asked).scanned == set()

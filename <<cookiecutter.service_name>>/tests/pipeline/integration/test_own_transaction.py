@@ -1,5 +1,7 @@
 """Consumers whose records have a transaction each."""
 
+import asyncio
+from dataclasses import replace
 from datetime import datetime
 
 import asyncpg
@@ -8,6 +10,9 @@ from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import Handlers, Transaction
+from pipeline.apply.attempt import Memory
+from pipeline.consume.gathering import Gatherer
+from pipeline.consume.partition_source import PartitionBatch
 from pipeline.servers import revisions
 
 from .desk import Desk, NewDesk
@@ -67,6 +72,26 @@ async def test_each_record_has_a_transaction(new_desk: NewDesk, db: asyncpg.Conn
     assert await desk.backlog() == []
     assert await readings(db) == sorted(KEYS)
     assert await transactions(db) == len(KEYS)
+
+
+async def test_partitions_that_are_ready_at_once_share_none(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers = Handlers()
+    handlers.on(Deposited, topic=TOPIC, consumer="reading", own_transaction=True)(add_reading)
+    handlers.on(Deposited, topic=TOPIC, consumer="heard")(add_heard)
+    desk = await new_desk(handlers, topic=TOPIC)
+    gatherer = Gatherer(desk.consume)
+
+    async def take(partition: int) -> None:
+        one = replace(desk, slot=replace(desk.slot, partition=partition))
+        start = await one.position()
+        batch = await one.read(Deposit(2 * partition), Deposit(2 * partition + 1), start=start)
+        if not await gatherer.apply(PartitionBatch(one.slot, batch), Memory()):
+            await one.apply_batch(batch)
+
+    await asyncio.gather(take(0), take(1))
+    assert await transactions(db) == 4
 
 
 async def test_deferred_records_leave_other_consumers_their_batch(

@@ -175,6 +175,7 @@ PARKED = Counter(
         "consume: begin",
         "backlog: fence lane",
         "consume: insert markers",
+        "backlog: compare heads",
         "consume: lock accounts",
         "consume: update accounts",
         "consume: compare catalog",
