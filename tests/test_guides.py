@@ -705,8 +705,7 @@ def test_every_command_that_a_page_shows_exists_with_its_options(
 def test_what_a_page_shows_for_a_shell_is_shell(default_project: BakedProject) -> None:
     for page in PAGES:
         for block in for_a_shell(page.read_text("utf-8")):
-            filled = block.replace("<this repository>", "template")
-            default_project.run("bash", "-n", "-c", filled)
+            default_project.run("bash", "-n", "-c", block)
 
 
 def targets(page: str) -> set[str]:
@@ -757,6 +756,7 @@ ELSEWHERE = {
     ".venv/bin/python dev/stack.py run -- .venv/bin/python -m pytest": "below: which tests it runs",
     "../.venv/bin/python dev/stack.py run": "what runs this, with one file",
     ".venv/bin/python '<<cookiecutter.service_name>>/dev/stack.py' run": "what runs this",
+    "REPOSITORY=": "below",
     "python3 -m venv env && env/bin/pip install": "below",
     "cd parcel-tracker && make run": "below, and tests/test_bake.py",
 }
@@ -779,7 +779,7 @@ def test_the_way_to_a_service_of_ones_own_is_that_of_the_read_me(tmp_path: Path)
     environment = tmp_path / "environment"
     # As where the system's Python has no pip, or refuses to install for all users.
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
-    answering = block.replace("<this repository>", shlex.quote(str(ROOT)))
+    answering = block.replace("../onceward", shlex.quote(str(ROOT)))
     assert answering != block
     done = subprocess.run(
         ["bash", "-euc", f"{answering}\nmake"],

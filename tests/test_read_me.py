@@ -6,11 +6,21 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.baked import DEFAULTS, RAW, ROOT
+from tests.baked import DEFAULTS, RAW, ROOT, BakedProject
 
 READ_ME = (ROOT / "README.md").read_text("utf-8")
 COMPARISON = (ROOT / "docs" / "comparison.md").read_text("utf-8")
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+PACKAGES = ("archive", "claims", "contracts", "effects", "object_store", "oidc", "operate", "page")
+"""The packages beside the engine that the default answers generate."""
+
+
+def lines_of(package: str) -> int:
+    """Return how many lines of Python a package has."""
+    modules = (RAW / "src" / package).rglob("*.py")
+    return sum(len(one.read_text("utf-8").splitlines()) for one in modules)
 
 
 def texts(picture: str) -> list[str]:
@@ -26,11 +36,11 @@ def test_it_is_short() -> None:
 
 
 def test_the_first_screen_has_its_parts_in_order() -> None:
-    parts = ["# Onceward", "licence.svg", "```python", "```sh", "## What is guaranteed", "demo.svg"]
+    parts = ["# Onceward", "licence.svg", "```python", "```sh", "## Guarantees", "demo.svg"]
     parts += [
         "## When to use something else",
         "comparison.md",
-        "## What it costs",
+        "## Costs",
         "## Read on",
         "## Versions",
     ]
@@ -59,11 +69,19 @@ def test_no_table_is_wider_than_a_telephone() -> None:
 def test_the_questions_and_the_lines_of_the_engine_are_counted() -> None:
     [questions] = re.findall(r"cookiecutter asks (\d+) questions", READ_ME)
     [lines] = re.findall(r"The engine, ([\d,]+) lines of Python", READ_ME)
-    modules = (RAW / "src" / "pipeline").rglob("*.py")
-    counted = sum(len(one.read_text("utf-8").splitlines()) for one in modules)
+    [others] = re.findall(r"its packages, ([\d,]+) lines by default", READ_ME)
 
     assert int(questions) == len(DEFAULTS)
-    assert counted == pytest.approx(int(lines.replace(",", "")), rel=0.1)
+    assert lines_of("pipeline") == pytest.approx(int(lines.replace(",", "")), rel=0.1)
+    counted = sum(map(lines_of, PACKAGES))
+    assert counted == pytest.approx(int(others.replace(",", "")), rel=0.1)
+
+
+def test_the_packages_that_are_counted_are_those_of_the_default_answers(
+    default_project: BakedProject,
+) -> None:
+    folders = {one.name for one in (default_project.path / "src").iterdir() if one.is_dir()}
+    assert folders == {"pipeline", default_project.package, *PACKAGES}
 
 
 def test_the_badges_are_true() -> None:
@@ -83,7 +101,7 @@ def test_the_badges_are_true() -> None:
 
 
 def test_every_cell_of_the_comparison_has_its_source() -> None:
-    table, _, verdicts = COMPARISON.partition("\n## What each does better\n")
+    table, _, verdicts = COMPARISON.partition("\n## Strengths of each\n")
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:2] == "| "][2:]
 
     assert len(rows) == 8

@@ -37,8 +37,8 @@ def follow(project: BakedProject, before: str, code: str) -> None:
 
 def test_a_service_is_generated_by_the_commands_of_the_read_me() -> None:
     (_, _, generating), *_ = BLOCKS
-    *generate, enter, run = generating.splitlines()
-    shown = f"```sh\n{' && '.join(generate)}\n{enter} && {run}\n```\n"
+    repository, *generate, enter, run = generating.splitlines()
+    shown = f"```sh\n{repository}\n{' && '.join(generate)}\n{enter} && {run}\n```\n"
     assert shown in (ROOT / "README.md").read_text("utf-8")
 
 
@@ -55,13 +55,13 @@ def test_the_tutorial_shows_what_the_test_below_follows() -> None:
 def test_the_tutorial_is_true_word_by_word(template: Template, tmp_path: Path) -> None:
     (_, _, generating), *blocks = BLOCKS
     # Cookiecutter is here; tests/test_guides.py installs it.
-    *_, generate, enter, run = generating.splitlines()
+    repository, *_, generate, enter, run = generating.splitlines()
     assert (enter, run) == ("cd parcel-tracker", "make run")
     generate = generate.removeprefix("env/bin/")
-    generate = generate.replace("<this repository>", shlex.quote(str(template.path)))
+    repository = repository.replace("../onceward", shlex.quote(str(template.path)))
     configured = f"--config-file {shlex.quote(str(template.home / 'config.yaml'))}"
     done = subprocess.run(
-        ["bash", "-euc", f"{generate} {configured}"],
+        ["bash", "-euc", f"{repository}\n{generate} {configured}"],
         cwd=tmp_path,
         env=clean_environment() | {"PATH": f"{Path(sys.prefix, 'bin')}:{os.environ['PATH']}"},
         capture_output=True,
