@@ -83,12 +83,10 @@ SECTIONS: dict[str, list[Page]] = {
         _service("debezium", "the outbox published from the write-ahead log, by Kafka Connect"),
         _service("security", "TLS, passwords, secrets, roles of the database"),
         _service("cloud-login", "tokens and expiring passwords: OIDC, AWS, Azure, Google"),
-        _service("monitoring", "alerts, metrics, log, readiness"),
-        _service(
-            "dead-letters", "commands and reasons, the breaker, messages that crash the process"
-        ),
+        _service("monitoring", "alerts, metrics, log, a topic of dead letters, readiness"),
+        _service("dead-letters", "commands, reasons, the breaker"),
         _service("dead-events", "events that Kafka rejects: reasons and commands"),
-        _service("failures", "when messages fail: steps of the service, and use of attempts"),
+        _service("failures", "when messages fail: steps, use of attempts, crashes of the process"),
         _service("operations-page", "the state of the service and its dead letters in a browser"),
         _service("runbook", "causes and remedies for each alert"),
         _service("incidents", "falling behind, a hot key, a full disk, a restored database"),
