@@ -617,65 +617,6 @@ def bash(
     )
 
 
-LOCKERS = {
-    "events.py": '''
-class LockerOpened(Event, type="locker.opened.v1"):
-    """A locker was opened."""
-
-    locker_id: str
-
-
-class LockerWorn(Event, type="locker.worn.v1", topic="locker-events"):
-    """The hinges of a locker need oil."""
-
-    locker_id: str
-    openings: int
-''',
-    "tables.py": '''
-class Locker(Aggregate, Base):
-    """How often a locker was opened."""
-
-    __tablename__ = "locker"
-
-    id: Mapped[str] = mapped_column(Text, primary_key=True)
-    openings: Mapped[int]
-
-    def __init__(self, id: str) -> None:
-        self.id = id
-        self.openings = 0
-''',
-    "handlers.py": '''
-@handlers.on(LockerOpened, topic="lockers", consumer="count-openings", loads=Locker.by("locker_id"))
-async def count_openings(opened: LockerOpened, tx: Transaction) -> None:
-    """Count, and request oil every thousand times."""
-    locker = await tx.load_or_create(Locker, opened.locker_id)
-    locker.openings += 1
-    if locker.openings % 1000 == 0:
-        tx.publish(LockerWorn(locker_id=locker.id, openings=locker.openings), of=locker)
-''',
-}
-"""What is added to the modules of the parcel tracker for a new handler."""
-
-LOCKERS_TEST = """
-from pipeline.testing import Harness
-
-from parcel_tracker.events import LockerOpened, LockerWorn
-from parcel_tracker.tables import Locker
-
-
-async def test_every_thousandth_opening_requests_oil(harness: Harness) -> None:
-    async with harness.session() as session:
-        locker = Locker("l-1")
-        locker.openings = 999
-        session.add(locker)
-    outcome = await harness.handle(LockerOpened(locker_id="l-1"))
-    assert outcome.published == [LockerWorn(locker_id="l-1", openings=1000)]
-    assert (await harness.get(Locker, "l-1")).openings == 1000
-    again = await harness.handle(LockerOpened(locker_id="l-1"))
-    assert again.is_duplicate
-"""
-
-
 @pytest.mark.full
 @pytest.mark.integration
 def test_a_handler_is_added_by_the_steps_of_the_read_me(set_up: BakedProject) -> None:
@@ -683,18 +624,19 @@ def test_a_handler_is_added_by_the_steps_of_the_read_me(set_up: BakedProject) ->
     steps = set_up.read("README.md").partition("## A new handler")[2].partition("\n## ")[0]
     package = f"src/{set_up.package}"
     assert f"`{package}`" in steps
-    for name, code in LOCKERS.items():
-        assert f"`{name}`" in steps
+    found = re.findall(r", in `(\S+\.py)`.*?```python\n(.*?)```", steps, re.DOTALL)
+    assert [name.rpartition("/")[2] for name, _ in found] == [
+        *("events.py", "tables.py", "handlers.py", "test_count_openings.py")
+    ]
+    *modules, (test, code) = found
+    (set_up.path / test).write_text(code, "utf-8")
+    for name, code in modules:
         file = set_up.path / package / name
-        text = f"{file.read_text('utf-8')}\n{code}"
+        text = f"{file.read_text('utf-8')}\n\n{code}"
         if name == "handlers.py":
             needed = "from .events import LockerOpened, LockerWorn\nfrom .tables import Locker\n"
             text = text.replace("\nfrom .", f"\n{needed}from .", 1)
         file.write_text(text, "utf-8")
-    test = f"tests/{set_up.package}/test_count_openings.py"
-    assert f"`{test.rpartition('/')[0]}`" in steps
-    code = LOCKERS_TEST.lstrip().replace("parcel_tracker", set_up.package)
-    (set_up.path / test).write_text(code, "utf-8")
     migrating, sending = re.findall(r"```sh\n(.*?)```", steps, re.DOTALL)
 
     set_up.run("make", "format", "check")
