@@ -189,6 +189,10 @@ def eventually(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dev-stack"
+
+
 def port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
@@ -360,6 +364,35 @@ def test_concurrent_ups_start_one_set_of_servers(up: Stack) -> None:
     assert asyncio.run(query(up.addresses(), "SELECT 1")) == 1
 
 
+@pytest.mark.parametrize(("stopped", "other"), [("kafka", "postgres"), ("postgres", "kafka")])
+def test_one_server_is_stopped_and_the_other_goes_on(up: Stack, stopped: str, other: str) -> None:
+    before = {server: up.pid(server) for server in (stopped, other)}
+
+    result = up("down", stopped)
+
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"(Kafka|PostgreSQL) is down, with its data kept", result.stderr)
+    assert not runs(before[stopped])
+    assert up.pid(other) == before[other]
+    assert runs(before[other])
+    assert up("status").returncode == NOTHING_UP
+    up.up()
+    assert up.pid(other) == before[other]
+
+
+@pytest.mark.parametrize("arguments", [("zookeeper",), ("kafka", "--purge")])
+def test_one_server_has_a_known_name_and_keeps_its_data(
+    up: Stack, arguments: tuple[str, ...]
+) -> None:
+    before = up.pids()
+
+    result = up("down", *arguments)
+
+    assert result.returncode == 2
+    assert "error: " in result.stderr
+    assert up.pids() == before
+
+
 def test_run_leaves_servers_alone_that_were_up(up: Stack) -> None:
     before = up.pids()
     script = f'printf "%s\\n" "${DATABASE_URL}" "${BOOTSTRAP_SERVERS}"; exit 5'
@@ -517,8 +550,29 @@ def test_docker_compose_comes_before_local_processes(fresh: Stack, tmp_path: Pat
     assert result.returncode == 1
     assert "using Docker Compose" in result.stderr
     assert str(SERVICE / "deploy" / "compose.yaml") in result.stderr
+    assert fresh("down", "kafka", environment={"PATH": path}).returncode == 0
+    assert (fresh.state / "compose.log").read_text().endswith(" stop kafka\n")
     assert fresh("down", environment={"PATH": path}).returncode == 0
     fresh("down", "--purge", environment={"PATH": path})
+
+
+@pytest.mark.parametrize("name", ["müller", "50 % 'of' \\t #1", "$HOME;a&b", "a:b"])
+def test_servers_serve_from_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    cache = folder / "cache" / "dev-stack"
+    cache.parent.mkdir(parents=True)
+    shutil.copytree(cache_folder(), cache, ignore=lambda *_: {"bin"})
+    plain = {"LC_ALL": "C", "XDG_CACHE_HOME": str(cache.parent)}
+    stack = Stack(folder / "state")
+    try:
+        result = stack("up", environment=plain)
+        assert result.returncode == 0, result.stderr
+        addresses = stack.addresses()
+        asyncio.run(produce(addresses, "greetings", b"hello"))
+        assert asyncio.run(query(addresses, "SELECT 1")) == 1
+        assert (stack.state / "kafka" / "data" / "greetings-0").exists()
+    finally:
+        stack("down", "--purge", environment=plain)
 
 
 def test_nothing_is_up_at_first(fresh: Stack) -> None:

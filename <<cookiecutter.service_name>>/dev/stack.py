@@ -6,6 +6,7 @@
                                         shell exports
     python dev/stack.py run -- CMD...   run CMD with them, then stop servers that `run` started
     python dev/stack.py down [--purge]  stop them; --purge removes their data as well
+    python dev/stack.py down SERVER     stop one, `postgres` or `kafka`, until the next `up`
 
 `up --postgres` and `run --postgres` start PostgreSQL alone, which needs no Java.
 
@@ -37,6 +38,7 @@ from servers.network import port_for_service
 from servers.sources import (
     BOOTSTRAP_SERVERS,
     DATABASE_URL,
+    TITLES,
     EnvironmentServers,
     LocalServers,
     OwnServers,
@@ -103,6 +105,16 @@ def take_down(directory: StateDirectory, *, purge: bool = False) -> None:
     say("the servers are down" + (" and their data is removed" if purge else ""))
 
 
+def take_one_down(directory: StateDirectory, server: str) -> None:
+    servers = recorded_servers(directory)
+    if servers is None:
+        say("nothing is up")
+        return
+    servers.stop(server)
+    directory.save()
+    say(f"{TITLES[server]} is down, with its data kept")
+
+
 def current_servers(directory: StateDirectory) -> Servers | None:
     directory.load()
     if named_by_environment(directory.state):
@@ -118,12 +130,15 @@ def command_up(directory: StateDirectory, *, postgres_alone: bool) -> int:
     return 0
 
 
-def command_down(directory: StateDirectory, *, purge: bool) -> int:
+def command_down(directory: StateDirectory, server: str | None, *, purge: bool) -> int:
     if not directory.exists():
         say("nothing is up")
         return 0
     with directory.locked():
-        take_down(directory, purge=purge)
+        if server:
+            take_one_down(directory, server)
+        else:
+            take_down(directory, purge=purge)
     return 0
 
 
@@ -241,7 +256,9 @@ def main() -> int:
     alone.add_argument("--postgres", action="store_true", dest="postgres_alone")
     commands.add_parser("up", parents=[shared, alone])
     down = commands.add_parser("down", parents=[shared])
-    down.add_argument("--purge", action="store_true")
+    which = down.add_mutually_exclusive_group()
+    which.add_argument("server", nargs="?", choices=TITLES)
+    which.add_argument("--purge", action="store_true")
     commands.add_parser("status", parents=[shared])
     commands.add_parser("env", parents=[shared])
     commands.add_parser("run", parents=[shared, alone])
@@ -255,7 +272,7 @@ def main() -> int:
             case "up":
                 return command_up(directory, postgres_alone=options.postgres_alone)
             case "down":
-                return command_down(directory, purge=options.purge)
+                return command_down(directory, options.server, purge=options.purge)
             case "status":
                 return command_status(directory)
             case "env":

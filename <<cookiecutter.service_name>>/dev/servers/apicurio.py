@@ -6,7 +6,7 @@ import signal
 import urllib.error
 import urllib.request
 
-from servers.java import Jars, require_jars, require_java
+from servers.java import Jars, link_jars, require_jars, require_java
 from servers.network import LOOPBACK
 from servers.process import LocalServer
 
@@ -37,6 +37,7 @@ class Apicurio(LocalServer):
 
     def prepare(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
+        link_jars(self.home, self.jars)
 
     def command(self) -> list[str]:
         return [
@@ -47,7 +48,7 @@ class Apicurio(LocalServer):
             f"-Dquarkus.http.host={LOOPBACK}",
             f"-Dquarkus.http.port={self.port}",
             "-jar",
-            str(self.jars / f"apicurio-registry-app-{APICURIO_VERSION}-runner.jar"),
+            f"jars/apicurio-registry-app-{APICURIO_VERSION}-runner.jar",
         ]
 
     def answers(self) -> bool:

@@ -13,6 +13,10 @@ from types import FrameType
 from typing import Any
 
 
+LOCALE = {"LC_ALL": "C.UTF-8", "LANGUAGE": "C"}
+"""Logs are searched for texts, so they are not translated; Java decodes paths by the locale."""
+
+
 class StackError(Exception):
     """An expected failure; the message says what went wrong and what to do."""
 

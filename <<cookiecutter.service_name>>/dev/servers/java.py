@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from servers.console import StackError, run_step, say
+from servers.console import LOCALE, StackError, run_step, say
 from servers.state import cache_folder, wait_for_lock
 
 OLDEST_JAVA = 17
@@ -142,6 +142,13 @@ def require_jars(wanted: Jars, log: Path) -> Path:
     return jars
 
 
+def link_jars(home: Path, jars: Path) -> None:
+    """Make the jars a folder of a server's home, so that its command line has no absolute path."""
+    link = home / "jars"
+    link.unlink(missing_ok=True)
+    link.symlink_to(jars)
+
+
 def download(wanted: Jars, work: Path, log: Path) -> None:
     if shutil.which("mvn") is None:
         apt_install("maven")
@@ -167,12 +174,14 @@ def download(wanted: Jars, work: Path, log: Path) -> None:
             say(f"  {files} files after {shown - start:.0f} s")
 
     run_step(
-        [maven, "-B", "-f", str(work / "pom.xml"), "dependency:copy-dependencies",
-         "-DincludeScope=runtime", f"-DoutputDirectory={work / 'jars'}"],
+        [maven, "-B", "-f", "pom.xml", "dependency:copy-dependencies",
+         "-DincludeScope=runtime", "-DoutputDirectory=jars"],
         log,
         f"Maven could not download {wanted.name}. Check the network and Maven's settings, then"
         " try again.",
         progress=progress,
+        cwd=work,
+        env={**os.environ, **LOCALE},
     )  # fmt: skip
     for archive in (work / "jars").glob("*.tar.gz"):
         run_step(

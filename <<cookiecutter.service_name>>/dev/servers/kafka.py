@@ -6,7 +6,7 @@ import shutil
 import signal
 
 from servers.console import run_step, say
-from servers.java import Jars, require_jars, require_java
+from servers.java import Jars, link_jars, require_jars, require_java
 from servers.network import LOOPBACK, kafka_answers
 from servers.process import LocalServer
 
@@ -32,7 +32,7 @@ inter.broker.listener.name=PLAINTEXT
 controller.listener.names=CONTROLLER
 # Read at each start, unlike the voters that `format --standalone` stores: the port may change.
 controller.quorum.voters=1@{controller}
-log.dirs={data}
+log.dirs=data
 
 auto.create.topics.enable=false
 num.partitions=1
@@ -81,9 +81,9 @@ class Kafka(LocalServer):
             # Halves the start time and the memory, for a lower peak throughput.
             "-XX:TieredStopAtLevel=1",
             "-XX:+UseSerialGC",
-            f"-Dlog4j2.configurationFile={self.home / 'log4j2.properties'}",
+            "-Dlog4j2.configurationFile=log4j2.properties",
             "-cp",
-            f"{self.jars}/*",
+            "jars/*",
             main_class,
             *arguments,
         ]
@@ -93,21 +93,20 @@ class Kafka(LocalServer):
         return KAFKA_SETTINGS.format(
             client=f"{LOOPBACK}:{port}",
             controller=f"{LOOPBACK}:{controller_port}",
-            data=self.home / "data",
         )
 
     def prepare(self) -> None:
         self.home.mkdir(exist_ok=True)
         (self.home / "log4j2.properties").write_text(KAFKA_LOGGING)
-        properties = self.home / "server.properties"
-        properties.write_text(self.settings())
+        (self.home / "server.properties").write_text(self.settings())
+        link_jars(self.home, self.jars)
         if (self.home / "initialised").exists():
             return
         say("creating the Kafka data directory")
         shutil.rmtree(self.home / "data", ignore_errors=True)
         run_step(
             self.java_command("kafka.tools.StorageTool", "format",
-                "--cluster-id=MkU3OEVBNTcwNTJENDM2Qk", f"--config={properties}"),
+                "--cluster-id=MkU3OEVBNTcwNTJENDM2Qk", "--config=server.properties"),
             self.log,
             "The Kafka data directory could not be created.",
             **self.process_options,
@@ -115,7 +114,7 @@ class Kafka(LocalServer):
         (self.home / "initialised").touch()
 
     def command(self) -> list[str]:
-        return self.java_command("kafka.Kafka", str(self.home / "server.properties"))
+        return self.java_command("kafka.Kafka", "server.properties")
 
     def answers(self) -> bool:
         return kafka_answers(LOOPBACK, self.port, with_groups=True)

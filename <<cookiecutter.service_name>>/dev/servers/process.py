@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from servers.console import StackError, last_lines, pause, say
+from servers.console import LOCALE, StackError, last_lines, pause, say
 from servers.network import keep_or_pick
 from servers.state import Record, StateDirectory, process_start
 
@@ -41,8 +41,9 @@ class LocalServer(ABC):
 
     @property
     def process_options(self) -> dict[str, Any]:
-        # The logs are searched for texts, so they must not be translated.
-        return {"cwd": self.home, "env": {**os.environ, "LC_ALL": "C"}}
+        # Java servers get paths that are relative to their home: an absolute one may have letters
+        # that end an entry of a class path or are escapes in a properties file.
+        return {"cwd": self.home, "env": {**os.environ, **LOCALE}}
 
     @abstractmethod
     def check_requirements(self) -> None:

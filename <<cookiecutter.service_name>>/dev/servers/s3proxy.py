@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 
-from servers.java import Jars, require_jars, require_java
+from servers.java import Jars, link_jars, require_jars, require_java
 from servers.network import LOOPBACK
 from servers.process import LocalServer
 
@@ -23,7 +23,7 @@ s3proxy.identity={identity}
 s3proxy.credential={credential}
 s3proxy.ignore-unknown-headers=true
 jclouds.provider=filesystem-nio2
-jclouds.filesystem.basedir={data}
+jclouds.filesystem.basedir=data
 """
 LOGGING = """\
 <configuration>
@@ -52,9 +52,9 @@ class S3Proxy(LocalServer):
                 address=f"{LOOPBACK}:{self.port}",
                 identity=IDENTITY,
                 credential=CREDENTIAL,
-                data=self.home / "data",
             )
         )
+        link_jars(self.home, self.jars)
 
     def command(self) -> list[str]:
         return [
@@ -62,12 +62,12 @@ class S3Proxy(LocalServer):
             "-Xmx256m",
             "-XX:TieredStopAtLevel=1",
             "-XX:+UseSerialGC",
-            f"-Dlogback.configurationFile={self.home / 'logback.xml'}",
+            "-Dlogback.configurationFile=logback.xml",
             "-cp",
-            f"{self.jars}/*",
+            "jars/*",
             "org.gaul.s3proxy.Main",
             "--properties",
-            str(self.home / "s3proxy.conf"),
+            "s3proxy.conf",
         ]
 
     def answers(self) -> bool:

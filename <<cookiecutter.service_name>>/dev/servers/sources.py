@@ -24,6 +24,8 @@ COMPOSE_FILE = Path(__file__).resolve().parents[2] / "deploy" / "compose.yaml"
 COMPOSE_PASSWORD = "service"  # as in that file
 DATABASE_URL = "PIPELINE_DATABASE_URL"
 BOOTSTRAP_SERVERS = "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
+TITLES = {"postgres": Postgres.title, "kafka": Kafka.title}
+"""Names of servers in commands and in Docker Compose, and in messages."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,10 @@ class OwnServers(Servers):
     def down(self, *, purge: bool) -> None: ...
 
     @abstractmethod
+    def stop(self, server: str) -> None:
+        """Stop one of the servers, and keep its data; `up` starts it again."""
+
+    @abstractmethod
     def has_kafka(self) -> bool:
         """Whether Kafka runs."""
 
@@ -198,6 +204,13 @@ class ComposeServers(OwnServers):
         if purge:
             self.log.unlink(missing_ok=True)
 
+    def stop(self, server: str) -> None:
+        run_step(
+            [*self.command, "stop", server],
+            self.log,
+            f"Docker Compose could not stop {TITLES[server]}. Is the Docker engine running?",
+        )
+
     def status(self) -> list[Status]:
         lines = []
         for service, record in self.records.items():
@@ -209,8 +222,7 @@ class ComposeServers(OwnServers):
             )
             log = f"`{shlex.join([*self.command, 'logs', service])}`"
             address = f"{LOOPBACK}:{port}"
-            title = "PostgreSQL" if service == "postgres" else "Kafka"
-            lines.append(Status(title, self.mode, address, "container", serves, log))
+            lines.append(Status(TITLES[service], self.mode, address, "container", serves, log))
         return lines
 
     def are_up(self) -> bool:
@@ -262,6 +274,9 @@ class LocalServers(OwnServers):
         if purge:
             self.postgres.remove()
             self.kafka.remove()
+
+    def stop(self, server: str) -> None:
+        stop_all([{"postgres": self.postgres, "kafka": self.kafka}[server]])
 
     def are_up(self) -> bool:
         return all(server.runs() for server in self.servers)
