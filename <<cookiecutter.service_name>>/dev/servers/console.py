@@ -12,7 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-
 LOCALE = {"LC_ALL": "C.UTF-8", "LANGUAGE": "C"}
 """Logs are searched for texts, so they are not translated; Java decodes paths by the locale."""
 
