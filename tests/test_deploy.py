@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ import pytest
 import yaml
 from jsonschema import ValidationError  # type: ignore[import-untyped]
 
-from tests.baked import RAW, BakedProject, Template
+from tests.baked import RAW, BakedProject, Template, features
 from tests.custom_resources import trigger_parameters, validate
 from tests.programs import require
 
@@ -89,7 +90,7 @@ class Image:
                     self.last.environment[name] = value.replace("$PATH", known)
             case "WORKDIR":
                 self.last.folder = rest
-                self.at(self.last, rest).mkdir(parents=True)
+                self.at(self.last, rest).mkdir(parents=True, exist_ok=True)
             case "COPY":
                 self._copy(rest)
             case "RUN":
@@ -157,10 +158,14 @@ class Image:
 
 @pytest.fixture(scope="module")
 def image(default_project: BakedProject) -> Iterator[Image]:
-    """The service's image."""
+    """The service's image, from a clone that was made with the umask 077."""
     # Not in pytest's folder, whose path goes into every script of an environment and may be long.
     with tempfile.TemporaryDirectory(prefix="image-") as folder:
-        made = Image(default_project.path, Path(folder))
+        clone = Path(folder, "clone")
+        shutil.copytree(default_project.path, clone, symlinks=True)
+        for path in (clone, *clone.rglob("*")):
+            path.chmod(path.stat().st_mode & 0o700)
+        made = Image(clone, Path(folder))
         made.build()
         yield made
 
@@ -187,6 +192,27 @@ def test_nothing_in_the_image_can_be_written_and_nobody_is_root(image: Image) ->
     assert said.startswith("10001\n")
     assert re.search(r"CapEff:\s+0{16}\n", said)
     assert said.count("Read-only file system") == 2
+
+
+def test_every_user_can_read_all_files_of_the_image(image: Image) -> None:
+    # Not as that user: the namespace maps the owner of the files to it.
+    needed = {True: 0o555, False: 0o444}
+    paths = [path for path in image.last.files.rglob("*") if not path.is_symlink()]
+    wrong = [one for one in paths if needed[one.is_dir()] & ~one.stat().st_mode]
+
+    assert len(paths) > 1_000
+    assert wrong == []
+
+
+def test_compose_reads_mounted_files_as_their_owner(together: dict[str, dict[str, Any]]) -> None:
+    mounting = {
+        name
+        for name, service in together.items()
+        if any(volume["type"] == "bind" for volume in service.get("volumes", []))
+    }
+
+    assert mounting == {"collector", "prometheus", "grafana"}
+    assert {together[name].get("user") for name in mounting} == {"0"}
 
 
 def test_the_image_holds_the_service_and_no_more(
@@ -283,12 +309,109 @@ def with_components(
     default_project: BakedProject, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
     """The objects of that overlay with all that waits in it as a comment."""
-    copy = tmp_path_factory.mktemp("manifests") / "kubernetes"
-    shutil.copytree(default_project.path / "deploy" / "kubernetes", copy)
+    return with_all_components(default_project, tmp_path_factory.mktemp("manifests"))
+
+
+def with_all_components(project: BakedProject, folder: Path) -> list[dict[str, Any]]:
+    """Return the objects of a service's overlay with all that waits in it as a comment."""
+    copy = folder / "kubernetes"
+    shutil.copytree(project.path / "deploy" / "kubernetes", copy)
     overlay = copy / "production" / "kustomization.yaml"
     said = overlay.read_text("utf-8").replace(REPLICAS, "")
     overlay.write_text(re.sub(r"^# (components:|  - )", r"\1", said, flags=re.MULTILINE), "utf-8")
-    return built(default_project, str(copy / "production"))
+    return built(project, str(copy / "production"))
+
+
+def optional() -> list[str]:
+    """Return the features that files in deploy/ have conditions for, or belong to."""
+    files = [path.read_text("utf-8") for path in (RAW / "deploy").rglob("*") if path.is_file()]
+    return [
+        name
+        for name, paths in features().items()
+        if any(f"cookiecutter.{name} ==" in text for text in files)
+        or any(path.startswith("deploy/") for path in paths)
+    ]
+
+
+@pytest.fixture(
+    scope="module",
+    params=product(("yes", "no"), repeat=len(optional())),
+    ids="-".join,
+)
+def combined(
+    request: pytest.FixtureRequest, template: Template, tmp_path_factory: pytest.TempPathFactory
+) -> BakedProject:
+    """A service for each combination of these features."""
+    answers = dict(zip(optional(), request.param, strict=True))
+    return template.bake(tmp_path_factory.mktemp("combined"), **answers)
+
+
+def test_features_that_share_files_are_found() -> None:
+    assert {"http_api", "personal_data", "operations_page", "object_store"} <= set(optional())
+
+
+@pytest.fixture(scope="module")
+def all_objects(
+    combined: BakedProject, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """The objects of its overlay with all components."""
+    return with_all_components(combined, tmp_path_factory.mktemp("manifests"))
+
+
+def test_objects_of_combined_features_fit_the_schemas(all_objects: list[dict[str, Any]]) -> None:
+    for each in all_objects:
+        validate(each)
+
+
+def test_every_process_that_handles_or_reads_messages_has_their_keys(
+    combined: BakedProject, all_objects: list[dict[str, Any]]
+) -> None:
+    given = secrets(all_objects)
+    deployed = [each["metadata"]["name"] for each in all_objects if each["kind"] == "Deployment"]
+    composed_ones = composed(combined)
+
+    is_api = combined.answers["http_api"] == "yes"
+    assert set(deployed) == {"consumer", "relay", "operator", *(["api"] if is_api else [])}
+    expected = combined.answers["personal_data"] == "yes"
+    for name in deployed:
+        assert ("PIPELINE_PERSONAL_KEYS" in given[name]) == expected, name
+    for name in long_lived(composed_ones):
+        environment = composed_ones[name]["environment"]
+        assert ("PIPELINE_PERSONAL_KEYS" in environment) == expected, name
+
+
+def test_every_process_with_metrics_is_scraped(
+    combined: BakedProject, all_objects: list[dict[str, Any]]
+) -> None:
+    config = yaml.safe_load(combined.read("deploy/compose/prometheus.yaml"))
+    [scraped] = config["scrape_configs"]
+    targets = scraped["static_configs"][0]["targets"]
+    assert sorted(targets) == sorted(f"{name}:8080" for name in long_lived(composed(combined)))
+
+    pods = workloads(all_objects)
+    with_metrics = {
+        name
+        for name, pod in pods.items()
+        if any(port["name"] == "health" for port in pod["spec"]["containers"][0].get("ports", []))
+    }
+    service = of_kind(all_objects, "Service", "metrics")
+    assert {name for name, pod in pods.items() if _matches(service, pod)} == with_metrics
+    assert with_metrics == set(long_lived(composed(combined)))
+
+
+def long_lived(services: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the processes of the service that Compose restarts."""
+    return [name for name, one in services.items() if one.get("restart") == "unless-stopped"]
+
+
+def test_combined_features_are_sent_requests_only_if_they_have_an_api(
+    combined: BakedProject, all_objects: list[dict[str, Any]]
+) -> None:
+    [policy] = [each["spec"] for each in all_objects if each["kind"] == "NetworkPolicy"]
+    open_ports = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    is_api = combined.answers["http_api"] == "yes"
+    assert (8000 in open_ports) == is_api
+    assert ("EXPOSE 8000" in combined.read(DOCKERFILE)) == is_api
 
 
 def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -361,6 +484,7 @@ def secrets(objects: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
         name: {
             e["name"]: e["valueFrom"]["secretKeyRef"]["key"]
             for e in pod["spec"]["containers"][0]["env"]
+            if "valueFrom" in e
         }
         for name, pod in workloads(objects).items()
     }
