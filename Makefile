@@ -21,6 +21,10 @@ PIN = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 INSTALLED = $(VENV)/.holds-$(shell cksum < requirements.txt | cut -d ' ' -f 1)
 HOLDS_RAW = $(VENV)/.installed-$(shell cksum < '$(RAW)/requirements/dev.txt' | cut -d ' ' -f 1)
 
+# A dot for each package that pip gets; its exit code.
+DOTS = while read -r what code; do case $$what in Collecting|Installing) printf .;; \
+    ended) echo; exit $$code;; esac; done
+
 # The raw tree must have source files only: cookiecutter copies all files in it.
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
 # Tests start hundreds of processes, each three times as fast with bytecode.
@@ -33,7 +37,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 .PHONY: help setup up down demo chaos chaos-selftest bench instructions model docs test-unit test test-full
 .PHONY: test-docker canary release
 .PHONY: announce-test test-engine test-template test-engine-full test-template-full
-.PHONY: check check-raw format requirements clean
+.PHONY: check check-raw format requirements imports clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -167,6 +171,11 @@ requirements: $(INSTALLED) ## pin the packages of the .in files (UPGRADE=--upgra
 	@cd '$(RAW)' && $(PIN) requirements/dev.in --output-file requirements/dev.txt \
 	    --constraint requirements/base.txt
 	@$(PIN) requirements.in --output-file requirements.txt --constraint '$(RAW)/requirements/dev.txt'
+	@$(MAKE) --no-print-directory imports
+
+# With the packages that are pinned now.
+imports: $(INSTALLED)
+	@$(BIN)/python -m tests.imports
 
 clean: ## delete all generated files, including the servers' data
 	@test ! -x $(BIN)/python || $(MAKE) --no-print-directory down
@@ -180,7 +189,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): | $(BIN)/python
-	@echo "Installing the packages of requirements.txt into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.txt
+	@printf 'Installing the packages of requirements.txt into $(VENV), which takes a minute or two: '
+	@{ $(BIN)/python -m pip install --disable-pip-version-check --require-hashes -r requirements.txt; echo "ended $$?"; } | $(DOTS)
 	@rm -f $(VENV)/.holds-* $(VENV)/.installed-*
 	@touch $@ $(HOLDS_RAW)

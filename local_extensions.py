@@ -28,11 +28,10 @@ PINS = SERVICE / "requirements" / "dev.txt"
 LIBRARIES = frozenset(re.findall(r"^([a-z0-9-]+)==", PINS.read_text("utf-8"), re.MULTILINE))
 """Distributions that a generated service needs to run and for development."""
 
-OTHERWISE_IMPORTED = frozenset(
-    {"attr", "dotenv", "google", "grpc", "grpc_tools", "importlinter", "markdown_it", "mypyc"}
-    | {"opentelemetry", "pkg_resources", "py", "rpds", "xdist"}
-)
-"""Their import names that differ from the distributions' names."""
+IMPORTS = Path(__file__).parent / "imports.txt"
+"""Names of modules that these have or import, also optional ones; `make requirements` writes it."""
+
+IMPORTED = frozenset(IMPORTS.read_text("utf-8").split())
 
 BUILT = frozenset({"build", "demo", "dist", "test"})
 """Folders and commands that a service gets after its generation."""
@@ -61,6 +60,9 @@ LONGEST_NAME = 40
 """Leaves room for suffixes within the 63 characters of a host name or database name."""
 
 LONGEST_LINE = 80
+
+UNUSABLE = ':$%"\\`'
+"""Characters of a path that PATH, shells or .ini files would not take literally, as in `make`."""
 
 OURS = (
     "<<cookiecutter.service_name>>",
@@ -123,6 +125,13 @@ def checked(answers: Mapping[str, object]) -> str:
     first check of answers that are replayed from a file. Nothing is written before.
     """
     found = mistakes(answers)
+    folder = str(answers.get("_output_dir", ""))
+    if any(character in folder for character in UNUSABLE):
+        characters = " ".join(UNUSABLE)
+        found.append(
+            f"a service can't run in {folder}, as tools give one of {characters} another meaning:"
+            " generate it in another folder, with --output-dir."
+        )
     if found:
         raise FailedHookException("\n  - ".join(["Nothing was generated.", *found]))
     return "yes"
@@ -219,8 +228,8 @@ def _package_name(answer: str) -> str | None:
         return "must not be the name of a module of Python's standard library"
     if answer in TAKEN:
         return "must not be the name of another folder or module of the service"
-    if answer in OTHERWISE_IMPORTED or answer.replace("_", "-") in LIBRARIES:
-        return "must not be the import name of a library that the service uses"
+    if answer in IMPORTED or answer.replace("_", "-") in LIBRARIES:
+        return "must not be the name of a module that a library of the service has or imports"
     return None
 
 

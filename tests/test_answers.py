@@ -4,7 +4,6 @@ import json
 import keyword
 import re
 import subprocess
-from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,10 @@ import pytest
 from cookiecutter.exceptions import FailedHookException
 
 import local_extensions
-from local_extensions import CHECKS, LIBRARIES, LONGEST_LINE, LONGEST_NAME, mistakes
+from local_extensions import CHECKS, IMPORTED, LIBRARIES, LONGEST_LINE, LONGEST_NAME, mistakes
 
 from tests.baked import DEFAULTS, EXAMPLES, RAW, ROOT, Template, features
+from tests.imports import imported
 
 TEXTS = ["service_name", "package_name", "description", "author"]
 QUESTIONS = [*TEXTS, "worked_example", *features()]
@@ -144,6 +144,8 @@ HIDING = [
         "dist",
     ),
     *("aiokafka", "sqlalchemy", "asyncpg", "pytest", "opentelemetry", "pydantic_settings"),
+    # Optional ones, which no service has.
+    *("httpx", "email_validator", "python_multipart", "numpy", "trio", "yaml", "psycopg2"),
 ]
 
 
@@ -205,18 +207,15 @@ def test_a_package_does_not_hide_another(name: str) -> None:
     assert questions_of(mistakes({**DEFAULTS, "package_name": name})) == ["package_name"]
 
 
-def test_a_package_does_not_hide_any_library_that_is_installed_with_the_service() -> None:
-    imported = {
-        name
-        for name, distributions in packages_distributions().items()
-        if re.fullmatch("[a-z][a-z0-9_]*", name)
-        and {re.sub(r"[-_.]+", "-", each).lower() for each in distributions} & LIBRARIES
-    }
+@pytest.mark.full
+def test_no_library_imports_a_package_of_the_user_in_place_of_another() -> None:
+    """If it fails, `make requirements` has not been run."""
+    found = imported()
 
-    accepted = {n for n in imported if not mistakes({**DEFAULTS, "package_name": n})}
+    accepted = {n for n in found if not mistakes({**DEFAULTS, "package_name": n})}
 
-    assert len(imported) > 40
     assert accepted == set()
+    assert IMPORTED - found == set(), "they are not imported any more"
 
 
 @pytest.mark.parametrize("folder", [".", "dev", "src", "tests"])
@@ -242,6 +241,18 @@ def test_what_is_added_to_the_service_tomorrow_is_not_hidden_either(
     done = template.cookiecutter(output, "--no-input", "service_name=novel")
 
     assert_refused(done, output, template, "package_name must not be", "'novel'")
+
+
+@pytest.mark.parametrize("name", ["a:b", "50 %", "$HOME", "\\t", '"x"', "`x`"])
+def test_a_folder_in_which_no_service_runs_is_refused(
+    name: str, template: Template, output: Path
+) -> None:
+    done = template.cookiecutter(output / name, "--no-input")
+
+    assert done.returncode != 0
+    assert "a service can't run in " in done.stdout
+    assert "generate it in another folder" in done.stdout
+    assert list((output / name).iterdir()) == []
 
 
 def test_a_service_is_not_named_as_a_library_that_it_would_replace() -> None:
