@@ -78,7 +78,9 @@ def git(*arguments: str, given: str = "") -> str:
 
 
 def make_repository() -> str:
-    """Commit the service to a new repository, unless it is in one; return a message about it.
+    """Commit the service to a new repository, unless one has it; return a message about it.
+
+    A repository around it that ignores all its files does not have it.
 
     `make update` merges from the branch `template`. The first commit runs no hooks and is not
     signed, as both could prompt for input; without an identity of the user it has a neutral one.
@@ -93,7 +95,17 @@ def make_repository() -> str:
         if "not a git repository" not in error.stderr:
             return f"It has no repository: {error.stderr.strip()}"
     else:
-        return f"It is in the git repository {repository}: commit it there."
+        files = {path.as_posix() for path in Path().rglob("*") if path.is_file()}
+        known = git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
+        ignored = sorted(files - set(known))
+        if not ignored:
+            return f"It is in the git repository {repository}: commit it there."
+        if len(ignored) < len(files):
+            more = f" and {len(ignored) - 5} more" if len(ignored) > 5 else ""
+            return (
+                f"It is in the git repository {repository}, which ignores {', '.join(ignored[:5])}"
+                f"{more}: commit it there with git add --force {Path.cwd().name}."
+            )
     try:
         git("var", "GIT_COMMITTER_IDENT")
         identity = []

@@ -1,8 +1,9 @@
 """`make release`: the last commit of a release, with a dump of its database, and its tag.
 
-The version is that of `cookiecutter.json` and of the changelog's first heading. The commit is
-neither pushed nor tested: docs/contributing.md says what comes before and after. A release whose
-figures of throughput and latency are of an older engine is refused.
+The version is that of `cookiecutter.json` and of the changelog's first heading. Tags do not travel
+with every clone, so the next commit adds the release to `releases.json`. Neither is pushed or
+tested: docs/contributing.md says what comes before and after. A release whose figures of throughput
+and latency are of an older engine is refused.
 """
 
 import json
@@ -20,6 +21,7 @@ from tests.baked import RAW, ROOT
 
 DUMPS = ROOT / "tests" / "releases"
 CHANGELOG = ROOT / "CHANGELOG.md"
+RELEASES = ROOT / "releases.json"
 REPORT = ROOT / "docs" / "performance" / "report.json"
 REQUIRED = ("throughput", "latency")
 """The measures that a release must have of its own engine, nearly."""
@@ -60,6 +62,12 @@ def with_day(version: str, changelog: str, day: str) -> str:
     return changelog.replace(heading, f"\n## {version} ({day})\n")
 
 
+def released() -> list[dict[str, str]]:
+    """Return version, commit and day of each release, the oldest first."""
+    listed: list[dict[str, str]] = json.loads(RELEASES.read_text("utf-8"))
+    return listed
+
+
 def require_figures(report: Mapping[str, Any], root: Path = ROOT) -> None:
     """Raise `SystemExit` if a required measure is missing, or of an engine that is too old."""
     for name in REQUIRED:
@@ -86,16 +94,22 @@ def main() -> None:
     version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
     if git("status", "--porcelain"):
         raise SystemExit("there are changes that are not committed")
+    if version in {one["version"] for one in released()}:
+        raise SystemExit(f"{RELEASES.name} has version {version} already")
     if git("tag", "--list", f"v{version}"):
         raise SystemExit(f"there is a tag v{version} already")
     require_figures(json.loads(REPORT.read_text("utf-8")))
-    changelog = with_day(version, CHANGELOG.read_text("utf-8"), f"{datetime.now(UTC):%Y-%m-%d}")
+    day = f"{datetime.now(UTC):%Y-%m-%d}"
+    changelog = with_day(version, CHANGELOG.read_text("utf-8"), day)
     (DUMPS / f"{version}.sql").write_text(dumps("make", version), "utf-8")
     CHANGELOG.write_text(changelog, "utf-8")
     git("add", "CHANGELOG.md", "tests/releases")
     git("commit", "--quiet", "--message", f"Release {version}")
     git("tag", "--annotate", f"v{version}", "--message", f"Release {version}")
-    print(f"Release {version} is committed and tagged v{version}, and not pushed.")
+    entry = {"version": version, "commit": git("rev-parse", "HEAD"), "day": day}
+    RELEASES.write_text(json.dumps([*released(), entry], indent=4) + "\n", "utf-8")
+    git("commit", "--quiet", "--message", f"List release {version}", RELEASES.name)
+    print(f"Release {version} is committed, tagged v{version} and listed, and not pushed.")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,66 @@
 """Databases of releases: restored from their dumps and upgraded, while the release's code runs."""
 
+import json
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.baked import RAW, ROOT
+from tests.baked import RAW, ROOT, clean_environment
 from tests.programs import lacking
-from tests.release import DUMPS, dumps, with_day
+from tests.release import CHANGELOG, DUMPS, dumps, released, with_day
 
 VERSIONS = sorted(path.stem for path in DUMPS.glob("*.sql"))
 
 
 @pytest.fixture
 def code(version: str, tmp_path: Path) -> Path:
-    """The raw tree of a release: that of the commit with its dump."""
-    dump = f"tests/releases/{version}.sql"
-    adding = ["git", "log", "-1", "--diff-filter=A", "--format=%H", "--", dump]
-    commit = subprocess.check_output(adding, cwd=ROOT, text=True).strip()
-    if not commit:
-        lacking(f"this clone does not have the commit of {dump} (git fetch --unshallow)")
+    """The raw tree of a release."""
+    [commit] = (one["commit"] for one in released() if one["version"] == version)
+    require_commit(commit)
     archived = subprocess.check_output(["git", "archive", commit, RAW.name], cwd=ROOT)
     subprocess.run(["tar", "-x", "-C", tmp_path], input=archived, check=True)
     return tmp_path / RAW.name
+
+
+def require_commit(commit: str) -> None:
+    """Skip the test, or fail it in CI, if this clone lacks a commit."""
+    has = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
+    if subprocess.run(has, cwd=ROOT, capture_output=True).returncode != 0:
+        lacking(f"this clone does not have the commit {commit} (git fetch --unshallow)")
+
+
+def test_each_release_is_listed_with_the_commit_and_the_day_that_made_it() -> None:
+    assert sorted(one["version"] for one in released()) == VERSIONS
+    for one in released():
+        assert f"\n## {one['version']} ({one['day']})\n" in CHANGELOG.read_text("utf-8")
+        require_commit(one["commit"])
+        dump = f"tests/releases/{one['version']}.sql"
+        adding = ["git", "log", "--diff-filter=A", "--format=%H", "--", dump]
+        assert subprocess.check_output(adding, cwd=ROOT, text=True).split() == [one["commit"]]
+
+
+@pytest.mark.full
+def test_a_clone_without_tags_generates_from_a_release(tmp_path: Path) -> None:
+    shown = re.findall(r"--checkout (\w+)", (ROOT / "README.md").read_text("utf-8"))
+    [release] = (one for one in released() if one["commit"] in shown)
+    require_commit(release["commit"])
+    clone = ["git", "clone", "--quiet", "--no-tags", str(ROOT), str(tmp_path / "clone")]
+    subprocess.run(clone, check=True)
+    config = {"cookiecutters_dir": str(tmp_path / "c"), "replay_dir": str(tmp_path / "replay")}
+    (tmp_path / "config.yaml").write_text(json.dumps(config), "utf-8")
+
+    generate = [sys.executable, "-m", "cookiecutter", (tmp_path / "clone").as_uri(), "--no-input"]
+    given = ["--checkout", release["commit"], "--config-file", tmp_path / "config.yaml"]
+    subprocess.run([*generate, *given], cwd=tmp_path, env=clean_environment(), check=True)
+
+    record = json.loads((tmp_path / "parcel-tracker/.cookiecutter.json").read_text("utf-8"))
+    assert (record["template_version"], record["commit"]) == (
+        release["version"],
+        release["commit"],
+    )
 
 
 @pytest.mark.integration

@@ -17,6 +17,7 @@ import pytest
 import local_extensions
 
 from tests.baked import DEFAULTS, RAW, ROOT, BakedProject, Template, clean_environment
+from tests.release import released
 
 AGES = range(30, 301, 30)
 """How many commits of main before the present one a service was baked."""
@@ -325,6 +326,37 @@ def test_a_bake_inside_a_repository_leaves_the_commit_to_its_owner(
     assert f"It is in the git repository {output.resolve()}: commit it there." in done.stdout
     assert not (output / "apps" / "parcel-tracker" / ".git").exists()
     assert git(output, "branch", "--all") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["/apps/", "*", "apps/parcel-tracker/**"])
+@pytest.mark.parametrize("place", [".gitignore", ".git/info/exclude"])
+def test_a_bake_in_an_ignored_folder_has_a_repository_of_its_own(
+    template: Template, output: Path, place: str, pattern: str
+) -> None:
+    git(output.parent, "init", "--quiet", str(output))
+    (output / place).write_text(f"{pattern}\n", "utf-8")
+
+    done = template.cookiecutter(output / "apps", "--no-input")
+
+    assert "Its first commit is on the branches main, for you, and template" in done.stdout
+    project = BakedProject(output / "apps" / "parcel-tracker", DEFAULTS)
+    assert project.run("git", "rev-parse", "--show-toplevel").strip() == str(project.path.resolve())
+    assert set(project.run("git", "ls-files").splitlines()) == set(project.files())
+
+
+@pytest.mark.slow
+def test_a_bake_names_files_that_the_repository_around_it_ignores(
+    template: Template, output: Path
+) -> None:
+    git(output.parent, "init", "--quiet", str(output))
+    (output / ".gitignore").write_text("*.txt\n", "utf-8")
+
+    done = template.cookiecutter(output, "--no-input")
+
+    said = "which ignores requirements/base.txt, requirements/dev.txt: commit it there"
+    assert said in done.stdout
+    assert "git add --force parcel-tracker" in done.stdout
 
 
 @pytest.mark.full
@@ -859,6 +891,31 @@ def test_a_major_version_is_reached_from_the_last_minor_version_before_it(
 
 @pytest.mark.full
 @pytest.mark.slow
+def test_a_clone_without_tags_has_the_releases_that_its_newest_commit_lists(
+    small: Small, tmp_path: Path
+) -> None:
+    git(tmp_path, "clone", "--quiet", str(small.template), "bare")
+    bare = tmp_path / "bare"
+    tags = git(bare, "tag").split()
+    releases = [
+        {"version": tag[1:], "commit": git(bare, "rev-parse", tag).strip()} for tag in tags[:2]
+    ]
+    (bare / "releases.json").write_text(json.dumps(releases), "utf-8")
+    commit(bare, "List releases")
+    git(bare, "tag", "--delete", *tags)
+    location = f"--template={bare}"
+
+    assert small.update(location).code == 0
+    assert json.loads(small.read(".cookiecutter.json"))["commit"] == releases[1]["commit"]
+    assert "has no version 0.3.0" in small.refusal(location, "--to=0.3.0")
+    for name in ("0.1.0", "v0.1.0"):
+        assert small.update(location, f"--to={name}").code == 0
+        assert json.loads(small.read(".cookiecutter.json"))["commit"] == releases[0]["commit"]
+        assert small.update(location, "--to=v0.2.0").code == 0
+
+
+@pytest.mark.full
+@pytest.mark.slow
 def test_a_merge_that_git_refuses_leaves_no_commit_behind(small: Small) -> None:
     small.git("config", "merge.verifySignatures", "true")
 
@@ -962,28 +1019,19 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> History:
     return History(Template(path, folder / "home"), old, commit(path, "The working tree"))
 
 
-def released() -> list[str]:
-    """Return the tags of releases; none where there is no repository."""
-    listed = subprocess.run(
-        ["git", "-C", ROOT, "tag", "--list", "v[0-9]*"], capture_output=True, text=True
-    )
-    return listed.stdout.split()
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("version", [*map(str, AGES), *released()])
+@pytest.mark.parametrize("version", [*map(str, AGES), *(one["commit"] for one in released())])
 def test_a_service_of_an_old_commit_or_release_is_updated(
     grown: History, output: Path, version: str
 ) -> None:
     fresh = grown.bake(output / "fresh", grown.new)
-    if version.isdigit():
+    if is_age := len(version) < 40:
         old, baked = grown.bake_aged(output, int(version))
     else:
-        old = git(ROOT, "rev-list", "--max-count=1", version).strip()
-        baked = grown.bake(output, old)
+        old, baked = version, grown.bake(output, version)
     project = without_unmarked(owned(baked))
 
-    updater = UPDATE if version.isdigit() else project.path / "dev/update.py"
+    updater = UPDATE if is_age else project.path / "dev/update.py"
     options = (f"--template={grown.template.path}", f"--from={old}", f"--to={grown.new}")
     outcome = run(project.path, sys.executable, str(updater), *options)
 

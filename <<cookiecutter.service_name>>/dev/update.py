@@ -17,6 +17,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,6 +28,8 @@ from engine import CHECKSUMS, differences
 RECORD = ".cookiecutter.json"
 QUESTIONS = "cookiecutter.json"
 CHANGELOG = "CHANGELOG.md"
+RELEASES = "releases.json"
+"""Versions and commits of the template's releases: tags do not travel with every clone."""
 MARK = "Template-Tree"
 """The trailer of a bake's commit: its tree. A commit with another tree is not a bake."""
 
@@ -301,8 +304,11 @@ class Template:
         return git(*arguments, cwd=self.folder / "clone")
 
     def find(self, version: str | None) -> str | None:
-        """Return the commit of a tag, branch or commit; None if there is none of that name."""
-        for name in (version, f"v{version}", f"origin/{version}") if version else ():
+        """Return the commit of a release, tag, branch or commit; None if there is none."""
+        if not version:
+            return None
+        tag = f"v{version.removeprefix('v')}"
+        for name in (self.releases.get(tag, version), version, tag, f"origin/{version}"):
             if succeeds("rev-parse", "--verify", f"{name}^{{commit}}", cwd=self.folder / "clone"):
                 return self.git("rev-parse", f"{name}^{{commit}}")
         return None
@@ -311,17 +317,28 @@ class Template:
         """Return the commit of a tag, branch or commit; raise `Refused` if there is none."""
         found = self.find(version)
         if found is None:
-            raise Refused(f"{self.location} has no version {version}: name a tag, branch or commit")
+            raise Refused(
+                f"{self.location} has no version {version}: name a release, tag, branch or commit"
+            )
         return found
 
-    def releases(self) -> list[str]:
-        """Return the tags of releases, the newest first."""
-        tags = self.git("tag", "--list", "v[0-9]*", "--sort=-version:refname").split()
-        return [tag for tag in tags if re.fullmatch(r"v\d+(\.\d+)*", tag)]
+    @cached_property
+    def releases(self) -> dict[str, str]:
+        """The releases, the newest first, and the commit or tag of each.
+
+        They are those that the newest commit lists, and those with a tag.
+        """
+        found = {tag: tag for tag in self.git("tag", "--list", "v[0-9]*").split()}
+        if succeeds("cat-file", "-e", f"HEAD:{RELEASES}", cwd=self.folder / "clone"):
+            listed = json.loads(self.git("show", f"HEAD:{RELEASES}"))
+            found |= {f"v{one['version']}": one["commit"] for one in listed}
+        names = filter(re.compile(r"v\d+(\.\d+)*").fullmatch, found)
+        numbers = {name: [*map(int, name[1:].split("."))] for name in names}
+        return {name: found[name] for name in sorted(numbers, key=numbers.__getitem__)[::-1]}
 
     def newest(self) -> str:
         """Return the newest release; without releases, HEAD of the clone."""
-        return (self.releases() or ["HEAD"])[0]
+        return next(iter(self.releases), "HEAD")
 
     def version(self, commit: str) -> str:
         """Return the version of a commit."""
@@ -335,7 +352,7 @@ class Template:
     def check_step(self, old: str, new: str) -> None:
         """Raise `Refused` if the last minor version before a new major version is skipped."""
         major = minor(self.version(new))[:1]
-        last = next((tag for tag in self.releases() if minor(tag)[:1] < major), None)
+        last = next((tag for tag in self.releases if minor(tag)[:1] < major), None)
         if last and minor(self.version(old)) < minor(last):
             raise Refused(
                 f"{self.name(new)} may drop columns that versions before {last} use: update to"
@@ -381,7 +398,7 @@ def update(root: Path, options: Namespace) -> bool:
         raise Refused(f"{RECORD} has no location of the template: add TEMPLATE=<URL or path>")
     if Path(location).exists():
         location = os.path.abspath(location)
-    build = root / "build"  # in the repository, so that a bake does not create one
+    build = root / "build"
     build.mkdir(exist_ok=True)
     with TemporaryDirectory(prefix="update-", dir=build) as folder:
         return _update(service, Template.cloned(location, Path(folder)), options)
