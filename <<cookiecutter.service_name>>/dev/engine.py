@@ -15,9 +15,8 @@ TESTS = "tests/pipeline"
 
 WARNING = """warning: the engine was edited:
 {differences}
-The contract suite (tests/contract) tests its promises, but not all its details. The engine's own
-tests come with the answer engine_tests=yes: generate the service again with it in another folder,
-and copy the missing files from there. If the edit was a mistake, restore these files.
+The contract suite (tests/contract) tests its promises, but not all its details. Add the engine's
+own tests: make update ANSWERS="engine_tests=yes". If the edit was a mistake, restore these files.
 """
 
 
