@@ -37,7 +37,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 .PHONY: help setup up down demo chaos chaos-selftest bench instructions model docs test-unit test test-full
 .PHONY: test-docker canary release
 .PHONY: announce-test test-engine test-template test-engine-full test-template-full
-.PHONY: check check-raw format requirements imports clean
+.PHONY: check check-raw format requirements clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -171,10 +171,7 @@ requirements: $(INSTALLED) ## pin the packages of the .in files (UPGRADE=--upgra
 	@cd '$(RAW)' && $(PIN) requirements/dev.in --output-file requirements/dev.txt \
 	    --constraint requirements/base.txt
 	@$(PIN) requirements.in --output-file requirements.txt --constraint '$(RAW)/requirements/dev.txt'
-	@$(MAKE) --no-print-directory imports
-
-# With the packages that are pinned now.
-imports: $(INSTALLED)
+	@$(MAKE) --no-print-directory setup  # the packages that are pinned now
 	@$(BIN)/python -m tests.imports
 
 clean: ## delete all generated files, including the servers' data

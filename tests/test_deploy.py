@@ -204,6 +204,32 @@ def test_every_user_can_read_all_files_of_the_image(image: Image) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize(
+    "name", ["alembic.ini", "migrations", "migrations/env.py", "migrations/versions"]
+)
+@pytest.mark.parametrize("command", ["migrate", "run", "doctor"])
+def test_a_file_that_the_user_cannot_read_is_named(image: Image, name: str, command: str) -> None:
+    path = image.last.files / "app" / name
+    mode = path.stat().st_mode
+    settings = {URL: "postgresql+asyncpg://a@127.0.0.1:1/a"}
+    settings |= {"PIPELINE_KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:1"}
+    path.chmod(0)
+    try:
+        done = subprocess.run(
+            image.command("service", command),
+            env=image.last.environment | settings,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        path.chmod(mode)
+
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"{name} can't be read by the user 10001, who runs this: chmod -R a+rX {name}\n"
+    )
+
+
 def test_compose_reads_mounted_files_as_their_owner(together: dict[str, dict[str, Any]]) -> None:
     mounting = {
         name

@@ -205,11 +205,8 @@ class ComposeServers(OwnServers):
             self.log.unlink(missing_ok=True)
 
     def stop(self, server: str) -> None:
-        run_step(
-            [*self.command, "stop", server],
-            self.log,
-            f"Docker Compose could not stop {TITLES[server]}. Is the Docker engine running?",
-        )
+        failure = f"Docker Compose could not stop {TITLES[server]}. Is the Docker engine running?"
+        run_step([*self.command, "stop", server], self.log, failure)
 
     def status(self) -> list[Status]:
         lines = []

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import partial
 from inspect import Parameter
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import asyncpg
@@ -37,7 +38,7 @@ from pipeline.observe import logs
 from pipeline.observe.health import CannotListen
 from pipeline.servers import guard
 from pipeline.servers.database import autocommitting, create_engine
-from pipeline.servers.revisions import NotMigrated
+from pipeline.servers.revisions import ALEMBIC, NotMigrated
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
@@ -83,11 +84,24 @@ class Program(typer.Typer):
         logging.captureWarnings(True)
         guard.watch_coroutines()
         logs.configure(level="WARNING", json=False)
+        if path := _unreadable():
+            user = f"the user {os.geteuid()}, who runs this"
+            typer.echo(f"{path} can't be read by {user}: chmod -R a+rX {path}", err=True)
+            sys.exit(1)
         try:
             return super().__call__(*args, **kwargs)
         except Exception as error:
             typer.echo(format_traceback(error), err=True)
             sys.exit(1)
+
+
+def _unreadable() -> Path | None:
+    """Return a file or folder of the migrations that Alembic would pass over or find empty."""
+    folder = ALEMBIC.with_name("migrations")
+    for path in (ALEMBIC, folder, *folder.rglob("*")):
+        if path.exists() and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+            return path
+    return None
 
 
 @dataclass(frozen=True)
