@@ -52,7 +52,8 @@ def test_a_clone_without_tags_generates_from_a_release(tmp_path: Path) -> None:
     config = {"cookiecutters_dir": str(tmp_path / "c"), "replay_dir": str(tmp_path / "replay")}
     (tmp_path / "config.yaml").write_text(json.dumps(config), "utf-8")
 
-    generate = [sys.executable, "-m", "cookiecutter", (tmp_path / "clone").as_uri(), "--no-input"]
+    url = f"git+{(tmp_path / 'clone').as_uri()}"
+    generate = [sys.executable, "-m", "cookiecutter", url, "--no-input"]
     given = ["--checkout", release["commit"], "--config-file", tmp_path / "config.yaml"]
     subprocess.run([*generate, *given], cwd=tmp_path, env=clean_environment(), check=True)
 
