@@ -4,6 +4,14 @@
 """
 
 from .receiver import Answer, Receiver, Unavailable, open_receiver
-from .source import KeyReused, UnderWay
+from .source import InvalidKey, KeyReused, UnderWay
 
-__all__ = ["Answer", "KeyReused", "Receiver", "Unavailable", "UnderWay", "open_receiver"]
+__all__ = [
+    "Answer",
+    "InvalidKey",
+    "KeyReused",
+    "Receiver",
+    "Unavailable",
+    "UnderWay",
+    "open_receiver",
+]

@@ -1,5 +1,6 @@
 """The FastAPI application: its life, and what its routes get."""
 
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,14 +8,17 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Request, Response
 from opentelemetry import context, propagate, trace
+from starlette.types import ASGIApp
 
 from pipeline import Event, Service
+from pipeline.events.payload import payload_hash
 from pipeline.settings import Settings
 
 from . import problems
-from .problems import InvalidKey
+from .limits import BodyLimit
 from .receiver import Receiver, open_receiver
 from .settings import HttpSettings
+from .source import InvalidKey
 
 REPLAYED = "Idempotency-Replayed"
 """Response header of an answer that was stored before."""
@@ -22,6 +26,14 @@ REPLAYED = "Idempotency-Replayed"
 _QUOTED = re.compile(r'"((?:[ !#-\[\]-~]|\\["\\]){1,255})"')
 _BARE = re.compile(r"[!#-~]{1,255}")
 _KEY = "Identifies the request: a UUID, new for each request and the same when it is repeated."
+
+
+class _App(FastAPI):
+    """An application that limits the size of bodies before anything else sees them."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Return what answers requests."""
+        return BodyLimit(super().build_middleware_stack(), self.state.max_body_bytes)
 
 
 def create_app(service: Service, settings: Settings | None = None) -> FastAPI:
@@ -37,14 +49,13 @@ def create_app(service: Service, settings: Settings | None = None) -> FastAPI:
         async with open_receiver(service, settings) as app.state.receiver:
             yield
 
-    app = FastAPI(
+    app = _App(
         title=service.name,
         lifespan=living,
-        max_body_size=http.max_body_bytes,
         # Exporters are those of the engine.
         telemetry={"auto_configure": False, "operation_spans": False, "logs": False},
     )
-    app.state.seconds = http.request_timeout
+    app.state.seconds, app.state.max_body_bytes = http.request_timeout, http.max_body_bytes
     problems.register(app)
     return app
 
@@ -59,6 +70,8 @@ class IdempotentRequest:
         idempotency_key: Annotated[str | None, Header(description=_KEY)] = None,
     ) -> None:
         """Called by FastAPI. Raises `InvalidKey`, which is answered with 400."""
+        if len(request.headers.getlist("idempotency-key")) > 1:
+            raise InvalidKey("this request has several headers Idempotency-Key: send one")
         self._request = request
         self._response = response
         self._key = _key_of(idempotency_key)
@@ -67,15 +80,21 @@ class IdempotentRequest:
         """Apply an event by the consumer's handler, once for the key; return its result, as JSON.
 
         `scope` separates the keys of callers: give the name that the caller is authenticated by. A
-        repeated request gets the stored result and the header `Idempotency-Replayed: true`. Errors
-        are those of `Receiver.receive`; the application answers them.
+        repeated request gets the stored result and the header `Idempotency-Replayed: true`. It is
+        one with the same method, path, query and body; JSON may be formatted otherwise. Errors are
+        those of `Receiver.receive`; the application answers them.
         """
         state = self._request.app.state
         receiver: Receiver = state.receiver
         token = context.attach(_context(self._request))
         try:
             answer = await receiver.receive(
-                event, key=self._key, consumer=consumer, scope=scope, seconds=state.seconds
+                event,
+                key=self._key,
+                consumer=consumer,
+                scope=scope,
+                seconds=state.seconds,
+                sent=await _sent(self._request),
             )
         finally:
             context.detach(token)
@@ -86,6 +105,19 @@ class IdempotentRequest:
 
 Idempotent = Annotated[IdempotentRequest, Depends()]
 """Type of a route's parameter that is an `IdempotentRequest`."""
+
+
+async def _sent(request: Request) -> bytes | None:
+    """Return what the client has sent; None if the body is not at hand, as that of a form."""
+    try:
+        body = await request.body()
+    except RuntimeError:  # it was read as a stream
+        return None
+    content_type = request.headers.get("content-type")
+    hashed = payload_hash("", content_type, body).hex()
+    scope = request.scope
+    line = [scope["method"], scope["path"], scope["query_string"].decode("latin-1")]
+    return json.dumps([*line, hashed]).encode()
 
 
 def _context(request: Request) -> context.Context:

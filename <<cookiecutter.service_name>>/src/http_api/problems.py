@@ -4,50 +4,49 @@ Those are of the IETF's draft "The Idempotency-Key HTTP Header Field", 2.7: 400 
 422 for one with another body, 409 for one whose request is under way.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.utils import is_body_allowed_for_status_code
 from starlette.exceptions import HTTPException
 
 from pipeline import Reject
 from pipeline.errors import StoreUnavailable, summarize_error
 
 from .receiver import Unavailable
-from .source import KeyReused, UnderWay
+from .source import InvalidKey, KeyReused, UnderWay
 
 DRAFT = "https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/"
 """Type of the problems that the draft names."""
 MEDIA_TYPE = "application/problem+json"
+_PHRASES = {one.value: one.phrase for one in HTTPStatus}
 _SECONDS = 1
 """Seconds after which to repeat a request whose key is in use."""
 
 
-class InvalidKey(Exception):
-    """The request's Idempotency-Key is missing or malformed."""
-
-
 def problem(
-    status: HTTPStatus,
+    status: int,
     detail: str,
     *,
     type: str = "about:blank",
     title: str | None = None,
     headers: Mapping[str, str] | None = None,
     **more: Any,
-) -> JSONResponse:
+) -> Response:
     """Return a response with problem details; `more` are members of its own."""
-    content = {"type": type, "title": title or status.phrase, "status": status.value}
-    return JSONResponse(
-        {**content, "detail": detail, **more}, status, headers, media_type=MEDIA_TYPE
-    )
+    title = title or _PHRASES.get(status, f"Status {status}")
+    content = {"type": type, "title": title, "status": int(status), "detail": detail, **more}
+    # In ASCII: names of fields may have half a surrogate pair, which UTF-8 can't encode.
+    body = json.dumps(content) if is_body_allowed_for_status_code(status) else None
+    return Response(body, status, headers, media_type=body and MEDIA_TYPE)
 
 
-def answer(error: Exception) -> JSONResponse:
+def answer(error: Exception) -> Response:
     """Return the response to a request that has failed."""
     match error:
         case InvalidKey():
@@ -74,8 +73,7 @@ def answer(error: Exception) -> JSONResponse:
             detail = "the request is not as the API describes it"
             return problem(HTTPStatus.UNPROCESSABLE_ENTITY, detail, errors=errors)
         case HTTPException():
-            status = HTTPStatus(error.status_code)
-            return problem(status, str(error.detail), headers=error.headers)
+            return problem(error.status_code, str(error.detail), headers=error.headers)
     return problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the request has failed; the log says why")
 
 
@@ -88,7 +86,7 @@ _ANSWERED = (
 def register(app: FastAPI) -> None:
     """Answer errors of the routes of an app with problem details."""
 
-    async def handle(_: Request, error: Exception) -> JSONResponse:
+    async def handle(_: Request, error: Exception) -> Response:
         return answer(error)
 
     for kind in _ANSWERED:

@@ -27,10 +27,13 @@ from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.errors import (
     UNSTORABLE,
     Repeat,
+    as_raised,
     describe_error,
     is_contention,
     is_infrastructure,
     is_of_the_database,
+    leaves,
+    sqlstate_of,
 )
 from pipeline.events.event import Unpublishable, payload_of
 from pipeline.events.message import marker_key
@@ -44,9 +47,17 @@ from pipeline.servers.guard import HandlerFault
 from pipeline.servers.retrying import Attempts, pause
 from pipeline.settings import Settings, WriterSettings
 
-from .source import KeyReused, RequestSource
+from .source import InvalidKey, KeyReused, RequestSource
 
 log = logging.getLogger(__name__)
+
+_OF_VALUES = ("22", "23", "44", "54", "P0001")
+"""Errors of PostgreSQL that the values of a request cause: data exceptions, violated constraints
+and check options, limits such as that of an index, and what a trigger raises."""
+_NOT_ACCEPTED = (
+    "the database does not accept a value of the request, such as a text that is too long or a time"
+    " that is out of range; nothing was stored, and a repeat is rejected as well: send other values"
+)
 
 
 class Unavailable(Exception):
@@ -109,25 +120,36 @@ class Receiver(ConsumeTransactions):
         self._requests = f"{service.source}/requests"
 
     async def receive(
-        self, event: Event, *, key: str, consumer: str, scope: str = "", seconds: float = 10.0
+        self,
+        event: Event,
+        *,
+        key: str,
+        consumer: str,
+        scope: str = "",
+        seconds: float = 10.0,
+        sent: bytes | None = None,
     ) -> Answer:
         """Apply an event by a consumer's handler, once for each key; return the handler's result.
 
         The handler is that of the consumer for the event's class: it gets the event and a
         `Transaction`, with all that belongs to it, and its result is stored with the key's marker.
-        A repeat with an equal event gets that result, for as long as the inbox remembers
-        (`PIPELINE_INBOX_AGE`); after that the same key is a new request. `scope` separates the keys
-        of different callers. Make the event of nothing but the request: a time or a number that is
-        new in each call would make it another event.
+        A repeat gets that result, for as long as the inbox remembers (`PIPELINE_INBOX_AGE`); after
+        that the same key is a new request. `scope` separates the keys of different callers.
+
+        A repeat is equal if `sent` is: what the caller has sent, whatever this release makes of it.
+        Without it the events are compared, except for fields that have their defaults. Make the
+        event of nothing but the request then: a time or a number that is new in each call would
+        make it another event.
 
         Raises `KeyReused` if the key has come with another event, `UnderWay` while another call
         with it is applied, and `Unavailable` if servers fail, or the handler takes too long or
-        raises `Retry` or `Park`, and after `seconds` in any case. Other errors of the
-        handler, such as `Reject`, are raised as they are. None of these stores anything. Raises
-        `TypeError` if no handler of the consumer takes the event, `ValueError` for an invalid key
-        or scope, and `Reject` for an event that can't be written as JSON.
+        raises `Retry` or `Park`, and after `seconds` in any case. Raises `Reject` for values that
+        the database does not accept, and for an event that can't be written as JSON. Other errors
+        of the handler, such as its own `Reject`, are raised as they are. None of these stores
+        anything. Raises `TypeError` if no handler of the consumer takes the event, and `InvalidKey`
+        for a key or scope that can't be stored.
         """
-        source = RequestSource(self._item(event, key, consumer, scope))
+        source = self._source_of(event, key, consumer, scope, sent)
         reasons = [f"it has taken longer than {seconds:g} s"]
         retrying = Attempts(
             "a request", self.settings.postgresql, unless=lambda: False, report=reasons.append
@@ -168,22 +190,33 @@ class Receiver(ConsumeTransactions):
                     raise Unavailable(str(error), after=error.after) from error
                 case RolledBack(error=error) if is_infrastructure(error):
                     raise Unavailable(describe_error(error)) from error
+                case RolledBack(error=error) if _is_of_values(error):
+                    name, why = source.item.name, describe_error(error)
+                    log.warning("%s: the database does not accept the request: %s", name, why)
+                    raise Reject(_NOT_ACCEPTED) from error
                 case RolledBack(error=Exception() as error):
                     raise error
                 case RolledBack(error=error):
                     raise HandlerFault(describe_error(error)) from error  # of sys.exit()
             attempts += 1
 
-    def _item(self, event: Event, key: str, consumer: str, scope: str) -> Item:
+    def _source_of(
+        self, event: Event, key: str, consumer: str, scope: str, sent: bytes | None
+    ) -> RequestSource:
         handler = _handler(self.handlers, type(event), consumer)
         if not key or UNSTORABLE.search(key + scope):
-            raise ValueError(f"the key of a request is text without NUL, not {key!r} of {scope!r}")
+            raise InvalidKey(f"the key of a request is text without NUL, not {key!r} of {scope!r}")
         source = f"{self._requests}/{scope}" if scope else self._requests
         try:
             data = payload_of(event)
         except Unpublishable as error:
             raise Reject(str(error)) from error
-        given = event.model_dump_json(exclude=_defaults(event)).encode()
+        defaults = _defaults(event)
+        event_hash = identity = _hash(event, defaults)
+        if sent is not None:
+            identity = payload_hash("request", None, sent)
+        elif more := type(event).model_fields.keys() - event.model_fields_set - defaults:
+            identity = _hash(event, defaults | more)  # without those of a default_factory
         now = datetime.now(UTC)
         traceparent, tracestate, baggage = creation_context()
         milliseconds = int(now.timestamp() * 1_000)
@@ -205,14 +238,27 @@ class Receiver(ConsumeTransactions):
             traceparent=traceparent,
             tracestate=tracestate,
             baggage=baggage,
-            hash=payload_hash(event.__event_type__, "application/json", given),
+            hash=identity,
         )
         record = StoredRecord(REQUESTS, 0, 0, milliseconds, None, data, (), 0.0)
         made = validated(Item(handler, marker_key(consumer, source, key), message, record))
         if made.fault is not None:
             raise made.fault
         # In the trace of the request, without a span of its own.
-        return made._replace(was_young=True, called=get_current())
+        return RequestSource(made._replace(was_young=True, called=get_current()), event_hash)
+
+
+def _is_of_values(error: BaseException) -> bool:
+    """Whether PostgreSQL, or its driver, does not accept values, so that a repeat fails as well."""
+    return is_of_the_database(error) and all(
+        isinstance(one, ValueError) or (sqlstate_of(one) or "").startswith(_OF_VALUES)
+        for one in map(as_raised, leaves(error))
+    )
+
+
+def _hash(event: Event, exclude: set[str]) -> bytes:
+    given = event.model_dump_json(exclude=exclude).encode()
+    return payload_hash(event.__event_type__, "application/json", given)
 
 
 def _defaults(event: Event) -> set[str]:

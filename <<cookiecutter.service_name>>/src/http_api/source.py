@@ -29,6 +29,10 @@ SELECT result::text FROM pipeline.inbox WHERE generation = ANY ($1::int[]) AND k
 """
 
 
+class InvalidKey(ValueError):
+    """The request's idempotency key, or its scope, is missing or malformed."""
+
+
 class UnderWay(SourceLost):
     """Another request with this key is being applied now: repeat it, to get that one's answer."""
 
@@ -51,6 +55,8 @@ class RequestSource:
     """A request, as a source of the consume transaction."""
 
     item: Item
+    event_hash: bytes
+    """Hash of its event, which version 1.0.0 has stored in place of that of what was sent."""
     answer: str | None = None
     """The stored result of a repeated request, as JSON."""
     has_lease: ClassVar[bool] = False
@@ -95,8 +101,10 @@ class RequestSource:
 
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Read the answer of a repeated request. Raises `KeyReused`."""
-        if outcome.mismatched:
+        if any(error.remembered != self.event_hash for _, error in outcome.mismatched):
             raise KeyReused(self.item.message.id)
+        outcome.duplicates += [item for item, _ in outcome.mismatched]
+        outcome.mismatched.clear()
         if outcome.duplicates:
             key = self.item.key
             self.answer = await connection.fetchval(_RESULT, self._generations, key)

@@ -1,22 +1,30 @@
 """The HTTP API: the header Idempotency-Key, and errors as problem details."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Annotated, Any
+from uuid import uuid4
 
 import asyncpg
 import httpx2
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import AfterValidator, BaseModel, Field
 
+from http_api import Receiver
+from http_api.app import Idempotent, create_app
 from http_api.problems import DRAFT
 from http_api.settings import HttpSettings
-from pipeline import Retry
+from pipeline import Event, Retry, Transaction
 from pipeline.errors import StoreUnavailable
 from pipeline.settings import Settings
 
-from .cashier import NOTHING, ONE, new_key, stored
+from .cashier import CASHIER, NOTHING, ONE, cashier, new_key, stored
 from .routes import app_of
-from tests.contract.bank import histories
+from tests.contract.bank import Deposited, histories
 from tests.pipeline.integration.bank import Bank
 from tests.servers.waiting import PATIENCE, eventually
 
@@ -32,11 +40,18 @@ async def app(bank: Bank, settings: Callable[..., Settings]) -> AsyncIterator[Fa
         yield app
 
 
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
+    """Yield a client of an application."""
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://bank") as one:
+        yield one
+
+
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
     """Return a client of the application."""
-    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://bank") as one:
+    async with client_of(app) as one:
         yield one
 
 
@@ -95,7 +110,7 @@ async def test_a_key_with_another_body_is_answered_with_422(
 async def test_the_same_body_in_other_words_is_a_repeat(client: httpx2.AsyncClient) -> None:
     await post(client, 5)
     headers = {"Idempotency-Key": "key-1", "content-type": "application/json"}
-    body = b'{ "failures": 0, "amount": 5, "account": "\\u0061da" }'
+    body = b'{ "amount": 5, "account": "\\u0061da" }'
     again = await client.post("/deposits", content=body, headers=headers)
     assert again.headers["idempotency-replayed"] == "true"
 
@@ -191,13 +206,25 @@ async def test_an_unknown_path_and_a_wrong_method_are_answered_alike(
     assert_problem(await client.get("/deposits"), 405, "Method Not Allowed")
 
 
+async def _in_chunks(body: bytes) -> AsyncIterator[bytes]:
+    for at in range(0, len(body), 100_000):
+        yield body[at : at + 100_000]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("path", ["/deposits", "/nothing"])
 async def test_a_body_that_is_too_large_is_refused(
-    client: httpx2.AsyncClient, db: asyncpg.Connection
+    client: httpx2.AsyncClient, db: asyncpg.Connection, path: str, is_chunked: bool
 ) -> None:
     account = "a" * HttpSettings().max_body_bytes
-    headers = {"Idempotency-Key": "key-1"}
-    body = {"account": account, "amount": 5}
-    assert (await client.post("/deposits", json=body, headers=headers)).status_code == 413
+    headers = {"Idempotency-Key": "key-1", "content-type": "application/json"}
+    body = json.dumps({"account": account, "amount": 5}).encode()
+    content = _in_chunks(body) if is_chunked else body
+    answer = await client.post(path, content=content, headers=headers)
+    if is_chunked and path == "/nothing":  # its body is not read
+        assert_problem(answer, 404, "Not Found")
+    else:
+        assert_problem(answer, 413, "larger than 900,000 bytes")
     assert await stored(db) == NOTHING
 
 
@@ -222,3 +249,229 @@ async def test_the_api_describes_the_key(client: httpx2.AsyncClient) -> None:
     described = (await client.get("/openapi.json")).json()
     (header,) = described["paths"]["/deposits"]["post"]["parameters"]
     assert (header["name"], header["in"]) == ("idempotency-key", "header")
+
+
+async def test_several_keys_are_answered_with_400(
+    client: httpx2.AsyncClient, db: asyncpg.Connection
+) -> None:
+    headers = [("Idempotency-Key", "key-1"), ("Idempotency-Key", "key-1")]
+    body = {"account": "ada", "amount": 5}
+    answer = await client.post("/deposits", json=body, headers=headers)
+    assert_problem(answer, 400, "several headers", type=DRAFT)
+    assert await stored(db) == NOTHING
+
+
+@pytest.mark.parametrize("status", [499, 599, 418])
+async def test_a_route_answers_with_any_status(
+    app: FastAPI, client: httpx2.AsyncClient, status: int
+) -> None:
+    @app.get("/closed")
+    async def closed() -> None:
+        raise HTTPException(status, "half a surrogate pair: \ud800")
+
+    assert_problem(await client.get("/closed"), status, "half a surrogate pair: \ud800")
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_a_status_without_a_body_has_none(
+    app: FastAPI, client: httpx2.AsyncClient, status: int
+) -> None:
+    @app.get("/unchanged")
+    async def unchanged() -> None:
+        raise HTTPException(status, "nothing new", headers={"etag": "1"})
+
+    answer = await client.get("/unchanged")
+    assert (answer.status_code, answer.content, answer.headers["etag"]) == (status, b"", "1")
+
+
+class Strict(BaseModel, extra="forbid"):
+    """A body that knows its fields."""
+
+
+async def test_a_field_whose_name_is_no_text_is_answered_with_422(
+    app: FastAPI, client: httpx2.AsyncClient
+) -> None:
+    @app.post("/strict")
+    async def strict(body: Strict) -> None:
+        pass
+
+    headers = {"content-type": "application/json"}
+    answer = await client.post("/strict", content=b'{"\\ud800": 1}', headers=headers)
+    assert_problem(answer, 422, "is not as the API describes it")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"account": "a\0b", "amount": 5},
+        {"account": "ada", "amount": 10**12},
+        {"account": "".join(str(uuid4()) for _ in range(1_000)), "amount": 5},
+    ],
+    ids=["NUL", "out of range", "too long for an index"],
+)
+async def test_a_value_that_the_database_does_not_accept_is_answered_with_422(
+    client: httpx2.AsyncClient,
+    db: asyncpg.Connection,
+    caplog: pytest.LogCaptureFixture,
+    body: dict[str, object],
+) -> None:
+    answer = await client.post("/deposits", json=body, headers={"Idempotency-Key": "key-1"})
+    assert_problem(answer, 422, "the database does not accept a value")
+    assert await stored(db) == NOTHING
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert str(body["account"]) not in caplog.text
+
+
+async def test_a_caller_whose_name_can_not_be_stored_is_answered_with_400(
+    client: httpx2.AsyncClient, db: asyncpg.Connection
+) -> None:
+    assert_problem(await post(client, path="/%00/deposits"), 400, "text without NUL", type=DRAFT)
+    assert await stored(db) == NOTHING
+
+
+class Opened(Event, type="opened.v1"):
+    """An account is opened, at this release."""
+
+    account: str
+    at: datetime | None = None
+
+
+class Notes(BaseModel):
+    """A part of the next release's event."""
+
+    since: int = 1
+
+
+class OpenedLater(Event, type="opened.v2"):
+    """The same, at the next release, which makes more of it."""
+
+    account: Annotated[str, AfterValidator(str.upper)]
+    at: datetime | None = None
+    notes: Notes = Notes()
+    token: str = Field(default_factory=lambda: str(uuid4()))
+
+
+@asynccontextmanager
+async def release(
+    settings: Callable[..., Settings], event: type[Event]
+) -> AsyncIterator[tuple[FastAPI, httpx2.AsyncClient]]:
+    """Yield a release of the API that opens accounts by this event, and its client."""
+    bank = cashier()
+
+    @bank.handlers.on(event, topic=None, consumer="open")
+    async def open_account(event: Any, tx: Transaction) -> str:
+        return f"{event.account} is open"
+
+    app = create_app(bank.service, settings())
+    app.state.seconds = PATIENCE
+
+    async def post(one: Any, request: Idempotent) -> Any:
+        return await request.receive(one, consumer="open")
+
+    async def post_of(account: str, request: Idempotent) -> Any:
+        return await request.receive(event.model_validate({"account": account}), consumer="open")
+
+    async def post_stream(request: Request, idempotent: Idempotent) -> Any:
+        body = b"".join([part async for part in request.stream()])
+        return await idempotent.receive(event.model_validate_json(body), consumer="open")
+
+    post.__annotations__["one"] = event
+    app.post("/accounts")(post)
+    app.post("/accounts/{account}")(post_of)
+    app.post("/stream")(post_stream)
+    async with app.router.lifespan_context(app), client_of(app) as client:
+        yield app, client
+
+
+async def repeated(
+    settings: Callable[..., Settings], path: str, body: dict[str, object]
+) -> httpx2.Response:
+    """Return the answer of the next release to a request that this one has answered."""
+    headers = {"Idempotency-Key": "key-1"}
+    async with release(settings, Opened) as (_, client):
+        first = await client.post(path, json=body, headers=headers)
+        assert (first.status_code, first.json()) == (200, "ada is open")
+    async with release(settings, OpenedLater) as (_, client):
+        return await client.post(path, json=body, headers=headers)
+
+
+@pytest.mark.parametrize("path", ["/accounts", "/accounts/ada"])
+async def test_a_repeat_across_a_release_gets_the_stored_answer(
+    settings: Callable[..., Settings], db: asyncpg.Connection, path: str
+) -> None:
+    again = await repeated(settings, path, {"account": "ada"})
+    assert (again.status_code, again.json()) == (200, "ada is open")
+    assert again.headers["idempotency-replayed"] == "true"
+
+
+async def test_without_its_body_a_request_is_its_event(
+    settings: Callable[..., Settings], db: asyncpg.Connection
+) -> None:
+    body, headers = {"account": "ada"}, {"Idempotency-Key": "key-1"}
+    async with release(settings, OpenedLater) as (_, client):
+        first = await client.post("/stream", json=body, headers=headers)
+        again = await client.post("/stream", json=body, headers=headers)
+        assert (first.json(), again.json()) == ("ADA is open", "ADA is open")
+        assert again.headers["idempotency-replayed"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/accounts", {"account": "ada", "at": "2026-01-01T01:00:00+01:00"}),
+        ("/accounts?loudly=1", {"account": "ada", "at": "2026-01-01T00:00:00Z"}),
+        ("/accounts/ada", {"account": "ada", "at": "2026-01-01T00:00:00Z"}),
+    ],
+    ids=["time of another zone", "query", "path"],
+)
+async def test_what_is_sent_otherwise_is_another_request(
+    settings: Callable[..., Settings], db: asyncpg.Connection, path: str, body: dict[str, object]
+) -> None:
+    headers, first = {"Idempotency-Key": "key-1"}, {"account": "ada", "at": "2026-01-01T00:00:00Z"}
+    async with release(settings, Opened) as (_, client):
+        assert (await client.post("/accounts", json=first, headers=headers)).status_code == 200
+        answer = await client.post(path, json=body, headers=headers)
+    assert_problem(answer, 422, "belongs to an earlier request with other content", type=DRAFT)
+
+
+async def test_an_answer_that_version_1_0_0_has_stored_is_found(
+    settings: Callable[..., Settings], db: asyncpg.Connection
+) -> None:
+    """It has compared events, as a receiver still does that is not told what was sent."""
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    async with release(settings, Opened) as (app, client):
+        receiver: Receiver = app.state.receiver
+        await receiver.receive(Opened(account="ada", at=at), key="key-1", consumer="open")
+        body = {"account": "ada", "at": "2026-01-01T00:00:00Z"}
+        headers = {"Idempotency-Key": "key-1"}
+        again = await client.post("/accounts", json=body, headers=headers)
+        assert again.headers["idempotency-replayed"] == "true"
+        other = await client.post("/accounts", json={"account": "bob"}, headers=headers)
+        assert other.status_code == 422
+
+
+async def test_a_receiver_that_is_not_told_what_was_sent_leaves_defaults_out(
+    settings: Callable[..., Settings], db: asyncpg.Connection
+) -> None:
+    async with release(settings, OpenedLater) as (app, _):
+        receiver: Receiver = app.state.receiver
+        first, again = [
+            await receiver.receive(OpenedLater(account="ada"), key="key-1", consumer="open")
+            for _ in range(2)
+        ]
+    assert (first.is_repeat, again.is_repeat) == (False, True)
+
+
+async def test_a_request_to_pay_in_is_not_that_of_another_account(
+    client: httpx2.AsyncClient, app: FastAPI
+) -> None:
+    @app.post("/accounts/{account}/deposits")
+    async def pay_in_to(account: str, amount: int, request: Idempotent) -> Any:
+        return await request.receive(Deposited(account=account, amount=amount), consumer=CASHIER)
+
+    headers = {"Idempotency-Key": "key-1"}
+    answers = [
+        await client.post(f"/accounts/{one}/deposits?amount=5", headers=headers)
+        for one in ("ada", "ada", "bob")
+    ]
+    assert [one.status_code for one in answers] == [200, 200, 422]

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 from opentelemetry import context, propagate
 from sqlalchemy import make_url
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError
 
 from http_api import Answer, KeyReused, Receiver, Unavailable, UnderWay, open_receiver
 from pipeline import Event, Gaps, Park, Reject, Retry, Transaction
@@ -249,10 +249,52 @@ async def test_a_handler_with_statements_of_its_own_answers_and_fails_as_a_whole
     async with open_receiver(bank.service, settings()) as receiver:
         open_it = partial(receiver.receive, Named(account="ada"), consumer="open")
         assert (await open_it(key="1")).answer == "ada is open"
-        with pytest.raises(IntegrityError, match="account_pkey"):
+        with pytest.raises(Reject, match="does not accept a value"):
             await open_it(key="2")
         assert (await open_it(key="1")).is_repeat
     assert await stored(db) == ONE | {"pipeline.outbox": 0}
+
+
+_EARLY = datetime(1, 1, 1, tzinfo=timezone(timedelta(hours=14)))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        sa.select(sa.literal("a\0b")),
+        sa.select(sa.literal(_EARLY)),
+        sa.select(sa.cast(10**12, sa.Integer)),
+        sa.text("SELECT 'x'::integer"),
+        sa.text("SELECT '\"\\u0000\"'::jsonb ->> 0"),
+        sa.text("DO $$ BEGIN RAISE EXCEPTION 'too young'; END $$"),
+        sa.text("DO $$ BEGIN RAISE check_violation; END $$"),
+        sa.text("SELECT repeat('a', 2000000000)"),
+    ],
+    ids=["NUL", "time", "number", "text", "JSON", "trigger", "constraint", "length"],
+)
+async def test_what_the_database_does_not_accept_is_rejected(
+    bank: Bank, settings: Callable[..., Settings], db: asyncpg.Connection, statement: Any
+) -> None:
+    @bank.handlers.on(Named, topic=None, consumer="open")
+    async def open_account(event: Named, tx: Transaction) -> None:
+        await tx.session.execute(statement)
+
+    async with open_receiver(bank.service, settings()) as receiver:
+        with pytest.raises(Reject, match="does not accept a value"):
+            await receiver.receive(Named(account="ada"), key="1", consumer="open", seconds=PATIENCE)
+    assert await stored(db) == NOTHING
+
+
+async def test_a_mistake_in_a_handlers_statement_is_raised_as_it_is(
+    bank: Bank, settings: Callable[..., Settings]
+) -> None:
+    @bank.handlers.on(Named, topic=None, consumer="open")
+    async def open_account(event: Named, tx: Transaction) -> None:
+        await tx.session.execute(sa.text("SELECT nothing FROM nowhere"))
+
+    async with open_receiver(bank.service, settings()) as receiver:
+        with pytest.raises(DBAPIError, match="nowhere"):
+            await receiver.receive(Named(account="ada"), key="1", consumer="open", seconds=PATIENCE)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +338,7 @@ async def test_what_fails_only_when_it_is_written_is_raised_and_stores_nothing(
 
     async with open_receiver(bank.service, settings()) as receiver:
         await receiver.receive(Named(account="ada"), key="1", consumer="open")
-        with pytest.raises(IntegrityError, match="account_pkey"):
+        with pytest.raises(Reject, match="does not accept a value"):
             await receiver.receive(Named(account="ada"), key="2", consumer="open")
     assert await stored(db) == ONE | {"pipeline.outbox": 0}
 
