@@ -17,7 +17,8 @@ from pipeline.errors import StoreUnavailable
 from pipeline.service import Misconfigured
 
 from .encryption import PersonalData, personal_types
-from .erasing import Forgotten, forget_now, forgotten
+from .erasing import Forgotten, NoSubject, forget_now, forgotten
+from .marks import Subject
 
 _VALUES = {
     DeadLetters: ("backlog", "key", "value"),
@@ -32,7 +33,10 @@ def group(personal: PersonalData) -> typer.Typer:
     @operation(app, example="service personal forget 17 --yes")
     async def forget(
         invocation: Invocation,
-        subject: Annotated[str, typer.Argument(help="id as in events; with a kind: driver:17")],
+        subject: Annotated[str, typer.Argument(help="id as in events")],
+        kind: Annotated[
+            str | None, typer.Option(help="of ids that need one", show_default="none")
+        ] = None,
         by: Annotated[str | None, typer.Option(help="name to keep", show_default="you")] = None,
         wait: Annotated[
             float, typer.Option(min=0, help="seconds to wait for running transactions")
@@ -42,16 +46,20 @@ def group(personal: PersonalData) -> typer.Typer:
         """Delete the key of a subject. It can't be undone; the output names what is not erased."""
         if not subject.strip():
             raise Refused("the subject is empty: name the id that its events have")
+        name = Subject.of(subject, kind or "").name
         if not yes:
-            invocation.confirm(f"Make everything stored of {subject!r} unreadable, for ever?")
+            invocation.confirm(f"Make everything stored of {name!r} unreadable, for ever?")
         by = by or user_name() or "unknown"
         async with invocation.connected() as connection:
-            done = await forget_now(connection, subject, by=by, wait=wait)
+            try:
+                done = await forget_now(connection, subject, by=by, wait=wait, kind=kind)
+            except NoSubject as error:
+                raise Refused(str(error)) from None
         left = list(_not_erased(invocation.service, done))
         if invocation.as_json:
-            print_json({"subject": subject} | asdict(done) | {"not_erased": left})
+            print_json({"subject": subject, "kind": kind} | asdict(done) | {"not_erased": left})
             return
-        typer.echo(f"{done.keys} keys of {subject!r} are deleted.")
+        typer.echo(f"{done.keys} keys of {name!r} are deleted.")
         for line in (*_found(done), "", "Not erased by this:", *(f"  - {one}" for one in left)):
             typer.echo(line)
 
@@ -67,12 +75,13 @@ def group(personal: PersonalData) -> typer.Typer:
             [
                 format_time(row["forgotten_at"]),
                 row["subject"],
+                row["kind"] or "",
                 str(row["keys"]),
                 row["forgotten_by"],
             ]
             for row in found
         )
-        print_table(("forgotten", "subject", "keys", "by"), rows, right=("keys",))
+        print_table(("forgotten", "subject", "kind", "keys", "by"), rows, right=("keys",))
 
     @operation(app, example="service personal rewrap")
     async def rewrap(invocation: Invocation) -> None:

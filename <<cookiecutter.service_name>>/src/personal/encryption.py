@@ -27,7 +27,7 @@ from pipeline.service import Misconfigured
 from pipeline.settings import mistakes as wrong_settings
 
 from .keys import THE_SERVICE, Changed, DataKey, DataKeys, MasterKeys, SettingsKeys
-from .marks import Shape, mistakes, shape_of
+from .marks import Shape, Subject, mistakes, shape_of
 from .settings import PersonalSettings
 from .spans import Span, Unfit, spans
 from .stored import PREFIX, Stored, encrypt_values, encrypt_whole
@@ -47,7 +47,9 @@ shape_of_model = cache(shape_of)
 class Plan:
     """How a payload is stored."""
 
-    def __init__(self, value: bytes, subjects: Sequence[str], text: str, found: list[Span]) -> None:
+    def __init__(
+        self, value: bytes, subjects: Sequence[Subject], text: str, found: list[Span]
+    ) -> None:
         """Without a `text`, with its personal values `found`, it is encrypted as a whole."""
         self._value = value
         self.subjects = subjects
@@ -74,7 +76,7 @@ class Plan:
         """Return the plan for a payload whose subject is not known."""
         return cls(value, [THE_SERVICE], "", [])
 
-    def stored(self, keys: Mapping[str, DataKey]) -> bytes:
+    def stored(self, keys: Mapping[Subject, DataKey]) -> bytes:
         """Return what is stored."""
         if self._text:
             return bytes(encrypt_values(self._text, self._found, keys))
@@ -166,7 +168,7 @@ class PersonalData(Encryption):
 
     async def _keys_for(
         self, connection: asyncpg.Connection, plans: Sequence[Plan | None]
-    ) -> Mapping[str, DataKey]:
+    ) -> Mapping[Subject, DataKey]:
         subjects = {subject for plan in plans if plan for subject in plan.subjects}
         return await self.keys.of_subjects(connection, subjects) if subjects else {}
 

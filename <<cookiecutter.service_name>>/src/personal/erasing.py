@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from pipeline.handlers.policy import FORGOTTEN
 
 from .keys import THE_SERVICE
+from .marks import Subject
 from .stored import Stored
 
 log = logging.getLogger(__name__)
@@ -25,19 +26,25 @@ _POLL = 0.2
 
 _FORGET = """
 WITH deleted AS (
-    DELETE FROM pipeline.personal_key WHERE subject = {subject} RETURNING id
+    DELETE FROM pipeline.personal_key
+     WHERE subject = {name} AND (kind IS NULL OR kind = {kind}) RETURNING id
 ), noted AS (
-    INSERT INTO pipeline.personal_forgotten (subject, keys, forgotten_by)
-    SELECT {subject}, (SELECT count(*) FROM deleted), {by}
+    INSERT INTO pipeline.personal_forgotten (subject, kind, keys, forgotten_by)
+    SELECT {name}, {kind}, (SELECT count(*) FROM deleted), {by}
 )
 SELECT id FROM deleted
 """
 
-_FORGET_AGAIN = "DELETE FROM pipeline.personal_key WHERE subject = $1 RETURNING id"
+_FORGET_AGAIN = """
+DELETE FROM pipeline.personal_key WHERE subject = $1 AND (kind IS NULL OR kind = $2) RETURNING id
+"""
+
+_OF_A_KIND = "SELECT kind FROM pipeline.personal_key WHERE subject = {name} AND kind <> '' LIMIT 1"
 
 _ADD_TO_THE_LATEST = """
-UPDATE pipeline.personal_forgotten SET keys = keys + $2
- WHERE id = (SELECT max(id) FROM pipeline.personal_forgotten WHERE subject = $1)
+UPDATE pipeline.personal_forgotten SET keys = keys + $3
+ WHERE id = (SELECT max(id) FROM pipeline.personal_forgotten
+              WHERE subject = $1 AND kind IS NOT DISTINCT FROM $2)
 """
 
 _RUNNING = "SELECT pg_snapshot_xip(pg_current_snapshot())::text"
@@ -58,7 +65,7 @@ SELECT {key} AS key, {column} AS stored FROM pipeline.{table}
 _MARK = "UPDATE pipeline.{table} SET reason = $2 WHERE {key} = ANY ($1) AND died_at IS NOT NULL"
 
 _LISTED = """
-SELECT subject, keys, forgotten_by, forgotten_at FROM pipeline.personal_forgotten
+SELECT subject, kind, keys, forgotten_by, forgotten_at FROM pipeline.personal_forgotten
  ORDER BY id DESC LIMIT $1
 """
 
@@ -87,34 +94,58 @@ class Forgotten:
     """Whether all transactions that ran at the time have ended."""
 
 
-def _check(subject: str) -> None:
-    if subject == THE_SERVICE:
-        raise ValueError("a subject is named by the id in its events, not by an empty text")
+class NoSubject(ValueError):
+    """The subject to be forgotten is not named, or not by a name of it alone."""
 
 
-async def forget(session: AsyncSession, subject: str, *, by: str) -> int:
+def _named(subject: str, kind: str | None) -> Subject:
+    """Return the subject. Raises `NoSubject`."""
+    if not subject:
+        raise NoSubject("a subject is named by the id in its events, not by an empty text")
+    return Subject.of(subject, kind or "")
+
+
+def _demand_one(one: Subject, kind: str | None, other: str | None) -> None:
+    """Raise `NoSubject` if no `kind` was given, and there is a subject of the `other` kind."""
+    if kind is None and other is not None:
+        id = one.name.removeprefix(f"{other}:")
+        raise NoSubject(
+            f"{one.name!r} is the id of a subject without a kind, or the subject {id!r} of the kind"
+            f" {other!r}, which has keys: nothing is deleted. Name the one that is meant, by the"
+            f" kind {other!r} and the id {id!r}, or by an empty kind (in a handler `kind=`, of the"
+            " command `--kind`)"
+        )
+
+
+async def forget(session: AsyncSession, subject: str, *, by: str, kind: str | None = None) -> int:
     """Delete the keys of a subject in a handler's transaction; return their number.
 
     For a service that gets the order to erase as an event: `await forget(tx.session, "17",
-    by=event.clerk)`. With a `kind` the subject is `driver:17`. Data of the subject that is stored
-    afterwards has a new key. Raises `ValueError` for an empty subject.
+    by=event.clerk)`; with `kind="driver"` for an id of that kind. Data of the subject that is
+    stored afterwards has a new key. Raises `NoSubject` for an empty subject, and if the id is the
+    name of a subject with a kind as well, unless `kind=""` says that it has none.
     """
-    _check(subject)
-    statement = sa.text(_FORGET.format(subject=":subject", by=":by"))
-    found = (await session.execute(statement, {"subject": subject, "by": by})).all()
-    log.info("personal data: %s keys of subject %r deleted by %s", len(found), subject, by)
+    one = _named(subject, kind)
+    values = {"name": one.name, "kind": one.kind, "by": by}
+    of_a_kind = sa.text(_OF_A_KIND.format(name=":name"))
+    _demand_one(one, kind, await session.scalar(of_a_kind, {"name": one.name}))
+    statement = sa.text(_FORGET.format(name=":name", kind="CAST(:kind AS text)", by=":by"))
+    found = (await session.execute(statement, values)).all()
+    log.info("personal data: %s keys of subject %r deleted by %s", len(found), one.name, by)
     return len(found)
 
 
 async def forget_now(
-    connection: asyncpg.Connection, subject: str, *, by: str, wait: float
+    connection: asyncpg.Connection, subject: str, *, by: str, wait: float, kind: str | None = None
 ) -> Forgotten:
     """Delete the keys of a subject, and find what can't be read any more.
 
-    Waits up to `wait` seconds for the transactions that are running. Raises `ValueError`.
+    Waits up to `wait` seconds for the transactions that are running. Raises `NoSubject`.
     """
-    _check(subject)
-    rows = await connection.fetch(_FORGET.format(subject="$1", by="$2"), subject, by)
+    one = _named(subject, kind)
+    _demand_one(one, kind, await connection.fetchval(_OF_A_KIND.format(name="$1"), one.name))
+    statement = _FORGET.format(name="$1", kind="$2::text", by="$3")
+    rows = await connection.fetch(statement, *one, by)
     ids = [row["id"] for row in rows]
     running = [row[0] for row in await connection.fetch(_RUNNING)]
     deadline = monotonic() + wait
@@ -122,12 +153,12 @@ async def forget_now(
         if monotonic() >= deadline:
             break
         await asyncio.sleep(_POLL)
-    more = [row["id"] for row in await connection.fetch(_FORGET_AGAIN, subject)]
+    more = [row["id"] for row in await connection.fetch(_FORGET_AGAIN, *one)]
     if more:
-        await connection.execute(_ADD_TO_THE_LATEST, subject, len(more))
+        await connection.execute(_ADD_TO_THE_LATEST, *one, len(more))
     ids += more
-    log.info("personal data: %s keys of subject %r deleted by %s", len(ids), subject, by)
-    service = [row["id"] for row in await connection.fetch(_IDS, THE_SERVICE)]
+    log.info("personal data: %s keys of subject %r deleted by %s", len(ids), one.name, by)
+    service = [row["id"] for row in await connection.fetch(_IDS, THE_SERVICE.name)]
     return Forgotten(
         keys=len(ids),
         dead_letters=await _mark(connection, "backlog", "key", "value", ids),

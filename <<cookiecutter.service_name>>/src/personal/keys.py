@@ -18,7 +18,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from pipeline.errors import StoreUnavailable
 
-THE_SERVICE = ""
+from .marks import Subject
+
+THE_SERVICE = Subject("")
 """The subject of payloads whose own subject is not known."""
 _NONCE = 12
 _NAME = 4
@@ -26,15 +28,18 @@ _NAME = 4
 
 # The oldest first: several transactions at once may make a key for a new subject.
 _OF_SUBJECTS = """
-SELECT DISTINCT ON (subject) subject, id, wrapped FROM pipeline.personal_key
- WHERE subject = ANY ($1) ORDER BY subject, created_at, id
+SELECT DISTINCT ON (stored.subject, stored.kind) stored.subject, stored.kind, id, wrapped
+  FROM pipeline.personal_key AS stored
+  JOIN unnest($1::text[], $2::text[]) AS wanted (subject, kind)
+    ON stored.subject = wanted.subject AND stored.kind IS NOT DISTINCT FROM wanted.kind
+ WHERE stored.subject = ANY ($1) ORDER BY stored.subject, stored.kind, created_at, id
 """
 
 _OF_IDS = "SELECT id, subject, wrapped FROM pipeline.personal_key WHERE id = ANY ($1)"
 
 _ADD = """
-INSERT INTO pipeline.personal_key (id, subject, wrapped)
-SELECT * FROM unnest($1::bytea[], $2::text[], $3::bytea[])
+INSERT INTO pipeline.personal_key (id, subject, kind, wrapped)
+SELECT * FROM unnest($1::bytea[], $2::text[], $3::text[], $4::bytea[])
 """
 
 _ALL = """
@@ -122,17 +127,19 @@ class DataKeys:
         self._kept: OrderedDict[bytes, tuple[float, DataKey]] = OrderedDict()
 
     async def of_subjects(
-        self, connection: asyncpg.Connection, subjects: Collection[str]
-    ) -> Mapping[str, DataKey]:
+        self, connection: asyncpg.Connection, subjects: Collection[Subject]
+    ) -> Mapping[Subject, DataKey]:
         """Return a key for each subject, in a transaction; those without one get one."""
-        rows: list[Any] = await connection.fetch(_OF_SUBJECTS, list(subjects))
-        lacking = sorted({*subjects}.difference(row["subject"] for row in rows))
+        rows: list[Any] = await connection.fetch(
+            _OF_SUBJECTS, *map(list, zip(*subjects, strict=True))
+        )
+        lacking = sorted({*subjects}.difference(map(_subject, rows)))
         new = await asyncio.gather(*map(self._new, lacking))
         if new:
-            columns = ([row[name] for row in new] for name in ("id", "subject", "wrapped"))
+            columns = ([row[name] for row in new] for name in ("id", "subject", "kind", "wrapped"))
             await connection.execute(_ADD, *columns)
         keys = await self._unwrapped([*rows, *new])
-        return {row["subject"]: keys[row["id"]] for row in (*rows, *new)}
+        return {_subject(row): keys[row["id"]] for row in (*rows, *new)}
 
     async def of_ids(
         self, connection: asyncpg.Connection, ids: Collection[bytes]
@@ -154,8 +161,8 @@ class DataKeys:
                     count += 1
         return count
 
-    async def _new(self, subject: str) -> Mapping[str, Any]:
-        row = {"id": secrets.token_bytes(16), "subject": subject}
+    async def _new(self, subject: Subject) -> Mapping[str, Any]:
+        row = {"id": secrets.token_bytes(16), "subject": subject.name, "kind": subject.kind}
         key = AESGCM.generate_key(256)
         return {**row, "wrapped": await self._master.wrap(key, _context(row))}
 
@@ -180,6 +187,10 @@ class DataKeys:
         ):
             self._kept.popitem(last=False)
         return found
+
+
+def _subject(row: Mapping[str, Any]) -> Subject:
+    return Subject(row["subject"], row["kind"])
 
 
 def _context(row: Mapping[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ unions. `Personal` leaves a mark in it.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import GetJsonSchemaHandler
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
@@ -19,6 +19,22 @@ from pipeline.events.event import Event
 _MARK = "x-personal"
 _LONGEST = 500
 """Characters of a subject, which is in an index."""
+
+
+class Subject(NamedTuple):
+    """A person; two of different kinds may have one name: `driver:17` may be an id, too."""
+
+    name: str
+    """The id; with a kind: `driver:17`."""
+    kind: str | None = None
+    """Of a name with a colon, which would be ambiguous otherwise; empty for an id without a kind.
+    Keys of version 1.0.0 have none."""
+
+    @classmethod
+    def of(cls, id: str, kind: str = "") -> "Subject":
+        """Return the subject with this id, of this kind."""
+        name = f"{kind}:{id}" if kind else id
+        return cls(name, kind if ":" in name else None)
 
 
 @dataclass(frozen=True)
@@ -34,7 +50,7 @@ class Personal:
     `of` is the JSON name of the field with the subject's id: of the same model, or else of one that
     contains it. It must be required, a text or a whole number, and not personal itself: ids stay.
     `kind` separates ids that are not unique across subjects, such as those of customers and of
-    drivers: the subject is then `driver:17`.
+    drivers: the subject is then `driver:17`, and not that of the id `driver:17` without a kind.
 
     When the subject is forgotten, a value becomes null if the field's type allows it; else the
     event can't be read any more. The value is hidden in logs and wherever payloads are displayed,
@@ -50,12 +66,12 @@ class Personal:
         mark = {"of": self.of} | ({"kind": self.kind} if self.kind else {})
         return {**handler(schema), "writeOnly": True, _MARK: mark}
 
-    def name(self, value: object) -> str | None:
+    def subject(self, value: object) -> Subject | None:
         """Return the subject with this id; None if the value is no id that can be stored."""
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
             return None
-        text = f"{self.kind}:{value}" if self.kind else str(value)
-        return None if len(text) > _LONGEST or UNSTORABLE.search(text) else text
+        one = Subject.of(str(value), self.kind)
+        return None if len(one.name) > _LONGEST or UNSTORABLE.search(one.name) else one
 
 
 @dataclass(eq=False)

@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .marks import Personal, Shape
+from .marks import Personal, Shape, Subject
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
+_UNKNOWN = Subject("")
+"""Subject of what the model does not declare, until the first one is found."""
 
 
 class Unfit(ValueError):
@@ -24,7 +26,7 @@ class Span(NamedTuple):
 
     start: int
     end: int
-    subject: str
+    subject: Subject
     allows_null: bool
 
 
@@ -42,18 +44,19 @@ def spans(text: str, shape: Shape) -> list[Span]:
         finder.look(start, value, [shape], ())
     except (ValueError, RecursionError, IndexError) as error:
         raise Unfit(str(error)) from None
-    subjects = [one.subject for one in finder.found if one.subject]
+    subjects = [one.subject for one in finder.found if one.subject is not _UNKNOWN]
     if finder.found and not subjects:
         raise Unfit("no subject is named")
-    found = [one if one.subject else one._replace(subject=subjects[0]) for one in finder.found]
-    return sorted(found)
+    return sorted(
+        one._replace(subject=subjects[0]) if one.subject is _UNKNOWN else one
+        for one in finder.found
+    )
 
 
 class _Finder:
     def __init__(self, text: str) -> None:
         self._text = text
         self.found: list[Span] = []
-        """Those that the model does not declare have no subject yet."""
 
     def look(
         self, start: int, value: Any, shapes: Sequence[Shape], around: tuple[Mapping[str, Any], ...]
@@ -70,7 +73,7 @@ class _Finder:
             for name, begin, end, one in _members(self._text, start):
                 known = [part for face in objects if (part := (face.members or {}).get(name))]
                 if objects and not known and not others:
-                    self.found.append(Span(begin, end, "", allows_null=True))
+                    self.found.append(Span(begin, end, _UNKNOWN, allows_null=True))
                     continue
                 self._take(begin, end, one, known or others, (*around, value))
 
@@ -91,10 +94,10 @@ class _Finder:
             self.found.append(Span(start, end, _subject(mark, around), allows_null))
 
 
-def _subject(mark: Personal, around: Sequence[Mapping[str, Any]]) -> str:
+def _subject(mark: Personal, around: Sequence[Mapping[str, Any]]) -> Subject:
     for one in reversed(around):
         if mark.of in one:
-            if subject := mark.name(one[mark.of]):
+            if subject := mark.subject(one[mark.of]):
                 return subject
             break
     raise Unfit(f"{mark.of} names no subject")

@@ -14,6 +14,7 @@ from typing import Self
 import orjson
 
 from .keys import DataKey
+from .marks import Subject
 from .spans import Span
 
 PREFIX = b"personal-1 "
@@ -100,7 +101,7 @@ class Stored:
         return "".join([*parts, self.text[at:]]).encode()
 
 
-def encrypt_values(text: str, spans: Sequence[Span], keys: Mapping[str, DataKey]) -> Stored:
+def encrypt_values(text: str, spans: Sequence[Span], keys: Mapping[Subject, DataKey]) -> Stored:
     """Return the payload with its personal values encrypted, by the keys of their subjects."""
     values, parts, at, length = [], [], 0, 0
     for start, end, subject, allows_null in spans:

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from personal import Personal, PersonalSettings
 from personal.keys import Changed, DataKey
-from personal.marks import mistakes, shape_of
+from personal.marks import Subject, mistakes, shape_of
 from personal.spans import Unfit, spans
 from personal.stored import PREFIX, Stored, encrypt_values, encrypt_whole
 from pipeline import Event
@@ -66,7 +66,8 @@ CUSTOMER = "3f1c6b0e-52a9-4a53-9d3e-0a53b2f5d1aa"
 
 def values(payload: str) -> dict[str, str]:
     """Return the subjects of the personal values in a payload."""
-    return {payload[s:e]: subject for s, e, subject, _ in spans(payload, shape_of(Ordered))}
+    found = spans(payload, shape_of(Ordered))
+    return {payload[s:e]: subject.name for s, e, subject, _ in found}
 
 
 def payload(**members: object) -> str:
@@ -171,7 +172,9 @@ def test_a_personal_field_is_hidden_where_payloads_are_displayed() -> None:
         assert "writer" in redact(text)
 
 
-KEYS = {name: DataKey(name.encode(), bytes([n]) * 32) for n, name in enumerate("abc", start=1)}
+KEYS = {
+    Subject(name): DataKey(name.encode(), bytes([n]) * 32) for n, name in enumerate("abc", start=1)
+}
 BY_ID = {key.id: key for key in KEYS.values()}
 
 _SPACE = st.sampled_from(["", " ", "\n", "\t "])
@@ -195,7 +198,7 @@ def _payloads(draw: st.DrawFn) -> str:
 @given(_payloads())
 @settings(deadline=None)
 def test_a_payload_comes_back_to_the_last_byte(text: str) -> None:
-    keys = KEYS | {"driver:c": KEYS["c"]}
+    keys = KEYS | {Subject.of("c", "driver"): KEYS[Subject("c")]}
     found = spans(text, shape_of(Ordered))
     stored = encrypt_values(text, found, keys)
     again = Stored.parse(bytes(stored))
@@ -209,7 +212,9 @@ def test_a_payload_comes_back_to_the_last_byte(text: str) -> None:
 def test_values_that_may_be_null_are_null_without_their_key() -> None:
     text = payload(home={"name": "n", "number": 1})
     found = spans(text, shape_of(Ordered))
-    stored = encrypt_values(text, [one for one in found if one.allows_null], {CUSTOMER: KEYS["a"]})
+    stored = encrypt_values(
+        text, [one for one in found if one.allows_null], {Subject(CUSTOMER): KEYS[Subject("a")]}
+    )
     assert stored.is_readable(set())
     assert json.loads(stored.decrypt({}))["home"] is None
     assert json.loads(stored.decrypt(BY_ID))["home"] == {"name": "n", "number": 1}
@@ -218,7 +223,7 @@ def test_values_that_may_be_null_are_null_without_their_key() -> None:
 @given(st.binary())
 @settings(deadline=None)
 def test_bytes_that_are_encrypted_as_a_whole_need_all_keys(data: bytes) -> None:
-    stored = Stored.parse(bytes(encrypt_whole(data, [KEYS["a"], KEYS["b"]])))
+    stored = Stored.parse(bytes(encrypt_whole(data, [KEYS[Subject("a")], KEYS[Subject("b")]])))
     assert stored is not None
     assert stored.decrypt(BY_ID) == data
     assert not stored.is_readable({b"a"})
@@ -233,7 +238,7 @@ def test_bytes_of_others_are_no_stored_form(data: bytes) -> None:
 
 
 def test_a_changed_ciphertext_is_recognised() -> None:
-    key = KEYS["a"]
+    key = KEYS[Subject("a")]
     encrypted = bytearray(key.encrypt(b"text"))
     encrypted[-1] ^= 1
     with pytest.raises(Changed):

@@ -3,21 +3,26 @@
 import asyncio
 import json
 from collections.abc import Callable
+from typing import Annotated
 
 import asyncpg
 import pytest
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from operate.commands import command_line
 from personal import PersonalData, forget
 from personal.commands import group
-from personal.erasing import forget_now
-from pipeline import Transaction
+from personal.erasing import NoSubject, forget_now
+from personal.marks import Personal, Subject
+from pipeline import Event, Park, Transaction
 from pipeline.errors import StoreUnavailable
 from pipeline.service import Misconfigured
 
 from .clinic import SECRET, Noted, Visited, fails, parks, rejects, visit
 from .conftest import KEYS, NewClinic, rows
+from tests.contract.bank import Deposit
 from tests.pipeline.integration.conftest import Command
+from tests.pipeline.integration.desk import Desk
 from tests.servers.waiting import eventually
 
 pytestmark = pytest.mark.integration
@@ -122,7 +127,7 @@ async def test_a_transaction_under_way_can_not_keep_a_key(
     other = await connect()  # type: ignore[misc]
     transaction = other.transaction()
     await transaction.start()
-    await personal.keys.of_subjects(other, ["p1"])
+    await personal.keys.of_subjects(other, [Subject("p1")])
     forgetting = asyncio.create_task(forget_now(db, "p1", by="ada", wait=60))
     watcher = await connect()  # type: ignore[misc]
 
@@ -156,6 +161,95 @@ async def test_a_handler_forgets_in_its_transaction(
     await desk.apply(visit(2, type="noted", note=None))
     assert await db.fetchval("SELECT count(*) FROM pipeline.personal_key") == 0
     assert await db.fetchval("SELECT forgotten_by FROM pipeline.personal_forgotten") == "clerk"
+
+
+class Driven(Event, type="driven"):
+    """A driver has driven a customer; the ids of both are of a register of its own."""
+
+    customer: str
+    driver: str
+    mail: Annotated[str, Personal(of="customer")]
+    plate: Annotated[str, Personal(of="driver", kind="driver")]
+
+
+async def _driven(
+    new_clinic: NewClinic, *, customer: str = "driver:17", driver: str = "17"
+) -> tuple[Desk, PersonalData]:
+    """Store a message about a customer and a driver."""
+    clinic, desk = await new_clinic()
+
+    @clinic.handlers.on(Driven, topic="visits", consumer="bill")
+    async def bill(event: Driven, tx: Transaction) -> None:
+        raise Park("later", after=3600)
+
+    value = {"customer": customer, "driver": driver, "mail": SECRET, "plate": "B-17"}
+    await desk.apply(Deposit(1, type="driven", value=json.dumps(value).encode()))
+    assert isinstance(desk.consume.encryption, PersonalData)
+    return desk, desk.consume.encryption
+
+
+async def _kinds(db: asyncpg.Connection) -> set[tuple[str, str | None]]:
+    found = await db.fetch("SELECT subject, kind FROM pipeline.personal_key")
+    return {(row["subject"], row["kind"]) for row in found}
+
+
+_BOTH = {("driver:17", ""), ("driver:17", "driver")}
+
+
+@pytest.mark.parametrize(("subject", "kind"), [("driver:17", ""), ("17", "driver")])
+async def test_of_two_subjects_with_one_name_one_is_forgotten(
+    new_clinic: NewClinic, db: asyncpg.Connection, subject: str, kind: str
+) -> None:
+    await _driven(new_clinic)
+    assert await _kinds(db) == _BOTH
+    done = await forget_now(db, subject, by="ada", wait=5, kind=kind)
+    assert (done.keys, await _kinds(db)) == (1, _BOTH - {("driver:17", kind)})
+    assert await db.fetchval("SELECT kind FROM pipeline.personal_forgotten") == kind
+
+
+@pytest.mark.parametrize("customer", ["driver:17", "9"])
+async def test_a_name_of_two_subjects_is_refused_without_a_kind(
+    new_clinic: NewClinic, service: Callable[..., Command], db: asyncpg.Connection, customer: str
+) -> None:
+    """Also if the customer has no key, and the driver of this name has."""
+    clinic, _ = await new_clinic()
+    desk, _ = await _driven(new_clinic, customer=customer)
+    before = await _kinds(db)
+    async with AsyncSession(desk.consume.engine) as session:
+        with pytest.raises(NoSubject, match="by the kind 'driver' and the id '17'"):
+            await forget(session, "driver:17", by="ada")
+    refused = await service(clinic)("personal", "forget", "driver:17", "--yes")
+    assert (refused.exit_code, "nothing is deleted" in refused.stderr) == (1, True)
+    assert await _kinds(db) == before
+
+    done = await service(clinic)("personal", "forget", "17", "--kind", "driver", "--yes")
+    assert "1 keys of 'driver:17' are deleted." in done.stdout, done.output
+    assert await _kinds(db) == before - {("driver:17", "driver")}
+
+
+async def test_an_id_with_a_colon_needs_no_kind(
+    new_clinic: NewClinic, db: asyncpg.Connection
+) -> None:
+    desk, _ = await _driven(new_clinic, customer="urn:customer:9")
+    async with AsyncSession(desk.consume.engine) as session:
+        assert await forget(session, "urn:customer:9", by="ada") == 1
+        await session.commit()
+    assert await _kinds(db) == {("driver:17", "driver")}
+
+
+async def test_keys_without_a_kind_decrypt_and_are_forgotten_by_either_name(
+    new_clinic: NewClinic, db: asyncpg.Connection
+) -> None:
+    """Version 1.0.0 has stored no kind, and given both subjects one key."""
+    desk, personal = await _driven(new_clinic, customer="9")
+    await db.execute("UPDATE pipeline.personal_key SET kind = NULL")
+    (row,) = await personal.decrypt(db, await desk.backlog(), "value")
+    assert b"B-17" in row["value"]
+    await personal.keys.of_subjects(db, [Subject.of("17", "driver"), Subject.of("driver:17")])
+    assert await _kinds(db) == {("9", None), ("driver:17", None), *_BOTH}
+    assert (await forget_now(db, "17", by="ada", wait=5, kind="driver")).keys == 2
+    assert await _kinds(db) == {("9", None), ("driver:17", "")}
+    assert (await forget_now(db, "9", by="ada", wait=5)).keys == 1
 
 
 @pytest.fixture
