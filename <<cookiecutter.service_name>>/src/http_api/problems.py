@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.utils import is_body_allowed_for_status_code
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from pipeline import Reject
 from pipeline.errors import StoreUnavailable, summarize_error
@@ -72,6 +73,8 @@ def answer(error: Exception) -> Response:
             errors = [{"loc": one["loc"], "msg": one["msg"]} for one in error.errors()]
             detail = "the request is not as the API describes it"
             return problem(HTTPStatus.UNPROCESSABLE_ENTITY, detail, errors=errors)
+        case ClientDisconnect():
+            return problem(HTTPStatus.BAD_REQUEST, "the body of the request did not arrive")
         case HTTPException():
             return problem(error.status_code, str(error.detail), headers=error.headers)
     return problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the request has failed; the log says why")
@@ -79,7 +82,7 @@ def answer(error: Exception) -> Response:
 
 _ANSWERED = (
     *(InvalidKey, KeyReused, UnderWay, Unavailable, StoreUnavailable, Reject),
-    *(RequestValidationError, HTTPException, Exception),
+    *(RequestValidationError, ClientDisconnect, HTTPException, Exception),
 )
 
 

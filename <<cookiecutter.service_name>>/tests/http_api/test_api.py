@@ -475,3 +475,28 @@ async def test_a_request_to_pay_in_is_not_that_of_another_account(
         for one in ("ada", "ada", "bob")
     ]
     assert [one.status_code for one in answers] == [200, 200, 422]
+
+
+async def test_a_client_that_has_gone_before_its_body_came_is_no_failure(app: FastAPI) -> None:
+    @app.post("/emptied")
+    async def empty(request: Idempotent) -> Any:
+        event = Deposited(account="ada", amount=5)
+        return await request.receive(event, consumer=CASHIER)
+
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/emptied",
+        "query_string": b"",
+        "headers": [(b"idempotency-key", b"key-1")],
+    }
+    await app(scope, receive, send)
+    assert sent[0]["status"] == 400
