@@ -71,7 +71,8 @@ GRANT SELECT, INSERT, UPDATE ON pipeline.position TO :"service";
 GRANT SELECT, INSERT, DELETE ON pipeline.guarded_transaction TO :"service";
 GRANT SELECT, INSERT ON pipeline.inbox_consumer TO :"service";
 GRANT SELECT, UPDATE ON pipeline.backlog_lane TO :"service";
-GRANT SELECT ON pipeline.inbox_generation, pipeline.inbox_closed TO :"service";
+GRANT SELECT ON pipeline.inbox_generation, pipeline.inbox_closed, pipeline.outbox_cluster
+   TO :"service";
 GRANT SELECT, UPDATE (archives) ON pipeline.retention_round TO :"service";
 GRANT INSERT ON pipeline.claim TO :"service";
 GRANT USAGE ON SEQUENCE pipeline.backlog_call_seq TO :"service";
