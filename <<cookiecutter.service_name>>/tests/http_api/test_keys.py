@@ -2,8 +2,8 @@
 
 import pytest
 
+from http_api import InvalidKey
 from http_api.app import _key_of
-from http_api.problems import InvalidKey
 
 
 @pytest.mark.parametrize(
