@@ -830,14 +830,14 @@ async def test_nobody_is_called_before_the_consumer_has_joined_its_group(
     await desk.apply(Deposit(1))
     desk.health.not_ready("consumer", "has not joined its group yet")
     running = asyncio.create_task(desk.caller.run())
-    await asyncio.sleep(0)
-    await desk.apply(Deposit(2))
+    for amount in range(2, 40):  # while workers that do not wait would make the first calls
+        await desk.apply(Deposit(amount))
     assert outside.calls == []
     desk.health.ready("consumer")
-    await eventually(lambda: outside.calls == [1, 2])
+    await eventually(lambda: outside.calls == [*range(1, 40)])
     desk.health.not_ready("consumer", "Kafka is away")
-    await desk.apply(Deposit(3))
-    await eventually(lambda: outside.calls == [1, 2, 3])
+    await desk.apply(Deposit(40))
+    await eventually(lambda: outside.calls == [*range(1, 41)])
     desk.caller.stop()
     await running
 
