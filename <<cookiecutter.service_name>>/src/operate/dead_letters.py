@@ -30,17 +30,18 @@ REASONS: Mapping[str, str] = {
     "invalid attribute": "let the producer send it again with a valid one; discard this one",
     "invalid envelope": "let the producer send it again as the error says; discard this one",
     "unsupported specversion": "let the producer send it as CloudEvents 1.0; discard this one",
-    "not CloudEvents": "declare the topic's codec by handlers.topic(…, codec=…), then redrive",
-    "missing identity": "declare an identity that all events of the topic have, then redrive",
-    "missing type": "declare a codec that finds the type in all records, then redrive",
+    "not CloudEvents": "if all records of the topic have another format, declare it by"
+    " handlers.topic(…, codec=…), then redrive; else discard it",
+    "missing identity": "declare one that all of its events have, then redrive; or discard it",
+    "missing type": "declare a codec that finds all types, then redrive; or discard it",
     "unknown schema": "register the schema that the error names, then redrive; or discard it",
-    "unknown type": "deploy a handler, or remove demands_types=True, then redrive",
+    "unknown type": "deploy a handler, or remove demands_types=True, then redrive; or discard it",
     # Messages that a handler was not given.
     "invalid payload": "let the event's model accept it, then redrive; or have it sent again with"
     " another id, and discard it",
     "data missing": "restore the object, then redrive; or discard it, and let it be sent anew",
     "data changed": "restore the object as it was sent, then redrive; or discard it",
-    "data elsewhere": "set PIPELINE_CLAIM_URL to the store of the producer, then redrive",
+    "data elsewhere": "set PIPELINE_CLAIM_URL to the producer's store, then redrive; or discard it",
     "data too large": "raise PIPELINE_CLAIM_MEMORY_BYTES, then redrive; or discard it",
     "identity mismatch": "find out which payload is valid; if this one is, let the producer send it"
     " with a new id; discard this one",
@@ -48,15 +49,14 @@ REASONS: Mapping[str, str] = {
     "too old": "find out whether it was applied; if not, redrive it by its id; if so, discard it",
     "no handler": "deploy the handler; then redrive it if it is dead; or discard it",
     # Messages that a handler has failed on.
-    "attempts used up": "correct what the error names, deploy it, then redrive",
-    "waited too long": "correct what it waited for, then redrive",
+    "attempts used up": "correct what the error names, deploy it, then redrive; or discard it",
+    "waited too long": "correct what it waited for, then redrive; or discard it",
     "sequence gap": "let the producer send what is missing before it; if that is lost, redrive it"
     " to continue without",
     "outcome unknown": "find out from the called service whether the call took effect; if not,"
     " redrive it; if so, discard it",
     "subject forgotten": "discard it: it has personal data that nothing can decrypt any more",
-    "rejected": "its handler has rejected it: correct the data or the handler, then redrive;"
-    " or discard it",
+    "rejected": "correct the data or the handler, then redrive; or discard it",
     # What waits.
     "failed": "nothing: it is tried again on schedule",
     "transaction failed": "nothing: it is tried again on schedule",
