@@ -8,7 +8,7 @@ import typer
 
 from object_store import Missing, Store
 from operate.errors import Refused
-from operate.output import print_json
+from operate.output import print_json, write
 from operate.terminal import Json, run_to_end
 from pipeline.redaction import redact
 
@@ -62,7 +62,7 @@ def _open(archive: Archive) -> Store:
 async def _days(archive: Archive, store: Store, *, as_json: bool) -> Sequence[date]:
     found = await reading.days(archive, store)
     if not found:
-        typer.echo("nothing is archived yet", err=as_json)
+        write("nothing is archived yet", err=as_json)
     return found
 
 
@@ -73,9 +73,9 @@ async def _list(archive: Archive, *, as_json: bool) -> None:
         if as_json:
             print_json(one)
         elif one.wrong or not one.finished_at:
-            typer.echo(f"{day}  {one.wrong or 'not finished'}")
+            write(f"{day}  {one.wrong or 'not finished'}")
         else:
-            typer.echo(f"{day}  {one.rows:,} events, {one.size:,} bytes, {one.finished_at:%F %R}Z")
+            write(f"{day}  {one.rows:,} events, {one.size:,} bytes, {one.finished_at:%F %R}Z")
 
 
 async def _verify(archive: Archive, chosen: Sequence[date], *, as_json: bool) -> None:
@@ -99,7 +99,7 @@ def _print(verdict: Verdict, *, as_json: bool) -> None:
         return
     intact = f"{verdict.rows:,} events in {verdict.size:,} bytes are intact"
     for text in verdict.wrong or (intact,):
-        typer.echo(f"{verdict.day}  {text}")
+        write(f"{verdict.day}  {text}")
 
 
 async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:
@@ -114,10 +114,10 @@ async def _find(archive: Archive, id: str, chosen: Sequence[date]) -> None:
                 found += 1
         except Missing:
             undecodable = True
-            typer.echo(f"{day}: {MANIFEST} is missing; the day was not searched", err=True)
+            write(f"{day}: {MANIFEST} is missing; the day was not searched", err=True)
         except Damaged as error:
             undecodable = True
-            typer.echo(f"{day}: {error}; the rest of the day was not searched", err=True)
+            write(f"{day}: {error}; the rest of the day was not searched", err=True)
     if not found:
         where = "the readable part of the archive" if undecodable else "the archive"
         raise Refused(f"no event {id!r} is in {where}")

@@ -3,7 +3,7 @@
 import typer
 
 from operate.errors import Refused
-from operate.output import print_json
+from operate.output import print_json, write
 from operate.terminal import DryRun, Invocation, operation
 
 from .check import open_claims
@@ -28,5 +28,5 @@ async def sweep(invocation: Invocation, dry_run: DryRun = False) -> None:
         print_json(done)
         return
     verb = "would be deleted" if dry_run else "deleted"
-    typer.echo(f"{verb:9} {done.old:,} payloads whose events were published long ago")
-    typer.echo(f"{verb:9} {done.orphans:,} payloads without an event, of {done.seen:,}")
+    write(f"{verb:9} {done.old:,} payloads whose events were published long ago")
+    write(f"{verb:9} {done.orphans:,} payloads without an event, of {done.seen:,}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from operate.output import print_json
+from operate.output import print_json, write
 from operate.terminal import Json, in_a_sentence
 from pipeline import Service
 
@@ -38,7 +38,7 @@ def group(service: Service) -> typer.Typer:
         with in_a_sentence():
             text = written((exported if format is Format.JSON_SCHEMA else described)(service))
             if output is None:
-                typer.echo(text, nl=False)
+                write(text, end="")
             else:
                 output.parent.mkdir(parents=True, exist_ok=True)
                 output.write_text(text, "utf-8")
@@ -80,8 +80,8 @@ def _check(service: Service, old: list[Path], mode: Mode, *, as_json: bool) -> N
             else:
                 of_file = f"{file}: " if len(exports) > 1 else ""
                 text = f"{of_file}{one.topic}, {one.type}: {one.text}"
-                typer.echo(text, err=not one.is_break)
+                write(text, err=not one.is_break)
     if is_broken:
         raise typer.Exit(1)
     if not count and not as_json:
-        typer.echo(f"The events are compatible ({mode}).")
+        write(f"The events are compatible ({mode}).")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from operate.errors import Refused
-from operate.output import print_json
+from operate.output import print_json, write
 from operate.terminal import (
     Invocation,
     operation,
@@ -32,7 +32,7 @@ async def sql(invocation: Invocation, role: Role = "debezium") -> None:
     if invocation.as_json:
         print_json({"statements": text})
     else:
-        typer.echo(text, nl=False)
+        write(text, end="")
 
 
 @operation(app, "connector", example="service debezium connector --role debezium")

@@ -20,7 +20,7 @@ from pipeline.service import Service
 
 from . import dead_commands, inbox_commands, retention_commands, status_commands, topic_commands
 from .errors import ACCESS_DENIED, Refused
-from .output import format_time, print_json, print_table
+from .output import format_time, print_json, print_table, write
 from .terminal import (
     Invocation,
     Json,
@@ -88,7 +88,7 @@ def _serve(context: typer.Context, parts: Part) -> None:
         except (KeyboardInterrupt, SystemExit) as error:
             # Not raised by signals: asyncio lets these pass from any task, also a handler's.
             name = type(error).__name__
-            log.critical("%s in a task has ended the process", name, exc_info=error)
+            log.critical("stopped: a task raised %s", name, exc_info=error)
             raise
 
 
@@ -115,10 +115,7 @@ def relay(context: typer.Context) -> None:
 async def reset(
     invocation: Invocation,
     keep_progress: Annotated[
-        bool,
-        typer.Option(
-            "--keep-progress", help="the cluster has kept the transaction ids (pg_upgrade)"
-        ),
+        bool, typer.Option("--keep-progress", help="transaction ids were kept (pg_upgrade)")
     ] = False,
     yes: Yes = False,
 ) -> None:
@@ -143,7 +140,7 @@ async def reset(
     if invocation.as_json:
         print_json({"published_again": renewed})
     else:
-        typer.echo("The outbox belongs to this database cluster now; relays publish it.")
+        write("The outbox belongs to this database cluster now; relays publish it.")
 
 
 @operation(scheduled_app, "list", example="service scheduled list --limit 10")
@@ -159,7 +156,7 @@ async def list_waiting(invocation: Invocation, limit: Limit = 50) -> None:
     )
     print_table(("due", "name", "type", "topic", "key"), rows)
     if not found:
-        typer.echo("No event is scheduled.")
+        write("No event is scheduled.")
 
 
 @operation(scheduled_app, example="service scheduled cancel remind-ada")
@@ -174,7 +171,7 @@ async def cancel(
         print_json(*({"name": name} for name in cancelled))
     else:
         for name in cancelled:
-            typer.echo(f"cancelled {name}")
+            write(f"cancelled {name}")
     if missing := set(names).difference(cancelled):
         raise Refused(f"not scheduled, or published already: {', '.join(sorted(missing))}")
 
@@ -186,9 +183,7 @@ def migrate(context: typer.Context, as_json: Json = False) -> None:
     settings = read_settings(service)
     with in_a_sentence():
         if not revisions.ALEMBIC.exists():
-            raise FileNotFoundError(
-                f"no {revisions.ALEMBIC} here: run this in the service's folder"
-            )
+            raise FileNotFoundError(f"no {revisions.ALEMBIC} here: run it in the service's folder")
         migrations = revisions.load_migrations()
     invocation = Invocation(service, settings, as_json)
     if not run_to_end(_is_newer(invocation, migrations)):
@@ -231,7 +226,6 @@ async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) 
     Raises `Refused` if it has others and lacks some: Alembic can't apply these then.
     """
     async with invocation.connected() as connection:
-        await revisions.check_database(connection, invocation.service.name)
         if migrations is None:
             return False
         if wrong := await revisions.wrong_columns(connection, migrations):
@@ -257,4 +251,4 @@ async def _make_ahead(invocation: Invocation, migrations: ScriptDirectory | None
     schema = "The tables are at the newest schema"
     if is_newer:
         schema = "The schema is newer than this code: nothing was migrated"
-    typer.echo(f"{schema}, and partitions are made for the days ahead.")
+    write(f"{schema}, and partitions are made for the days ahead.")

@@ -9,6 +9,10 @@ class Unavailable(Exception):
     """A server can't be used; the text names it, and the variable with its address."""
 
 
+class OutputFailed(Exception):
+    """Standard output can't be written; the text says why. It is no `OSError`, as of a server."""
+
+
 ACCESS_DENIED = ("28", "3D", "42501")
 """First characters of PostgreSQL's error codes for a wrong user, password or database, and for a
 missing privilege."""

@@ -11,7 +11,7 @@ from pipeline.handlers.staging import event_id
 
 from .dead import STATE
 from .errors import Refused
-from .output import one_line, print_fields, print_json
+from .output import one_line, print_fields, print_json, write
 from .terminal import Invocation, operation
 
 _SECONDS = 86_400.0
@@ -86,11 +86,11 @@ async def show(
             print_json(marker | {"result": result, "events": events})
             continue
         if number:
-            typer.echo()
+            write()
         print_fields(marker)
         for event in events:
             of_key = f", key {event['key']}" if event["key"] else ""
             to = f"{event['topic']}{of_key}"
-            typer.echo(one_line(f"published {event['type']} {event['event_id']} to {to}"))
+            write(one_line(f"published {event['type']} {event['event_id']} to {to}"))
     if states:
-        typer.echo(f"event {id!r}{of_source} is also {is_in}", err=True)
+        write(f"event {id!r}{of_source} is also {is_in}", err=True)

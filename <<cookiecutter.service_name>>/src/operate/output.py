@@ -1,7 +1,12 @@
 """Output of commands: JSON for programs; tables, fields and sentences for people."""
 
+import json
+import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+import unicodedata
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -13,49 +18,87 @@ from rich.text import Text
 
 from pipeline.redaction import redact
 
+from .errors import OutputFailed
+
 Content = dict[Literal["text", "hex"], str] | None
 """Bytes, as `text` if they are UTF-8, else as `hex`."""
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that a terminal interprets, other than tab and end of line."""
-_UNBOUNDED = 100_000
-"""Width of a file or a pipe, so that each row is one line for `grep` and `awk`."""
+_INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
+"""Categories of characters that control a terminal, or change how others are displayed."""
 _STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}
 """Styles on a terminal of cells that hold only one of these words."""
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Open closed standard streams as the null device; drop what can't be written, at the end."""
+    # Files would get the numbers of closed streams, and uvloop aborts when it closes such a file.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # Python would try it again, and change the exit code
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def write(data: str | bytes = "", *, err: bool = False, end: str = "\n") -> None:
+    """Write a text with its invisible characters escaped, or bytes as they are.
+
+    Raises `OutputFailed`, but not of standard error.
+    """
+    try:
+        whole = data if isinstance(data, bytes) else f"{harmless(data)}{end}"
+        typer.echo(whole, err=err, nl=False)
+    except OSError as error:
+        if not err:
+            raise OutputFailed(error) from error
 
 
 def print_json(*values: object) -> None:
     """Write each value as a line of JSON."""
     for one in values:
-        typer.echo(to_json(one))
+        write(f"{harmless(to_json(one).decode())}\n".encode())
 
 
 def print_table(
-    names: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()
+    names: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    has_header: bool = True,
 ) -> None:
     """Write rows under the names of their columns; the columns in `right` are aligned right.
 
-    No cell is cut off: on a narrow terminal cells are folded, those of the first column, which
-    identify the rows, last. Without rows nothing is written.
+    No cell is cut off: on a narrow terminal cells are folded, those of the first column last, and
+    elsewhere each row is a line, for `grep` and `awk`. Without rows nothing is written.
     """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, name in enumerate(names):
-        table.add_column(
-            name,
-            justify="right" if name in right else "left",
-            overflow="fold",
-            no_wrap=number == 0,
-        )
-    for row in rows:
-        table.add_row(*(Text(one_line(cell), _STYLES.get(cell, "")) for cell in row))
-    if table.rows:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = _UNBOUNDED
+    cells = [[one_line(cell) for cell in row] for row in rows]
+    console = Console(highlight=False)
+    if cells and not console.is_terminal:
+        lines = [names, *cells] if has_header else cells
+        sides = [">" if name in right else "<" for name in names]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in lines:
+            each = zip(line, sides, widths, strict=True)
+            write("  ".join(f"{cell:{side}{width}}" for cell, side, width in each).rstrip())
+    elif cells:
+        table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table.show_header, table.columns[0].no_wrap = has_header, True
+        for column, name in zip(table.columns, names, strict=True):
+            column.justify, column.overflow = "right" if name in right else "left", "fold"
+        for row in cells:
+            table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
         with console.capture() as captured:
             console.print(table)
-        for line in captured.get().splitlines():
-            typer.echo(line.rstrip(), color=console.is_terminal)
+        write(re.sub(" +$", "", captured.get(), flags=re.MULTILINE).encode())
 
 
 def print_fields(fields: Mapping[str, object], *texts: str) -> None:
@@ -63,17 +106,24 @@ def print_fields(fields: Mapping[str, object], *texts: str) -> None:
     known = {name: value for name, value in fields.items() if value is not None}
     width = max(map(len, known))
     lines = [one_line(f"{name:<{width}}  {format_value(value)}") for name, value in known.items()]
-    typer.echo("\n".join([*lines, *(f"\n{harmless(text)}" for text in texts)]))
+    write("\n".join([*lines, *(f"\n{text}" for text in texts)]))
 
 
 def one_line(text: str) -> str:
-    """Return text as one line without characters that a terminal interprets."""
+    """Return a text as one line, with invisible characters escaped as in JSON."""
     return harmless(text.replace("\n", "\\n"))
 
 
 def harmless(text: str) -> str:
-    """Return text with the characters that a terminal interprets escaped."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    """Return a text, or JSON, with the characters escaped that are not visible."""
+    if text.isprintable():
+        return text
+    return "".join(one if is_visible(one) else json.dumps(one)[1:-1] for one in text)
+
+
+def is_visible(letter: str) -> bool:
+    """Return whether a character is displayed, or is a tab or an end of line."""
+    return letter in "\n\t" or unicodedata.category(letter) not in _INVISIBLE
 
 
 def format_time(time: datetime) -> str:

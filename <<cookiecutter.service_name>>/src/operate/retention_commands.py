@@ -10,7 +10,7 @@ from pipeline.retention.partitions import PartitionStatus
 from pipeline.servers import revisions
 
 from .errors import Refused
-from .output import print_json, print_table
+from .output import print_json, print_table, write
 from .terminal import Invocation, operation
 
 app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
@@ -33,13 +33,13 @@ async def run(invocation: Invocation) -> None:
         print_json(done)
         return
     for name in done.dropped:
-        typer.echo(f"dropped  {name}")
+        write(f"dropped  {name}")
     for one in done.held:
-        typer.echo(f"held     {one.name}  {describe(one)}")
+        write(f"held     {one.name}  {describe(one)}")
     if done.discarded:
-        typer.echo(f"deleted  {done.discarded:,} dead letters that were discarded")
+        write(f"deleted  {done.discarded:,} dead letters that were discarded")
     if not (done.dropped or done.held or done.discarded):
-        typer.echo("Nothing is old enough to be dropped.")
+        write("Nothing is old enough to be dropped.")
 
 
 @operation(app, example="service retention status --json")
@@ -74,7 +74,7 @@ async def skip_archive(
         print_json(*({"day": day} for day in skipped))
     else:
         for day in skipped:
-            typer.echo(f"{day} is dropped without being archived")
+            write(f"{day} is dropped without being archived")
     if missing := [day for day in chosen if day not in skipped]:
         raise Refused(f"{', '.join(map(str, missing))}: the outbox has no such day that is over")
 
@@ -86,5 +86,4 @@ def describe(one: PartitionStatus) -> str:
     since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
     if not one.is_due:
         return f"until {since}"
-    why = one.needed_by or "dropped in the next round"
-    return f"due since {since}: {why}"
+    return f"due since {since}: {one.needed_by or 'dropped in the next round'}"

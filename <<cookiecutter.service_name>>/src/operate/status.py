@@ -192,11 +192,6 @@ class Status:
         return sum(one.waiting for one in self.backlog.values()) > AT_MOST
 
     @property
-    def is_dead_cut_off(self) -> bool:
-        """Whether more messages are dead than are counted, of all consumers together."""
-        return sum(one.dead for one in self.backlog.values()) > AT_MOST
-
-    @property
     def waiting_events(self) -> int:
         """Events that wait until their topics accept them."""
         return sum(one.count for one in self.rejected)

@@ -36,13 +36,13 @@ from pipeline.errors import (
 )
 from pipeline.observe import logs
 from pipeline.observe.health import CannotListen
-from pipeline.servers import guard
+from pipeline.servers import guard, revisions
 from pipeline.servers.database import autocommitting, create_engine
-from pipeline.servers.revisions import ALEMBIC, NotMigrated
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
-from .errors import ACCESS_DENIED, Refused, Unavailable
+from .errors import ACCESS_DENIED, OutputFailed, Refused, Unavailable
+from .output import harmless, standard_streams, write
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 Json = Annotated[bool, typer.Option("--json", help="write JSON, one line for each item")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="only report what would change")]
-Limit = Annotated[int, typer.Option(min=1, help="largest number to list")]
+Limit = Annotated[int, typer.Option(min=1, max=100_000, help="largest number to list")]
 Yes = Annotated[bool, typer.Option("--yes", help="do not ask for confirmation")]
 
 Report = Callable[[str], None]
@@ -63,7 +63,7 @@ _AS_JSON = TypeAdapter(bool | None)
 
 _EXPECTED = (
     Misconfigured,
-    NotMigrated,
+    revisions.NotMigrated,
     CannotListen,
     RemembersTooLittle,
     CommandError,
@@ -81,17 +81,21 @@ class Program(typer.Typer):
         """Run the command of the process's arguments."""
         secret = {name for name, field in variables().items() if is_secret(field)}
         redaction.learn(os.environ, secret)
-        logging.captureWarnings(True)
-        guard.watch_coroutines()
-        logs.configure(level="WARNING", json=False)
-        if path := _unreadable():
-            user = f"the user {os.geteuid()}, who runs this"
-            typer.echo(f"{path} can't be read by {user}: chmod -R a+rX {path}", err=True)
-            sys.exit(1)
-        try:
-            return super().__call__(*args, **kwargs)
-        except Exception as error:
-            typer.echo(format_traceback(error), err=True)
+        with standard_streams():
+            logging.captureWarnings(True)
+            guard.watch_coroutines()
+            logs.configure(level="WARNING", json=False)
+            if path := _unreadable():
+                user = f"the user {os.geteuid()}, who runs this"
+                write(f"{path} can't be read by {user}: chmod -R a+rX {path}", err=True)
+                sys.exit(1)
+            try:
+                return super().__call__(*args, **kwargs)
+            except (OutputFailed, OSError) as error:  # typer writes the help by itself
+                if not isinstance(error.__cause__, BrokenPipeError):  # such as of `head`
+                    write(f"standard output can't be written, changes are kept: {error}", err=True)
+            except Exception as error:
+                write(format_traceback(error), err=True)
             sys.exit(1)
 
 
@@ -114,14 +118,14 @@ class Invocation:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncpg.Connection]:
-        """Open a connection on which every statement is a transaction of its own."""
+        """Open a connection to the service's database; each statement is a transaction."""
         engine = create_engine(self.settings, name=self.service.name)
         try:
             with naming_servers(self.settings):
                 async with autocommitting(engine) as connection:
                     yield connection
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
-            raise NotMigrated from None
+            raise revisions.NotMigrated from None
         except asyncpg.UndefinedColumnError as error:
             found = f"{describe_error(error)}: `service doctor` names what the database lacks"
             raise Refused(found) from None
@@ -130,19 +134,17 @@ class Invocation:
 
     def say(self, text: str) -> None:
         """Write a line for people: to standard output, with `--json` to standard error."""
-        typer.echo(text, err=self.as_json)
+        write(text, err=self.as_json)
 
     def confirm(self, question: str) -> None:
         """Ask a question. Raises `typer.Abort` unless the answer is yes, and `Refused` without a
         terminal that gives one."""
         try:
-            is_confirmed = typer.confirm(question, err=True)
+            typer.confirm(harmless(question), abort=True, err=True)
         except typer.Abort:
             if sys.stdin.isatty():
                 raise
             raise Refused("nothing was done: without a terminal, give --yes") from None
-        if not is_confirmed:
-            raise typer.Abort
 
 
 def user_name() -> str:
@@ -209,7 +211,7 @@ def operation(
 
 
 def _report(text: str) -> None:
-    typer.echo(redaction.redact_error(text), err=True)
+    write(redaction.redact_error(text), err=True)
 
 
 def read_settings(
@@ -264,7 +266,7 @@ def serving() -> Iterator[Report]:
         error = sys.exc_info()[1]
         # The text of an operating system's error is not enough without a traceback.
         if isinstance(error, OSError) and not isinstance(error, StoreUnavailable):
-            log.critical("the system has ended the process", exc_info=error)
+            log.critical("stopped by an I/O error", exc_info=error)
         write(text)
 
     try:
@@ -272,7 +274,7 @@ def serving() -> Iterator[Report]:
     except typer.Exit:
         raise
     except Exception as error:
-        log.critical("an unexpected error has ended the process", exc_info=error)
+        log.critical("stopped by an unexpected error", exc_info=error)
         raise typer.Exit(1) from error
 
 
@@ -287,8 +289,6 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
     """After an expected error report one sentence, and end the command with exit code 1."""
     try:
         yield
-    except BrokenPipeError:  # the reader of the output has ended, such as `head`: Typer exits
-        raise
     except (Unavailable, StoreUnavailable) as error:  # their text names the server
         report(summarize_error(error))
     except _EXPECTED as error:
@@ -311,7 +311,7 @@ def naming_servers(settings: Settings) -> Iterator[None]:
     """Raise errors of Kafka and of PostgreSQL as `Unavailable`, which names the server."""
     try:
         yield
-    except (StoreUnavailable, BrokenPipeError):  # not an error of either
+    except StoreUnavailable:  # not an error of either
         raise
     except Exception as error:
         if isinstance(error, KafkaError):

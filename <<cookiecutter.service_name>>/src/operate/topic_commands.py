@@ -13,7 +13,7 @@ from pipeline.servers import clients
 from . import moves, topic_checks
 from .errors import Refused
 from .moves import Move, Place, Replay
-from .output import print_json
+from .output import print_json, write
 from .terminal import DryRun, Invocation, naming_servers, operation
 
 _REPLICAS = 3
@@ -54,8 +54,7 @@ async def create(
     invocation: Invocation,
     partitions: Annotated[int, typer.Option(min=1, help="partitions of a new topic")] = 8,
     replicas: Annotated[
-        int | None,
-        typer.Option(min=1, help="of each partition; default: 3, or the number of brokers"),
+        int | None, typer.Option(min=1, help="of each; default: 3, or the number of brokers")
     ] = None,
 ) -> None:
     """Create missing topics; existing ones are not changed.
@@ -109,7 +108,7 @@ async def replay(
     since: Annotated[str, typer.Option("--from", metavar=_METAVAR, help="where to begin")],
     partition: _Partition = None,
     too_old: Annotated[
-        bool, typer.Option("--too-old", help="also what the inbox may have forgotten")
+        bool, typer.Option("--too-old", help="allow older than the inbox: they become dead letters")
     ] = False,
     wait: Annotated[bool, typer.Option(help="report progress until it is done")] = True,
 ) -> None:
@@ -133,12 +132,12 @@ async def replay(
         print_json({"moves": planned.moves, "became": became})
     elif became:
         waiting = f", {became['waiting']:,} wait in the backlog" if became["waiting"] else ""
-        typer.echo(
+        write(
             f"{became['applied']:,} messages took effect, {became['known']:,} had done so"
             f" before{waiting}; others were dead letters, or have no handler"
         )
         if became["buried"]:
-            typer.echo(
+            write(
                 f"{became['buried']:,} messages were too old, and are dead letters now:"
                 ' `service dead list --reason "too old"`'
             )

@@ -6,17 +6,15 @@ Templates escape it for HTML.
 import contextlib
 import json
 import re
-import unicodedata
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
 
-from operate.output import Content, format_time
+from operate.output import Content, format_time, harmless, is_visible
 from pipeline.redaction import HIDDEN
 
 LONGEST = 20_000
 """Longest payload, in characters, that is shown whole; only the number of the rest is shown."""
-_INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
 _MAX_DEPTH = 100
 """Levels of JSON that are indented: deeper ones are more indentation than text."""
 _TOKENS = re.compile(r"""[\[{]\s*[\]}]|"(?:[^"\\]|\\.)*"|[\[\]{}:,]|[^\[\]{}:,"\s]+""")
@@ -32,9 +30,7 @@ def visible(text: object, limit: int = 500) -> str:
 
 
 def _visible_letter(letter: str) -> str:
-    if letter in "\n\t" or unicodedata.category(letter) not in _INVISIBLE:
-        return letter
-    return f"⟨U+{ord(letter):04X}⟩"
+    return letter if is_visible(letter) else f"⟨U+{ord(letter):04X}⟩"
 
 
 def content(data: Content, limit: int = LONGEST) -> str:
@@ -58,12 +54,8 @@ def editable(data: Content) -> str | None:
     with contextlib.suppress(KeyError, ValueError, RecursionError):
         indented = _indented(data["text"])
         if len(indented) <= LONGEST:
-            return "".join(_escaped(letter) for letter in indented)
+            return harmless(indented)
     return None
-
-
-def _escaped(letter: str) -> str:
-    return letter if _visible_letter(letter) == letter else json.dumps(letter)[1:-1]
 
 
 def plain(data: Content, limit: int = LONGEST) -> str:

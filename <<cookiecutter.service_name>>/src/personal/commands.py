@@ -1,5 +1,6 @@
 """The commands `service personal …`."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,7 +11,7 @@ import typer
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from operate.errors import Refused
-from operate.output import format_time, print_json, print_table
+from operate.output import format_time, print_json, print_table, write
 from operate.terminal import Invocation, Limit, Yes, operation, user_name
 from pipeline import Service
 from pipeline.errors import StoreUnavailable
@@ -59,9 +60,9 @@ def group(personal: PersonalData) -> typer.Typer:
         if invocation.as_json:
             print_json({"subject": subject, "kind": kind} | asdict(done) | {"not_erased": left})
             return
-        typer.echo(f"{done.keys} keys of {name!r} are deleted.")
+        write(f"{done.keys} keys of {name!r} are deleted.")
         for line in (*_found(done), "", "Not erased by this:", *(f"  - {one}" for one in left)):
-            typer.echo(line)
+            write(line)
 
     @operation(app, "forgotten", example="service personal forgotten --limit 10")
     async def list_forgotten(invocation: Invocation, limit: Limit = 50) -> None:
@@ -92,7 +93,7 @@ def group(personal: PersonalData) -> typer.Typer:
         if invocation.as_json:
             print_json({"rewrapped": count})
         else:
-            typer.echo(f"{count:,} keys were encrypted anew; all are by the first master key now.")
+            write(f"{count:,} keys were encrypted anew; all are by the first master key now.")
 
     @operation(app, example="service personal show 7d0f2c5e")
     async def show(
@@ -114,7 +115,8 @@ def group(personal: PersonalData) -> typer.Typer:
                 (row,) = await personal.decrypt(connection, rows, column)  # type: ignore[arg-type]
         if erased := row.get("erased"):
             raise Refused(f"{id} can't be read: {erased}")
-        typer.echo(row[column] or b"")
+        data = row[column] or b""
+        write(data.decode(errors="backslashreplace") if sys.stdout.isatty() else data)
 
     return app
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import typer
 from confluent_kafka.schema_registry import Schema
 
-from operate.output import one_line, print_json
+from operate.output import one_line, print_json, write
 from operate.terminal import Json, run_to_end
 from pipeline import Event, Service, Tombstone
 from pipeline.events.event import declared_events
@@ -38,11 +38,11 @@ async def _check(service: Service, *, as_json: bool) -> None:
                 found = {"topic": topic, "type": type, "subject": subject}
                 print_json({**found, "is_break": is_break, "text": text})
             else:
-                typer.echo(one_line(f"{subject}, {type}: {text}"))
+                write(one_line(f"{subject}, {type}: {text}"))
     if any(breaks):
         raise typer.Exit(1)
     if not breaks:
-        typer.echo("No topic with the codec Confluent has events.", err=as_json)
+        write("No topic with the codec Confluent has events.", err=as_json)
 
 
 def _events(service: Service) -> Iterator[tuple[str, type[Event], Confluent]]:

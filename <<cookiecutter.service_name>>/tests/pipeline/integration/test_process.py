@@ -323,7 +323,7 @@ async def test_what_ends_a_process_that_serves_is_a_line_of_its_log(
             (tmp_path / "versions").mkdir()
             (tmp_path / "versions" / "broken.py").write_text("1 / 0")
             process = await start("consume", cwd=tmp_path, log_json=True)
-            said = "an unexpected error has ended the process"
+            said = "stopped by an unexpected error"
     assert await process.ended() == (2 if wrong == "a setting" else 1)
     *_, line = map(json.loads, process.output.splitlines())
     assert (line["level"], line["message"].startswith(said)) == ("CRITICAL", True), line

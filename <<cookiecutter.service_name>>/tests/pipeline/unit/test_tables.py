@@ -1,10 +1,28 @@
 """What a person gets to read in a table, on a terminal and elsewhere."""
 
-import pytest
+import json
+import re
+from contextlib import redirect_stdout
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
 
-from operate.output import print_table
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from operate import output
+from operate.output import print_fields, print_json, print_table, write
 
 LONG = "aggregate versions differ: " + "a reason of many words " * 10
+HOSTILE = "a\x1b[2J\x9b2J\x85\u2028\u202e\u200b\U000e0041\ud800\x7fb"
+ESCAPED = r"a\u001b[2J\u009b2J\u0085\u2028\u202e\u200b\udb40\udc41\ud800\u007fb"
+SOURCES = Path(output.__file__).parents[1]
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": f"{columns}"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
 
 
 def test_elsewhere_than_on_a_terminal_each_row_is_a_line(
@@ -22,9 +40,7 @@ def test_elsewhere_than_on_a_terminal_each_row_is_a_line(
 def test_a_narrow_terminal_cuts_nothing_off(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "40"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    on_a_terminal(monkeypatch, 40)
     print_table(("id", "why"), [("7d0f2c5e1b1d4c57", LONG)])
     names, *lines = capsys.readouterr().out.splitlines()
     assert "\x1b[1m" in names
@@ -34,9 +50,49 @@ def test_a_narrow_terminal_cuts_nothing_off(
     assert told.split() == LONG.split()
 
 
-def test_what_a_payload_holds_is_only_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(("key",), [("[red]\x1b[2J:smile:\nnext",)])
-    assert capsys.readouterr().out.splitlines()[1:] == [r"[red]\x1b[2J:smile:\nnext"]
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_a_table_shows_what_a_payload_holds_and_obeys_none_of_it(
+    has_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_terminal:
+        on_a_terminal(monkeypatch, 200)
+    print_table(("key",), [(f"[red]:smile:\nnext{HOSTILE}",)])
+    assert capsys.readouterr().out.splitlines()[1:] == [rf"[red]:smile:\nnext{ESCAPED}"]
+
+
+def test_fields_lines_and_json_are_written_without_control_and_format_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_fields({"key": HOSTILE, f"header {HOSTILE}": 1}, HOSTILE)
+    write(HOSTILE)
+    write(HOSTILE, err=True)
+    said = capsys.readouterr()
+    assert said.out.count(ESCAPED) == 4
+    assert said.err == f"{ESCAPED}\n"
+    assert (said.out + said.err).replace("\n", "").isprintable()
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_json_of_any_text_is_visible_and_means_the_same(text: str) -> None:
+    with redirect_stdout(TextIOWrapper(BytesIO(), "utf-8")) as said:
+        print_json({"key": text})
+    line = said.buffer.getvalue().decode().removesuffix("\n")
+    assert output.harmless(line) == line
+    assert json.loads(line) == {"key": text}
+
+
+def test_letters_and_spaces_of_every_language_are_written_as_they_are() -> None:
+    text = "Größe 大小\u3000サイズ\u00a0размер حجم 📦\tx\n"
+    assert output.harmless(text) == text
+
+
+def test_commands_write_by_one_function_only() -> None:
+    others = [
+        path.relative_to(SOURCES)
+        for path in SOURCES.rglob("*.py")
+        if path.name != "output.py" and re.search(r"\b(?:typer|click)\.s?echo\b", path.read_text())
+    ]
+    assert others == []
 
 
 def test_without_rows_there_is_no_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,36 +5,97 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from operate import terminal
 
-PRINTS_MUCH = """
+SOURCES = Path(terminal.__file__).parents[1]
+PROGRAM = """
+import asyncio
 import typer
-from operate.terminal import Program, in_a_sentence
+from operate.output import write
+from operate.terminal import Program, in_a_sentence, naming_servers, run_to_end
+from pipeline.settings import Settings
 
+url = "postgresql+asyncpg://s:s@nowhere/s"
+settings = Settings(database_url=url, kafka_bootstrap_servers="nowhere:9092")
 app = Program()
 
+async def work(number: int) -> None:
+    async with await asyncio.start_server(print, "127.0.0.1", 0):
+        with naming_servers(settings):
+            for one in range(number):
+                write(f"line {one}")
+
 @app.command()
-def lines() -> None:
-    with in_a_sentence():
-        for number in range(100_000):
-            typer.echo(number)
+def lines(number: int, code: int = 0) -> None:
+    run_to_end(work(number))
+    write("the work is done", err=True)
+    raise typer.Exit(code)
+
+@app.command()
+def fail() -> None:
+    raise RuntimeError("\\x9b2J")
 
 app()
 """
+NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 
 
-def test_a_command_ends_quietly_when_its_output_is_not_read_to_the_end() -> None:
-    command = [sys.executable, "-c", PRINTS_MUCH]
-    process = subprocess.Popen(
-        command,
+def start(arguments: str) -> subprocess.Popen[str]:
+    """Start the program from a shell, which can redirect and close its standard streams."""
+    line = f'exec "$0" -c "$1" {arguments}'
+    return subprocess.Popen(
+        ["sh", "-c", line, sys.executable, PROGRAM],
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(terminal.__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": f"{SOURCES}"},
     )
-    with process:
+
+
+def run(arguments: str) -> tuple[int, str, str]:
+    """Run the program to its end: its exit code, output and errors."""
+    with start(arguments) as process:
+        output, errors = process.communicate()
+    return process.returncode, output, errors
+
+
+def test_a_command_ends_quietly_when_its_output_is_not_read_to_the_end() -> None:
+    with start("lines 100000") as process:
         assert process.stdout
         assert process.stderr
-        assert process.stdout.readline() == "0\n"
+        assert process.stdout.readline() == "line 0\n"
         process.stdout.close()
         assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_with_closed_standard_streams_ends_with_its_own_code(closed: str) -> None:
+    ended, output, errors = run(f"lines 2 --code 3 {closed}")
+    assert ended == 3, errors
+    assert output == ("" if ">&-" in closed.split() else "line 0\nline 1\n")
+    assert errors == ("" if "2>&-" in closed else "the work is done\n")
+
+
+@NEEDS_FULL
+@pytest.mark.parametrize("arguments", ["lines 2", "--help", "lines --help"])
+def test_an_output_that_cannot_be_written_is_named_as_such(arguments: str) -> None:
+    ended, _, errors = run(f"{arguments} >/dev/full")
+    assert ended == 1
+    (line,) = errors.splitlines()
+    assert line.startswith("standard output can't be written")
+    assert line.endswith("No space left on device")
+
+
+@NEEDS_FULL
+def test_errors_that_cannot_be_written_change_nothing_of_the_work() -> None:
+    assert run("lines 2 --code 3 2>/dev/full") == (3, "line 0\nline 1\n", "")
+
+
+def test_an_unexpected_error_is_written_without_characters_that_a_terminal_interprets() -> None:
+    ended, _, errors = run("fail")
+    assert ended == 1
+    assert errors.endswith("RuntimeError: \\u009b2J\n")
