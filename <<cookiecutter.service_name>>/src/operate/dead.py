@@ -8,7 +8,7 @@ that was interrupted has changed a part of them, and can be run again.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import partial
 from time import monotonic
@@ -186,25 +186,22 @@ class Store(ABC):
         rows = await self.connection.fetch(statement, *selection.arguments, timeout=SECONDS)
         return [dict(row) for row in rows]
 
-    async def entries(self, state: State, selection: Selection, limit: int) -> AsyncIterator[Entry]:
-        """Yield the newest entries, at most `limit`."""
-        statement = self._statement(
-            state,
-            f"SELECT {self.entry}, {STATE} AS state, <since> AS since, row_key",
-            f"AND ($11::timestamptz IS NULL OR (<since>, row_key) < ($11, $12::{self.key_type}))"
-            " ORDER BY since DESC, row_key DESC LIMIT $13",
+    async def chunks(
+        self, state: State, selection: Selection, limit: int
+    ) -> AsyncIterator[list[Entry]]:
+        """Yield the newest entries in chunks, at most `limit`; 65 bytes of each are in memory."""
+        # No index has their order. A cursor's transaction would be open while the list is read.
+        order = "ORDER BY <since> DESC, row_key DESC"
+        newest = self._statement(state, "SELECT row_key", f"{order} LIMIT $11")
+        found = await self.connection.fetchval(
+            f"SELECT ARRAY({newest})", *selection.arguments, limit, timeout=SECONDS
         )
-        after: tuple[object, object] = None, None
-        while limit > 0:
-            size = min(limit, CHUNK)
-            arguments = *selection.arguments, *after, size
-            rows = await self.connection.fetch(statement, *arguments, timeout=SECONDS)
-            for row in rows:
-                yield self._read(row)
-            if len(rows) < size:
-                return
-            limit -= size
-            after = rows[-1]["since"], rows[-1]["row_key"]
+        columns = f"SELECT {self.entry}, {STATE} AS state, <since> AS since"
+        chunk = self._statement(state, columns, order)
+        for start in range(0, len(found), CHUNK):
+            some = replace(selection, keys=found[start : start + CHUNK])
+            rows = await self.connection.fetch(chunk, *some.arguments, timeout=SECONDS)
+            yield [self._read(row) for row in rows]
 
     async def show(self, id: str) -> Entry:
         """Return all that is stored of an entry, and the `advice`. Raises `Refused`."""
@@ -231,7 +228,6 @@ class Store(ABC):
         return {
             name: content_of(value) if isinstance(value, bytes) else value
             for name, value in row.items()
-            if name != "row_key"
         }
 
     def redrive(self, selection: Selection) -> AsyncIterator[Sequence[Any]]:

@@ -15,8 +15,8 @@ from .dead import Entry, Selection, State, Store
 from .dead_events import DeadEvents
 from .dead_letters import DeadLetters
 from .errors import Refused
-from .output import format_value, one_line, print_fields, print_json, print_table
-from .terminal import DryRun, Invocation, Limit, Yes, operation, user_name
+from .output import format_value, one_line, print_fields, print_json, print_table, write
+from .terminal import DryRun, Invocation, Yes, operation, user_name
 
 Kind = type[Store]
 
@@ -127,9 +127,9 @@ async def list_entries(
     waiting: Waiting = False,
     discarded: Annotated[bool, typer.Option("--discarded", help="discarded ones instead")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="only count, by groups")] = False,
-    limit: Limit = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="largest number")] = 50,
 ) -> None:
-    """List the newest dead ones, or those that wait or were discarded."""
+    """List the newest dead ones (or --waiting, or --discarded)."""
     if waiting and discarded:
         raise typer.BadParameter("--waiting and --discarded exclude each other")
     state: State = "waiting" if waiting else "discarded" if discarded else "dead"
@@ -137,8 +137,8 @@ async def list_entries(
         store = kind.of(connection, invocation.service, invocation.settings)
         selection = await filters.select(store)
         if invocation.as_json and not summary:
-            async for one in store.entries(state, selection, limit):
-                print_json(one)
+            async for some in store.chunks(state, selection, limit):
+                print_json(*some)
             return
         groups = await store.count(state, selection)
         if invocation.as_json:
@@ -148,11 +148,12 @@ async def list_entries(
         if summary:
             _print_groups(groups[:limit])
         else:
-            found = [one async for one in store.entries(state, selection, limit)]
-            shown = len(found)
-            _print_columns(kind.listed, found)
+            shown = 0
+            async for some in store.chunks(state, selection, limit):
+                _print_columns(kind.listed, some, has_header=not shown)
+                shown += len(some)
     more = f", the newest of {total:,}: --limit shows more" if total > shown else ""
-    typer.echo(f"{shown:,} {state}{more}")
+    write(f"{shown:,} {state}{more}")
 
 
 async def show(
@@ -177,7 +178,7 @@ async def redrive(
     filters: Filters,
     confirmation: Confirmation,
     ids: Ids = None,
-    wait: Annotated[float, typer.Option(min=0, help="seconds to wait for what they become")] = 30.0,
+    wait: Annotated[float, typer.Option(min=0, help="seconds to wait for results")] = 30.0,
 ) -> None:
     """Try them again, in order and with new attempts, and report what became of them.
 
@@ -202,11 +203,11 @@ async def redrive(
     elif became:
         counted = [f"{number:,} {name}" for name, number in became.counts.items() if number]
         if counted:
-            typer.echo(", ".join(counted))
+            write(", ".join(counted))
         for one in became.died:
-            typer.echo(one_line(f"  {one['id']} is dead again: {one['reason']}: {one['error']}"))
+            write(one_line(f"  {one['id']} is dead again: {one['reason']}: {one['error']}"))
         if became.counts["waiting"]:
-            typer.echo(f"Some wait after {wait:g} s: {store.hint}")
+            write(f"Some wait after {wait:g} s: {store.hint}")
     if became and (became.counts["dead"] or became.counts["waiting"]):
         raise typer.Exit(_DEAD_AGAIN if became.counts["dead"] else _STILL_WAITING)
 
@@ -263,7 +264,7 @@ def _without_excluded(groups: Sequence[Entry], selection: Selection) -> list[Ent
             why += f": see --reason {reason!r}"
         values = one["count"], reason, one["consumer"], one["topic"]
         named = "  ".join(map(format_value, values))
-        typer.echo(f"left out: {one_line(named)}; {why}", err=True)
+        write(f"left out: {one_line(named)}; {why}", err=True)
     return redriven
 
 
@@ -278,7 +279,7 @@ def _is_confirmed(
     number = _total(groups)
     if not invocation.as_json:
         _print_groups(groups)
-        typer.echo(f"{number:,} {state}")
+        write(f"{number:,} {state}")
     if not number or confirmation.dry_run:
         return False
     if not confirmation.yes:
@@ -292,9 +293,9 @@ def _print_groups(groups: Sequence[Entry]) -> None:
         _print_columns([name for name in groups[0] if name != absent], groups)
 
 
-def _print_columns(names: Sequence[str], entries: Sequence[Entry]) -> None:
+def _print_columns(names: Sequence[str], entries: Sequence[Entry], **header: bool) -> None:
     rows = ([format_value(one[name]) for name in names] for one in entries)
-    print_table(names, rows, right=("count", "attempts", "offset"))
+    print_table(names, rows, right=("count", "attempts", "offset"), **header)
 
 
 def _total(groups: Sequence[Entry]) -> int:
@@ -312,11 +313,11 @@ async def _count_changes(
             changed += some
             if len(changed) - reported >= PROGRESS:
                 reported = len(changed)
-                typer.echo(f"{verb} {reported:,} of {found:,}", err=True)
+                write(f"{verb} {reported:,} of {found:,}", err=True)
     except BaseException:
-        typer.echo(f"{verb} {len(changed):,} of {found:,}; run it again to continue", err=True)
+        write(f"{verb} {len(changed):,} of {found:,}; run it again to continue", err=True)
         raise
-    typer.echo(f"{verb} {len(changed):,} of {found:,}", err=True)
+    write(f"{verb} {len(changed):,} of {found:,}", err=True)
     return changed
 
 

@@ -58,7 +58,8 @@ class Reading:
         selection = parameters.selection(wanted)
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
-            found = [one async for one in store.entries(state, selection, _LISTED + 1)]
+            chunks = store.chunks(state, selection, _LISTED + 1)
+            found = [one async for some in chunks for one in some]
         return self._templates.page(
             template,
             operator,

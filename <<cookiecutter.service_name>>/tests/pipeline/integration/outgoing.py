@@ -127,8 +127,8 @@ def waits(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitab
 
 async def died(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[SimpleNamespace]:
     """Return dead events, in the order in which they were staged."""
-    found = DeadEvents(db, PATIENCE).entries("dead", which, 10_000)
-    events = [SimpleNamespace(**one) async for one in found]
+    found = DeadEvents(db, PATIENCE).chunks("dead", which, 10_000)
+    events = [SimpleNamespace(**one) async for some in found for one in some]
     return sorted(events, key=lambda one: int(one.id))
 
 

@@ -104,8 +104,8 @@ async def letters(
     desk: Desk, state: State = "dead", selection: Selection = EVERYTHING, limit: int = 1_000
 ) -> list[SimpleNamespace]:
     async with autocommitting(desk.engine) as driver:
-        found = store(desk, driver).entries(state, selection, limit)
-        return [SimpleNamespace(**one) async for one in found]
+        found = store(desk, driver).chunks(state, selection, limit)
+        return [SimpleNamespace(**one) async for some in found for one in some]
 
 
 async def key_of(desk: Desk, letter: SimpleNamespace) -> bytes:
@@ -828,6 +828,38 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     assert "discarded 1 of 1" in (await service(*command)).stderr
 
 
+async def test_a_list_sorts_the_table_once_and_is_read_in_chunks(
+    desk: Desk, service: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead, "CHUNK", 2)
+    await bury(desk, *(Deposit(n) for n in range(5)))
+    statements: list[str] = []
+    async with autocommitting(desk.engine) as driver:
+        driver.add_query_logger(lambda query: statements.append(query.query))
+        found = store(desk, driver).chunks("dead", EVERYTHING, 4)
+        chunks = [[one["id"] for one in some] async for some in found]
+    newest = [one.id for one in await letters(desk)][:4]
+    assert chunks == [newest[:2], newest[2:]]
+    of_letters = [one for one in statements if "FROM pipeline.backlog" in one]
+    assert ["LIMIT" in one for one in of_letters] == [True, False, False]
+    names, *lines, last = (await service("list")).stdout.splitlines()
+    assert names.split()[0] == "id"
+    assert [line.split()[0] for line in lines[:4]] == newest
+    assert (len(lines), last) == (5, "5 dead")
+
+
+async def test_a_list_leaves_out_what_is_discarded_while_it_is_read(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead, "CHUNK", 2)
+    await bury(desk, *(Deposit(n) for n in range(4)))
+    async with autocommitting(desk.engine) as driver:
+        found = store(desk, driver).chunks("dead", EVERYTHING, 4)
+        assert len(await anext(found)) == 2
+        assert await discard(desk) == 4
+        assert [one async for one in found] == [[]]
+
+
 async def test_show_tells_all_and_lets_no_payload_command_the_terminal(
     bank: Bank, desk: Desk, service: Command
 ) -> None:
@@ -847,11 +879,11 @@ async def test_show_tells_all_and_lets_no_payload_command_the_terminal(
         "waiting",
         "failed",
         "nothing: it is tried again on schedule",
-        r"ValueError: \x1b[2Jgone",
+        r"ValueError: \u001b[2Jgone",
         r"ada\nstate  discarded",
         str(2**62),
         "header x-bytes",
-        r"\x1b]0;title\x07",
+        r"\u001b]0;title\u0007",
         "in deposit",
         '{"account": "ada\\nstate  discarded", "amount": 7}',
     ):

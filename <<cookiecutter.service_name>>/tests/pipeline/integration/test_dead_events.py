@@ -45,8 +45,8 @@ NewTopic = Callable[..., Awaitable[str]]
 async def listed(
     db: asyncpg.Connection, state: State = "dead", which: Selection = EVERYTHING, limit: int = 1_000
 ) -> list[SimpleNamespace]:
-    found = DeadEvents(db, PATIENCE).entries(state, which, limit)
-    return [SimpleNamespace(**one) async for one in found]
+    found = DeadEvents(db, PATIENCE).chunks(state, which, limit)
+    return [SimpleNamespace(**one) async for some in found for one in some]
 
 
 async def numbers(
@@ -377,7 +377,7 @@ async def test_list_and_show_tell_what_there_is(
         r"ada\nstate",
         "9004",
         "application/json",
-        r"\x1b[2Jxxx",
+        r"\u001b[2Jxxx",
     ):
         assert text in told
     exact = json.loads((await service("events", "show", two.id, "--json")).stdout)
