@@ -178,7 +178,6 @@ def _of_database(
     connection: asyncpg.Connection, service: Service, settings: Settings, *, has_brokers: bool
 ) -> dict[str, Findings]:
     return {
-        "database": _database(connection, service),
         **({"group": _group(connection, service, settings)} if has_brokers else {}),
         "schema": _schema(connection),
         "tables": _tables(connection, service),
@@ -206,13 +205,6 @@ def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
     except Misconfigured as error:
         advice = "change what it names, and start the service again"
         yield Finding("wrong", summarize_error(error), advice)
-
-
-async def _database(connection: asyncpg.Connection, service: Service) -> Findings:
-    try:
-        await revisions.check_database(connection, service.name)
-    except revisions.WrongDatabase as error:
-        yield Finding("wrong", error.found, error.advice)
 
 
 async def _group(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:

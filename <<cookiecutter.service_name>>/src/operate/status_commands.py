@@ -1,6 +1,7 @@
 """The commands `service status` and `service doctor`."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -8,16 +9,17 @@ import asyncpg
 import typer
 
 from pipeline.errors import summarize_error
+from pipeline.servers.revisions import WrongDatabase
 
 from . import doctor, status
 from .errors import Unavailable
 from .health import Finding, judge
-from .output import format_span, format_time, print_json, print_table
+from .output import format_span, format_time, print_json, print_table, write
 from .status import AT_MOST, Backlog, Reading, Status, format_count
 from .terminal import Invocation, operation
 
 _WATCH_SECONDS = 2.0
-_CLEAR = "\x1b[2J\x1b[H"
+_CLEAR = b"\x1b[2J\x1b[H"
 _WIDTH = 80
 
 app = typer.Typer()
@@ -40,14 +42,15 @@ async def show(
                     if invocation.as_json:
                         print_json(found)
                     else:
-                        typer.echo((_CLEAR if watch else "") + "\n".join(screen(found)))
+                        write(_CLEAR if watch and sys.stdout.isatty() else b"")
+                        write("\n".join(screen(found)))
                     if not watch:
                         return
                     await asyncio.sleep(_WATCH_SECONDS)
         except Unavailable as error:  # --watch continues after an outage
             if not watch:
                 raise
-            typer.echo(error, err=True)
+            write(str(error), err=True)
             await asyncio.sleep(_WATCH_SECONDS)
 
 
@@ -63,10 +66,11 @@ async def examine(
     try:
         async with invocation.connected() as connection:
             found = await _findings(connection, invocation)
-    except Unavailable as error:
+    except (Unavailable, WrongDatabase) as error:
         advice = "start the server, or correct PIPELINE_DATABASE_URL, for the other checks"
-        away = Finding("wrong", summarize_error(error), advice, check="postgresql")
-        found = [away, *await _findings(None, invocation)]
+        check = "database" if isinstance(error, WrongDatabase) else "postgresql"
+        wrong = Finding("wrong", summarize_error(error), advice, check=check)
+        found = [wrong, *await _findings(None, invocation)]
     if invocation.as_json:
         print_json(*found)
     else:
@@ -152,7 +156,8 @@ def _topic(found: Status, readings: list[Reading]) -> str:
 
 def _consumer(found: Status, name: str, one: Backlog) -> str:
     waiting = f"{min(one.waiting, AT_MOST):,}{'+' if found.is_waiting_cut_off else ''}"
-    dead = f"{min(one.dead, AT_MOST):,}{'+' if found.is_dead_cut_off else ''}"
+    is_dead_cut_off = sum(each.dead for each in found.backlog.values()) > AT_MOST
+    dead = f"{min(one.dead, AT_MOST):,}{'+' if is_dead_cut_off else ''}"
     least = "at least " if found.is_waiting_cut_off else ""  # only some were counted
     age = f", oldest {least}{format_span(one.oldest)}" if one.waiting else ""
     return f"{name or '(none)'}  {waiting} waiting, {dead} dead{age}"

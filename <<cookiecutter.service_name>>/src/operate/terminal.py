@@ -123,6 +123,7 @@ class Invocation:
         try:
             with naming_servers(self.settings):
                 async with autocommitting(engine) as connection:
+                    await revisions.check_database(connection, self.service.name)
                     yield connection
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
             raise revisions.NotMigrated from None

@@ -12,6 +12,8 @@ _NO_TABLES = ("3F000", "42P01")
 
 def describe(error: Exception, settings: Settings) -> str | None:
     """Return what is wrong and what to do; None for an error in the page's code."""
+    if isinstance(error, NotMigrated):
+        return str(error)
     state = sqlstate_of(error) or ""
     if state in _NO_TABLES:
         return str(NotMigrated())

@@ -169,6 +169,24 @@ async def test_the_doctor_makes_the_other_checks_if_postgresql_is_away(opened: O
     assert found["kafka"] == "ok"
 
 
+async def test_the_page_shows_and_changes_nothing_of_another_services_database(
+    opened: Opened, db: asyncpg.Connection, desk: Desk
+) -> None:
+    await buried(desk, db, Deposit(1))
+    await db.execute("COMMENT ON SCHEMA pipeline IS 'another'")
+    async with opened() as client:
+        await log_in(client)
+        for path in ("/", "/dead", "/backlog", "/doctor"):
+            assert "is that of service another" in (await client.get(path)).text
+        (letter,) = await db.fetch("SELECT left(encode(key, 'hex'), 16) FROM pipeline.backlog")
+        form = {"csrf": await csrf(client, "/words"), "why": "x"}
+        done = await client.post(f"/dead/{letter[0]}/discard", data=form)
+        assert "is that of service another" in done.text
+    assert (
+        await db.fetchval("SELECT count(*) FROM pipeline.backlog WHERE discarded_at IS NULL") == 1
+    )
+
+
 async def test_every_figure_of_the_overview_and_every_reason_is_explained(
     ann: httpx2.AsyncClient, bank: Bank
 ) -> None:

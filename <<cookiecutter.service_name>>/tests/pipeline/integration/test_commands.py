@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from operate.commands import command_line
 
 from .bank import Bank
+from .conftest import Command, complaint
 from .processes import starting
 from tests.servers.databases import HOME, empty_database
 from tests.servers.processes import Process, Start
@@ -276,3 +277,43 @@ async def test_a_wrong_password_is_told_in_a_sentence(
         assert await process.ended() == 1
         assert "password authentication failed" in process.output
         assert "Traceback" not in process.output
+
+
+WITHOUT_DATABASE = ("run", "consume", "relay", "migrate", "doctor", "topics create")
+"""Commands that serve or migrate, which other tests refuse the database of another service; the
+doctor, which names it; and one that needs Kafka only."""
+
+
+async def test_every_command_that_connects_refuses_the_database_of_another_service(
+    bank: Bank, commands: Callable[..., Command], db: asyncpg.Connection
+) -> None:
+    await db.execute("COMMENT ON SCHEMA pipeline IS 'another'")
+    app = command_line(bank.service)
+    assert isinstance(app, typer.Typer)
+    call_it = commands(app)
+    examples = {
+        name: shlex.split((command.epilog or "").removeprefix("For example: service "))
+        for name, command in with_parameters(typer.main.get_command(app))
+        if name not in WITHOUT_DATABASE
+    }
+    examples["relay reset"] = ["relay", "reset", "--yes"]
+    assert len(examples) > 15
+    for name, line in examples.items():
+        done = await call_it(*line)
+        assert done.exit_code == 1, f"{name}: {done.output}"
+        assert "is that of service another, and this is service" in done.stderr, name
+    doctor = await call_it("doctor", "--json")
+    found = [json.loads(line) for line in doctor.stdout.splitlines()]
+    (wrong,) = (one for one in found if one["check"] == "database")
+    assert (doctor.exit_code, wrong["level"]) == (1, "wrong")
+    assert {"kafka", "settings"} < {one["check"] for one in found}
+
+
+async def test_a_list_that_would_take_too_much_memory_is_refused(
+    bank: Bank, commands: Callable[..., Command]
+) -> None:
+    service = commands(command_line(bank.service))
+    for line, limit in (("dead list", 1_000_000), ("scheduled list", 100_000)):
+        done = await service(*line.split(), "--limit", f"{limit + 1}")
+        assert done.exit_code == 2
+        assert f"less than or equal to {limit}" in complaint(done)

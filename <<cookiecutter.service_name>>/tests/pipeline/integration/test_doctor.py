@@ -157,7 +157,7 @@ async def test_a_healthy_service_has_nothing(
     of_status = [check for some in health.CHECKS.values() for check in some]
     checks = (*topic_checks.CHECKS, *of_status, *doctor.SERVER_CHECKS)
     assert len(lines) == len(checks) + len(
-        ("kafka", "settings", "database", "group", "schema", "tables", "pooler", "clock")
+        ("kafka", "settings", "group", "schema", "tables", "pooler", "clock")
     )
     assert all(line.startswith("ok ") for line in lines), lines
     assert any(re.match(r"ok +server +PostgreSQL 1\d\.", line) for line in lines), lines
