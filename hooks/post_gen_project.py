@@ -95,12 +95,12 @@ def make_repository() -> str:
         if "not a git repository" not in error.stderr:
             return f"It has no repository: {error.stderr.strip()}"
     else:
-        files = {path.as_posix() for path in Path().rglob("*") if path.is_file()}
+        made = {path.as_posix() for path in Path().rglob("*") if path.is_file()}
         known = git("ls-files", "--cached", "--others", "--exclude-standard", "-z").split("\0")
-        ignored = sorted(files - set(known))
+        ignored = sorted(made - set(known))
         if not ignored:
             return f"It is in the git repository {repository}: commit it there."
-        if len(ignored) < len(files):
+        if len(ignored) < len(made):
             more = f" and {len(ignored) - 5} more" if len(ignored) > 5 else ""
             return (
                 f"It is in the git repository {repository}, which ignores {', '.join(ignored[:5])}"

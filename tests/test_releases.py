@@ -54,7 +54,7 @@ def test_a_clone_without_tags_generates_from_a_release(tmp_path: Path) -> None:
 
     url = f"git+{(tmp_path / 'clone').as_uri()}"
     generate = [sys.executable, "-m", "cookiecutter", url, "--no-input"]
-    given = ["--checkout", release["commit"], "--config-file", tmp_path / "config.yaml"]
+    given = ["--checkout", release["commit"], "--config-file", str(tmp_path / "config.yaml")]
     subprocess.run([*generate, *given], cwd=tmp_path, env=clean_environment(), check=True)
 
     record = json.loads((tmp_path / "parcel-tracker/.cookiecutter.json").read_text("utf-8"))

@@ -101,8 +101,8 @@ class Program(typer.Typer):
 
 def _unreadable() -> Path | None:
     """Return a file or folder of the migrations that Alembic would pass over or find empty."""
-    folder = ALEMBIC.with_name("migrations")
-    for path in (ALEMBIC, folder, *folder.rglob("*")):
+    folder = revisions.ALEMBIC.with_name("migrations")
+    for path in (revisions.ALEMBIC, folder, *folder.rglob("*")):
         if path.exists() and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
             return path
     return None

@@ -50,8 +50,7 @@ async def redrive_copy(
         if row is None:
             raise Refused(f"{id} is not a dead letter any more")
         new_id = items[0].message.id
-        known, _ = await backlog.find(connection, items)
-        if known:
+        if (await backlog.find(connection, items)).known:
             raise Refused(f"an event with the id {new_id!r} is stored already: choose another id")
         rows = [backlog.row_of(one, Decision(REDRIVEN)) for one in items]
         await backlog.add(connection, rows, service.encryption)

@@ -296,8 +296,8 @@ class BacklogWorkers:
             if is_next and may_try and not self._stopping.is_set():
                 tries += 1
                 lease = await self._only(lease, lane)
-                alone = replace(LaneSource.of(lease, [item]), compares=True)
-                outcomes = await self._apply(self._consume, alone)
+                only = replace(LaneSource.of(lease, [item]), compares=True)
+                outcomes = await self._apply(self._consume, only)
                 if not any(one.decided for one in outcomes):
                     continue
             waiting.add(item.order_key)

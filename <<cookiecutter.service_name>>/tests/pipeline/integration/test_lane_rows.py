@@ -1,6 +1,7 @@
 """Rows of lanes: what was decided since they were read holds, and one row delays no other."""
 
 from collections.abc import Collection
+from typing import Any
 
 import asyncpg
 
@@ -20,7 +21,7 @@ TOPIC = "deposits"
 class Calls:
     """A deferred handler that does what a test says, and what it was called with."""
 
-    def __init__(self, **options: float) -> None:
+    def __init__(self, **options: Any) -> None:
         self.handlers = Handlers()
         self.made: list[int] = []
         self.errors: dict[int, Exception] = {}

@@ -82,5 +82,5 @@ def test_every_reason_for_which_an_event_is_not_sent_is_explained_and_no_other()
 
 
 def test_what_may_be_dead_again_after_a_redrive_may_also_be_discarded() -> None:
-    for reason, advice in (dead_letters.REASONS | dead_events.REASONS).items():
+    for reason, advice in {**dead_letters.REASONS, **dead_events.REASONS}.items():
         assert "discard" in advice or "then redrive" not in advice, reason
