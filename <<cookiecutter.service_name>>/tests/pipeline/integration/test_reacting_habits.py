@@ -383,9 +383,10 @@ class World:
                 except Reject:
                     dead.add(place)
                     await session.rollback()
-                except (Broken, sa.exc.SQLAlchemyError):
+                except (Broken, sa.exc.SQLAlchemyError, sa.exc.SAWarning):
                     waiting.add(place)
-                    await session.rollback()
+                    with suppress(sa.exc.SAWarning):  # of changes since a lost connection
+                        await session.rollback()
                 else:
                     events += tx.events
         return (waiting, dead), events
