@@ -277,7 +277,8 @@ def test_every_link_of_a_variants_pages_leads_to_a_file_and_a_place(variant: Bak
 
 def test_the_engine_is_copied_byte_for_byte(template: Template, output: Path) -> None:
     raw = BakedProject(RAW, {}).files()
-    baked = template.bake(output, **dict.fromkeys(features(), "yes")).files()
+    answers = {**dict.fromkeys(features(), "yes"), "worked_example": "payments"}
+    baked = template.bake(output, **answers).files()
 
     assert {name: raw[name] for name in raw if name.startswith(COPIED)} == {
         name: baked[name] for name in baked if name.startswith(COPIED)

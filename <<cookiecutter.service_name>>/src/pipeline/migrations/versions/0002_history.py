@@ -1,7 +1,7 @@
 """What is known of a message in the backlog is stored beside the reason for which it waits.
 
-Rows that are due are found by their consumer. Filters of the inbox's generations are not used any
-more.
+Rows that are due are found by their consumer. The table `inbox_filter` is used by processes of
+version 1.0.0 only.
 
 Revision ID: pipeline_0002
 Revises: pipeline_0001
@@ -38,7 +38,6 @@ def upgrade() -> None:
                     DROP INDEX pipeline.backlog_due_idx;
                     CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, consumer, due_at)
                      WHERE due_at IS NOT NULL;
-                    DELETE FROM pipeline.inbox_filter;  -- only 1.0.0 reads and builds them
                     PERFORM set_config('lock_timeout', limit_before, true);
                     RETURN;
                 EXCEPTION WHEN lock_not_available THEN
