@@ -7,6 +7,7 @@ It runs with the folders of the raw tree on PYTHONPATH: see `tests/release.py`.
 """
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -262,7 +263,14 @@ class Upgrade:
             await self.succeed(NEW, "migrate")
         else:
             await self.run_beside(kafka, self.old)
-        assert await self.kept_rows() == before
+        after = await self.kept_rows()
+        assert before == {
+            table: [
+                {column: row[column] for column in old}
+                for old, row in zip(rows, after[table], strict=True)
+            ]
+            for table, rows in before.items()
+        }
 
     async def run_beside(self, kafka: str, old: Path) -> None:
         """Migrate while the release's code runs, and replace it."""
@@ -298,17 +306,20 @@ class Upgrade:
                 redriven = await self.succeed(NEW, "dead", "redrive", "--all", "--yes")
                 assert "1 applied" in redriven, redriven
 
-    async def kept_rows(self) -> dict[str, list[str]]:
-        """Return the rows that no process has to change, by their tables."""
+    async def kept_rows(self) -> dict[str, list[dict[str, object]]]:
+        """Return the rows that no process has to change, by their tables.
+
+        Migrations may add columns.
+        """
         db = await asyncpg.connect(self.url.replace("+asyncpg", ""))
         try:
             rows = {
-                table: await db.fetch(f"SELECT x::text AS row FROM pipeline.{table} AS x")
+                table: await db.fetch(f"SELECT to_jsonb(x)::text AS row FROM pipeline.{table} AS x")
                 for table in KEPT
             }
         finally:
             await db.close()
-        return {table: [one["row"] for one in found] for table, found in rows.items()}
+        return {table: [json.loads(one["row"]) for one in found] for table, found in rows.items()}
 
     @asynccontextmanager
     async def process(self, code: Path, *command: str) -> AsyncIterator[Process]:

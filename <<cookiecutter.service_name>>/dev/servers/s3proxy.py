@@ -23,7 +23,6 @@ s3proxy.identity={identity}
 s3proxy.credential={credential}
 s3proxy.ignore-unknown-headers=true
 jclouds.provider=filesystem-nio2
-jclouds.filesystem.basedir=data
 """
 LOGGING = """\
 <configuration>
@@ -63,6 +62,8 @@ class S3Proxy(LocalServer):
             "-XX:TieredStopAtLevel=1",
             "-XX:+UseSerialGC",
             "-Dlogback.configurationFile=logback.xml",
+            # Absolute, as listings of a relative one are empty; a file of properties has escapes.
+            f"-Djclouds.filesystem.basedir={self.home / 'data'}",
             "-cp",
             "jars/*",
             "org.gaul.s3proxy.Main",
