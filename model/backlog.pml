@@ -169,6 +169,12 @@ byte i, j, places;                            /* scratch, within one step */
 #define next_row (blocking & key & ~taken)
 #endif
 
+#ifdef ROWS_AS_READ
+#define is_as_read true
+#else
+#define is_as_read (first(taken) == first(blocking & key) && (first(taken) & waiting & come))
+#endif
+
 #ifdef SETTLED_WITHOUT_MARKER
 #define marker_of_settled ABSENT
 #else
@@ -262,7 +268,7 @@ inline unmark()
     i = 0; to_mark = 0; new = 0
 }
 
-mtype = { LOST, FETCHED, MARKING, READY, IDLE, LEASED, READ, DONE }
+mtype = { LOST, FETCHED, MARKING, READY, IDLE, LEASED, READ, DONE, AGAIN }
 mtype = { FOLLOWER, WAITING, DEAD, HOLDING }
 
 /* ---- Consuming ---- */
@@ -469,6 +475,23 @@ inline demote()
     at = (taken -> MARKING : DONE)
 }
 
+/* The same rows once more, if they are as they were read: what was decided has no marker. */
+inline repeat()
+{
+    lane_locked_by = lane_lock;
+    read = blocking & key;
+    if
+    :: is_as_read ->
+        head = first(taken);
+        demote()
+    :: else ->
+        printf("worker %d leaves %d alone\n", me, taken);
+        end_of_run();
+        forget_failure();
+        at = LEASED
+    fi
+}
+
 /* The next row of the key is due. */
 inline promote()
 {
@@ -577,11 +600,33 @@ proctype Worker(byte me)
            forget_failure();
            at = LEASED
        }
+    :: d_step {
+           at == DONE && mishaps > 0 ->
+           mishaps--;
+           printf("worker %d gets no answer to its commit\n", me);
+           commit_run();
+           found = taken;
+           end_of_run();
+           taken = found;
+           found = 0; failed = 0; death = WAITING;
+           at = AGAIN
+       }
+    :: d_step { at == AGAIN && can_lock_lane && is_owner -> repeat() }
+    :: d_step {
+           at == AGAIN && can_lock_lane && !is_owner ->
+           printf("worker %d has lost the lane\n", me);
+           taken = 0;
+           forget_failure();
+           at = IDLE
+       }
     :: atomic {
            at != IDLE && mishaps > 0 ->
            mishaps--;
            if
-           :: at != LEASED -> printf("worker %d is cut off\n", me); end_of_run(); at = LEASED
+           :: at != LEASED && at != AGAIN ->
+               printf("worker %d is cut off\n", me);
+               end_of_run();
+               at = LEASED
            :: printf("worker %d is killed\n", me);
               end_of_run();
               forget_failure();

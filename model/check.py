@@ -120,6 +120,7 @@ FULL = (
     Run("consume", "TOGETHER=2 LENGTH=2", is_for_cycles=True),
     Run("backlog"),
     Run("backlog", "FAILURES=2 MISHAPS=0"),
+    Run("backlog", "FAILURES=2 BATCH=1 DECISIONS=0"),
     Run("backlog", "FAILURES=2 MISHAPS=0 ASIDE=2"),
     Run("backlog", "FAILURES=2 MISHAPS=0 LAST_EVENT=0"),
     Run("backlog", "MISHAPS=0 SEEKS=1"),
@@ -217,6 +218,8 @@ FAULTS = (
     Run("backlog", "FAILURES=2 MISHAPS=0 BATCH=1", "RUN_PAST_A_HOLDING_ROW", "IN_ORDER"),
     # The next row is chosen without a follower committed since, which was demoted.
     Run("backlog", "MISHAPS=0", "NEXT_ROW_AS_READ", "NO_ORPHAN"),
+    # A row that was decided runs once more, as the answer to the commit was lost.
+    Run("backlog", "FAILURES=2 BATCH=1 RUN=1 DECISIONS=0", "ROWS_AS_READ", "NO_DOUBLE"),
     # An applied row is deleted without a marker.
     Run("backlog", "MISHAPS=0", "SETTLED_WITHOUT_MARKER", "NO_DOUBLE"),
     # A paused worker continues beside its successor. Trap 5.
