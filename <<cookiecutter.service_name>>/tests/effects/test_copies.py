@@ -8,6 +8,7 @@ from aiokafka import AIOKafkaProducer
 
 from tests.contract.bank import Deposit
 from tests.pipeline.integration.bank import Bank
+from tests.pipeline.integration.processes import variables_of
 from tests.servers.processes import starting
 from tests.servers.waiting import eventually
 
@@ -24,13 +25,7 @@ async def test_a_copy_and_a_second_database_of_the_group_call_nobody(
 ) -> None:
     outside = tmp_path / "outside"
     outside.touch()
-    variables = {
-        "BANK_DEPOSITS": bank.deposits,
-        "BANK_BALANCES": bank.balances,
-        "BANK_NAME": bank.name,
-        "BANK_OUTSIDE": str(outside),
-        "BANK_DIES": "",
-    }
+    variables = variables_of(bank) | {"BANK_OUTSIDE": str(outside), "BANK_DIES": ""}
 
     async def has_calls() -> bool:
         return bool(await db.fetchval(CALLS) == 10)

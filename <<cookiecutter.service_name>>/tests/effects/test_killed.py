@@ -9,6 +9,7 @@ from aiokafka import AIOKafkaProducer
 
 from tests.contract.bank import Deposit
 from tests.pipeline.integration.bank import Bank
+from tests.pipeline.integration.processes import variables_of
 from tests.servers.processes import starting
 from tests.servers.waiting import eventually
 
@@ -43,10 +44,7 @@ async def test_killed_in_a_call(
 ) -> None:
     outside = tmp_path / "outside"
     outside.touch()
-    variables = {
-        "BANK_DEPOSITS": bank.deposits,
-        "BANK_BALANCES": bank.balances,
-        "BANK_NAME": bank.name,
+    variables = variables_of(bank) | {
         "BANK_OUTSIDE": str(outside),
         "BANK_DIES": f"{consumer} {moment}",
     }

@@ -6,6 +6,8 @@ Revises: personal_0001
 
 from alembic import op
 
+from pipeline.migrations import alter_in_turns
+
 revision = "personal_0002"
 down_revision = "personal_0001"
 branch_labels = None
@@ -17,28 +19,13 @@ def upgrade() -> None:
 
     Processes of version 1.0.0 can go on.
     """
-    # Statements wait behind one that waits for a lock of the whole table: so it waits for a second,
-    # and lets them pass.
-    op.execute("""
-        DO $$
-        DECLARE
-            limit_before text = current_setting('lock_timeout');
-        BEGIN
-            FOR attempt IN 1 .. 300 LOOP
-                BEGIN
-                    SET LOCAL lock_timeout = '1s';
-                    ALTER TABLE pipeline.personal_key ADD COLUMN kind text;
-                    ALTER TABLE pipeline.personal_forgotten ADD COLUMN kind text;
-                    PERFORM set_config('lock_timeout', limit_before, true);
-                    RETURN;
-                EXCEPTION WHEN lock_not_available THEN
-                    PERFORM pg_sleep(1);
-                END;
-            END LOOP;
-            RAISE EXCEPTION 'a transaction has held pipeline.personal_key for ten minutes: see'
-                ' pg_stat_activity, end it, and migrate again';
-        END $$
-    """)
+    alter_in_turns(
+        "pipeline.personal_key",
+        """
+        ALTER TABLE pipeline.personal_key ADD COLUMN kind text;
+        ALTER TABLE pipeline.personal_forgotten ADD COLUMN kind text;
+        """,
+    )
 
 
 def downgrade() -> None:

@@ -5,7 +5,7 @@ which runs in a transaction of its own. Positions are in `positions.py`; generat
 deleted in `retention/generations.py`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
@@ -108,7 +108,7 @@ class Found(NamedTuple):
 
     new: list[Item]
     """Those that are to be applied, parked or dead."""
-    waiting: set[bytes]
+    waiting: Collection[bytes]
     """Order keys of which rows wait in the backlog."""
     in_backlog: set[bytes]
     """Marker keys of those that stay in the backlog: their new markers must be deleted."""
@@ -144,7 +144,7 @@ async def look_up(
             outcome.mismatched.append((item, error))
         else:
             outcome.duplicates.append(item)
-    return Found(new, {*stored.waiting}, unmarked)
+    return Found(new, stored.waiting, unmarked)
 
 
 async def mark(

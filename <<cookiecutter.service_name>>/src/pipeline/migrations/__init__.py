@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-from alembic import context
+from alembic import context, op
 from alembic.util import CommandError
 from pydantic import ValidationError
 from sqlalchemy import MetaData, text
@@ -64,6 +64,33 @@ def _migrate(connection: Connection, metadata: MetaData, service: str | None) ->
     context.configure(connection=connection, service=service, **options(metadata))
     with context.begin_transaction():
         context.run_migrations()
+
+
+def alter_in_turns(table: str, statements: str) -> None:
+    """Execute statements that lock a whole table, followed by semicolons.
+
+    Others wait behind a statement that waits for such a lock: so it waits for a second, and lets
+    them pass, for ten minutes.
+    """
+    op.execute(f"""
+        DO $$
+        DECLARE
+            limit_before text = current_setting('lock_timeout');
+        BEGIN
+            FOR attempt IN 1 .. 300 LOOP
+                BEGIN
+                    SET LOCAL lock_timeout = '1s';
+                    {statements}
+                    PERFORM set_config('lock_timeout', limit_before, true);
+                    RETURN;
+                EXCEPTION WHEN lock_not_available THEN
+                    PERFORM pg_sleep(1);
+                END;
+            END LOOP;
+            RAISE EXCEPTION 'a transaction has held {table} for ten minutes: see'
+                ' pg_stat_activity, end it, and migrate again';
+        END $$
+    """)
 
 
 def options(metadata: MetaData) -> dict[str, Any]:

@@ -12,10 +12,12 @@ from . import traces
 from .buffer import record
 
 _POSTGRESQL = db_attributes.DbSystemNameValues.POSTGRESQL.value
+COMMENTS = r"(?>\s|--[^\n]*|/\*(?s:.*?)\*/)*+"
+"""What may precede a statement's first word. It does not backtrack, which takes exponential time in
+a long comment."""
 _FIRST_WORD = re.compile(
-    # Without backtracking, which takes exponential time in a long comment.
-    r"(?>\s|--.*|/\*(?s:.*?)\*/)*+"
-    r"(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
+    COMMENTS
+    + r"(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
     re.IGNORECASE,
 )
 """Others are rare, and summarized as `OTHER`."""

@@ -18,14 +18,14 @@ from sqlalchemy.sql.elements import (
 )
 
 from pipeline.errors import is_contention
+from pipeline.observe.statements import COMMENTS
 
 T = TypeVar("T")
 
 GUARD = "pipeline guard"
 """Key in the `info` of a connection: the `Guard` of the message that uses it."""
 _CONTROL = re.compile(
-    # Without backtracking, as the words in `observe/statements.py`.
-    r"(?>\s|/\*.*?\*/|--[^\n]*)*+(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
+    COMMENTS + r"(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
     r"|PREPARE\s+TRANSACTION)\b",
     re.IGNORECASE | re.DOTALL,
 )

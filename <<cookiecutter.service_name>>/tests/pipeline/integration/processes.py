@@ -11,7 +11,8 @@ from tests.servers.proxy import proxy
 APP = f"{__package__}.app"
 
 
-def _variables(bank: Bank) -> dict[str, str]:
+def variables_of(bank: Bank) -> dict[str, str]:
+    """Return the variables that name a bank to its processes."""
     return {
         "BANK_DEPOSITS": bank.deposits,
         "BANK_BALANCES": bank.balances,
@@ -21,12 +22,12 @@ def _variables(bank: Bank) -> dict[str, str]:
 
 def environment(bank: Bank, **settings: object) -> dict[str, str]:
     """Return the environment of a process of the bank; no other settings reach it."""
-    return processes.environment(_variables(bank), **settings)
+    return processes.environment(variables_of(bank), **settings)
 
 
 def starting(bank: Bank, **common: object) -> AbstractAsyncContextManager[Start]:
     """Start processes of the bank; what still runs at the end of the block is killed."""
-    return processes.starting(APP, lambda: _variables(bank), **common)
+    return processes.starting(APP, lambda: variables_of(bank), **common)
 
 
 @asynccontextmanager

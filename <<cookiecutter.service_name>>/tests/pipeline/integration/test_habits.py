@@ -1,7 +1,7 @@
 """Whatever habits handlers have: a batch comes out as plain SQLAlchemy does, message by message."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm.attributes import flag_modified, instance_state
 
-from pipeline import Handlers, Policy, Transaction
+from pipeline import Handlers, Policy, Reject, Transaction
 
 from .desk import Desk, NewDesk
 from .test_door import TOO_MUCH, TOPIC, Changed, Tagged, Wallet, events_of, row_of
@@ -336,6 +336,40 @@ messages = st.builds(
 batches = st.lists(messages, min_size=1, max_size=6)
 
 
+async def one_by_one(
+    engine: AsyncEngine,
+    keys: Sequence[str],
+    run: Callable[[int, AsyncSession], Awaitable[ByHand]],
+) -> tuple[set[int], set[int], list[tuple[str, int, int]]]:
+    """Run what the message of each key does in a transaction, by nothing but SQLAlchemy.
+
+    Returns the places of those that wait and of those that are dead, and the events of the others.
+    """
+    waiting: set[int] = set()
+    dead: set[int] = set()
+    events: list[tuple[str, int, int]] = []
+    for place, key in enumerate(keys):
+        if any(keys[other] == key for other in waiting):
+            waiting.add(place)  # it follows one that waits
+            continue
+        async with AsyncSession(engine, expire_on_commit=False) as session:
+            try:
+                tx = await run(place, session)
+                await session.flush()
+                await session.execute(sa.text("RESET search_path"))
+                await session.commit()
+            except Reject:
+                dead.add(place)
+                await session.rollback()
+            except (Broken, sa.exc.SQLAlchemyError, sa.exc.SAWarning):
+                waiting.add(place)
+                with suppress(sa.exc.SAWarning):  # of changes since a lost connection
+                    await session.rollback()
+            else:
+                events += tx.events
+    return waiting, dead, events
+
+
 @dataclass
 class World:
     """The engine's batch and what plain SQLAlchemy makes of the same messages."""
@@ -376,26 +410,14 @@ class World:
     async def _by_hand(
         self, batch: list[Message], number: int
     ) -> tuple[set[int], list[tuple[str, int, int]]]:
-        failed: set[int] = set()
-        events: list[tuple[str, int, int]] = []
-        for place, message in enumerate(batch):
-            if any(batch[other].key == message.key for other in failed):
-                failed.add(place)  # it follows one that waits
-                continue
-            async with AsyncSession(self.engine, expire_on_commit=False) as session:
-                tx = ByHand(session)
-                try:
-                    await message.run(tx, f"hand {number} {message.key}")
-                    if tx.is_broken:
-                        raise Broken
-                    await session.flush()
-                    await session.execute(sa.text("RESET search_path"))
-                    await session.commit()
-                except (Broken, sa.exc.SQLAlchemyError, sa.exc.SAWarning):
-                    failed.add(place)
-                    await session.rollback()
-                else:
-                    events += tx.events
+        async def run(place: int, session: AsyncSession) -> ByHand:
+            tx, message = ByHand(session), batch[place]
+            await message.run(tx, f"hand {number} {message.key}")
+            if tx.is_broken:
+                raise Broken
+            return tx
+
+        failed, _, events = await one_by_one(self.engine, [one.key for one in batch], run)
         return failed, events
 
 

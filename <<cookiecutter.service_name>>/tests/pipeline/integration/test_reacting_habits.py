@@ -25,7 +25,8 @@ from pipeline import Aggregate, Event, Handlers, Policy, Reject, Transaction
 
 from .desk import Desk, NewDesk
 from .test_door import TOPIC, events_of
-from .test_habits import ByHand, drawing
+from .test_habits import Broken, ByHand, drawing, one_by_one, savepoint
+from .test_versions import Watched
 from tests.contract.bank import Base, Deposit, Deposited
 
 KEYS = ("a", "b", "c")
@@ -74,22 +75,6 @@ class Total(Aggregate, Base):
 
     id: Mapped[str] = mapped_column(Text, primary_key=True)
     postings: Mapped[int] = mapped_column(default=0)
-
-
-class Watched(Aggregate, Base):
-    """A row with an event of SQLAlchemy."""
-
-    __tablename__ = "reacting_watched"
-
-    id: Mapped[str] = mapped_column(Text, primary_key=True)
-    cents: Mapped[int] = mapped_column(default=0)
-    writes: Mapped[int] = mapped_column(default=0)
-
-
-@sa.event.listens_for(Watched, "before_insert")
-@sa.event.listens_for(Watched, "before_update")
-def _count(mapper: object, connection: object, row: Watched) -> None:
-    row.writes = (row.writes or 0) + 1
 
 
 CHECK = f"ALTER TABLE reacting_purse ADD CHECK (cents < {TOO_MUCH});"
@@ -151,10 +136,6 @@ class Hand(ByHand):
             if hasattr(entity, name) and getattr(row, name) is None:
                 setattr(row, name, 0)
         return row
-
-
-class Broken(Exception):
-    """What handlers raise."""
 
 
 Tx = Any
@@ -267,7 +248,7 @@ async def blame_the_server(tx: Tx, key: str, cents: int, by: str) -> None:
 
 async def blame_the_server_and_go_on(tx: Tx, key: str, cents: int, by: str) -> None:
     with suppress(DBAPIError):
-        async with tx.savepoint() if isinstance(tx, ByHand) else tx.session.begin_nested():
+        async with savepoint(tx):
             await blame_the_server(tx, key, cents, by)
 
 
@@ -333,13 +314,19 @@ class World:
         waiting = {row["offset"] - start for row in rows if row["died_at"] is None}
         dead = {row["offset"] - start for row in rows if row["died_at"] is not None}
         assert self.desk.outages == []
-        expected, events = await self._by_hand(batch, number)
-        assert (waiting, dead) == expected
+
+        async def run(place: int, session: AsyncSession) -> Hand:
+            tx, message = Hand(session), batch[place]
+            await message.run(tx, f"{number} hand {message.key}", f"{number} {place}")
+            return tx
+
+        *expected, events = await one_by_one(self.engine, [one.key for one in batch], run)
+        assert [waiting, dead] == expected
         for key in KEYS:
             ours, theirs = (f"{number} {who} {key}" for who in ("ours", "hand"))
-            for table in ("purse", "total", "watched", "posting", "vow"):
-                mine, hands = [await self._rows(table, one) for one in (ours, theirs)]
-                assert mine == hands, (table, key)
+            for entity in (Purse, Total, Watched, Posting, Vow):
+                mine, hands = [await self._rows(entity, one) for one in (ours, theirs)]
+                assert mine == hands, (entity, key)
             assert await self._history(ours) == await self._history(theirs), key
             published = [
                 (sequence, f'{{"cents":{cents}}}')
@@ -348,9 +335,10 @@ class World:
             ]
             assert await events_of(self.db, ours) == published, key
 
-    async def _rows(self, table: str, key: str) -> list[dict[str, Any]]:
-        column = "purse_id" if table in ("posting", "vow") else "id"
-        rows = await self.db.fetch(f"SELECT * FROM reacting_{table} WHERE {column} = $1", key)
+    async def _rows(self, entity: type[Base], key: str) -> list[dict[str, Any]]:
+        column = "purse_id" if entity in (Posting, Vow) else "id"
+        table = entity.__tablename__
+        rows = await self.db.fetch(f"SELECT * FROM {table} WHERE {column} = $1", key)
         left_out = {"id", "purse_id", "seal"}
         return [{k: v for k, v in dict(row).items() if k not in left_out} for row in rows]
 
@@ -363,33 +351,6 @@ class World:
         )
         last = {row["by"]: tuple(row) for row in rows if row["by"] is not None}
         return [*last.values()]
-
-    async def _by_hand(
-        self, batch: list[Message], number: int
-    ) -> tuple[tuple[set[int], set[int]], list[tuple[str, int, int]]]:
-        waiting: set[int] = set()
-        dead: set[int] = set()
-        events: list[tuple[str, int, int]] = []
-        for place, message in enumerate(batch):
-            if any(batch[other].key == message.key for other in waiting):
-                waiting.add(place)  # it follows one that waits
-                continue
-            async with AsyncSession(self.engine, expire_on_commit=False) as session:
-                tx = Hand(session)
-                try:
-                    await message.run(tx, f"{number} hand {message.key}", f"{number} {place}")
-                    await session.flush()
-                    await session.commit()
-                except Reject:
-                    dead.add(place)
-                    await session.rollback()
-                except (Broken, sa.exc.SQLAlchemyError, sa.exc.SAWarning):
-                    waiting.add(place)
-                    with suppress(sa.exc.SAWarning):  # of changes since a lost connection
-                        await session.rollback()
-                else:
-                    events += tx.events
-        return (waiting, dead), events
 
 
 @pytest.fixture(params=REACTIONS)

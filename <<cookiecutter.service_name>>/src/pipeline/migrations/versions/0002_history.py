@@ -9,6 +9,8 @@ Revises: pipeline_0001
 
 from alembic import op
 
+from pipeline.migrations import alter_in_turns
+
 revision = "pipeline_0002"
 down_revision = "pipeline_0001"
 branch_labels = None
@@ -21,33 +23,18 @@ def upgrade() -> None:
     Processes of version 1.0.0 can go on. They wait while the index is created, and then look at all
     that is due in a lane to find a lane.
     """
-    # Statements wait behind one that waits for a lock of the whole table: so it waits for a second,
-    # and lets them pass.
-    op.execute("""
-        DO $$
-        DECLARE
-            limit_before text = current_setting('lock_timeout');
-        BEGIN
-            FOR attempt IN 1 .. 300 LOOP
-                BEGIN
-                    SET LOCAL lock_timeout = '1s';
-                    ALTER TABLE pipeline.backlog
-                        ADD COLUMN deaths integer NOT NULL DEFAULT 0,
-                        ADD COLUMN losses integer NOT NULL DEFAULT 0,
-                        ADD COLUMN is_redriven boolean NOT NULL DEFAULT false;
-                    DROP INDEX pipeline.backlog_due_idx;
-                    CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, consumer, due_at)
-                     WHERE due_at IS NOT NULL;
-                    PERFORM set_config('lock_timeout', limit_before, true);
-                    RETURN;
-                EXCEPTION WHEN lock_not_available THEN
-                    PERFORM pg_sleep(1);
-                END;
-            END LOOP;
-            RAISE EXCEPTION 'a transaction has held pipeline.backlog for ten minutes: see'
-                ' pg_stat_activity, end it, and migrate again';
-        END $$
-    """)
+    alter_in_turns(
+        "pipeline.backlog",
+        """
+        ALTER TABLE pipeline.backlog
+            ADD COLUMN deaths integer NOT NULL DEFAULT 0,
+            ADD COLUMN losses integer NOT NULL DEFAULT 0,
+            ADD COLUMN is_redriven boolean NOT NULL DEFAULT false;
+        DROP INDEX pipeline.backlog_due_idx;
+        CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, consumer, due_at)
+         WHERE due_at IS NOT NULL;
+        """,
+    )
 
 
 def downgrade() -> None:
