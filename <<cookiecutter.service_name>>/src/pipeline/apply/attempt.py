@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import cast
 
 import asyncpg
 from opentelemetry.context import Context
@@ -17,7 +18,14 @@ from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handler, Handlers
 from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import RESET, SharedSession, clean, new_session, own_session
+from pipeline.handlers.sessions import (
+    RESET,
+    RowSession,
+    SharedSession,
+    clean,
+    new_session,
+    own_session,
+)
 from pipeline.handlers.staging import Outbox
 from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.guard import Guard
@@ -130,7 +138,7 @@ class Attempt:
 
     async def undo_run(self, point: AsyncTransaction) -> None:
         """Roll back to the savepoint at which the run began."""
-        Session.close(self.rows.session.sync_session)
+        cast(RowSession, self.rows.session.sync_session).by_engine(Session.close)
         if point.is_active:  # a flush that has failed has rolled it back
             await point.rollback()
         # PostgreSQL keeps the savepoint then, with what a handler has done after it.

@@ -142,7 +142,7 @@ async def apply_run(
     run = BatchOutcome(early={*outcome.early}, behind={*outcome.behind})
     try:
         await _call(items, attempt, run)
-        if point is not None and not point.is_active:
+        if not driver.is_in_transaction() or (point is not None and not point.is_active):
             raise HandlerFault(HAS_ENDED)
         if run.returned:
             await inbox.keep_results(driver, generations, run.returned)

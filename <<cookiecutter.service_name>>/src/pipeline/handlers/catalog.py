@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.dialects.postgresql.asyncpg import dialect
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Mapper
 
 from pipeline.errors import Repeat
@@ -149,24 +149,26 @@ class Catalog:
         """Consumers whose messages are written by themselves."""
 
     async def learn(
-        self, session: AsyncSession, entities: Set[type[Any]]
+        self, connection: AsyncConnection, entities: Set[type[Any]]
     ) -> Mapping[type[Any], Reactions]:
         """Return the reactions to rows of mapped classes, and of those that derive from them."""
         derived = [one for entity in entities for one in _derived(entity)]
         if unknown := [one for one in derived if one not in self._known]:
-            self._known |= await _read(session, unknown)
+            self._known |= await _read(connection, unknown)
         return {one: self._known[one] for one in derived}
 
-    async def check(self, session: AsyncSession, known: Mapping[type[Any], Reactions]) -> None:
+    async def check(
+        self, connection: AsyncConnection, known: Mapping[type[Any], Reactions]
+    ) -> None:
         """Raise `CatalogChanged` if the database now reacts in another way.
 
         After a transaction has written a table, changes of its definition wait for its end.
         """
         # Of all tables, so that the statement stays the same.
         entities = [*self._known]
-        state = await session.scalar(_STATE, {"names": _names_of(entities)})
+        state = await connection.scalar(_STATE, {"names": _names_of(entities)})
         if state != self._state:
-            self._known |= await _read(session, entities)
+            self._known |= await _read(connection, entities)
             self._state = state
         changed = [one.__name__ for one in known if known[one] != self._known[one]]
         if changed:
@@ -174,8 +176,10 @@ class Catalog:
             raise CatalogChanged(f"constraints or triggers have changed: {', '.join(changed)}")
 
 
-async def _read(session: AsyncSession, entities: Iterable[type[Any]]) -> dict[type[Any], Reactions]:
-    rows = await session.execute(_REACTIONS, {"names": _names_of(entities)})
+async def _read(
+    connection: AsyncConnection, entities: Iterable[type[Any]]
+) -> dict[type[Any], Reactions]:
+    rows = await connection.execute(_REACTIONS, {"names": _names_of(entities)})
     by_name = {row.name: row for row in rows}
     found = {}
     for entity in entities:

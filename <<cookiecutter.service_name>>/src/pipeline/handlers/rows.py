@@ -12,6 +12,7 @@ would get if each message had a transaction:
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
 
@@ -21,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstanceState, Session
 from sqlalchemy.orm.attributes import instance_state
 
-from pipeline.servers.guard import CANCELLED, CURRENT_GUARD, UNDER_WAY, HandlerFault
+from pipeline.servers.guard import CANCELLED, UNDER_WAY, HandlerFault
 
 from .aggregate import (
     Aggregate,
@@ -35,7 +36,7 @@ from .aggregate import (
 )
 from .catalog import Catalog
 from .columns import cache_by_class, can_hide_changes, primary_key
-from .sessions import OwnSession, RowSession, SharedSession
+from .sessions import OwnSession, RowSession, SharedSession, by_engine
 from .versions import Snapshot
 from .writes import Writes
 
@@ -93,7 +94,7 @@ class Rows:
         for state, before in self._before.items():
             before.restore(state, known)
         for row in (*known.recent, *self._created.values()):
-            Session.expunge(known, row)
+            known.by_engine(partial(Session.expunge, instance=row))
         for entity, key in self._created:
             self.locked[entity, key] = None
             del self._new[_base(entity), key]
@@ -144,7 +145,7 @@ class Rows:
             is_first=self.message == 1,
             has_new_key=self._has_new_key,
         ):
-            Session.expunge_all(known)
+            known.by_engine(Session.expunge_all)
             self.locked, self._taken = {}, {}
             self._added, self._new = {}, {}
             self.is_stale = True
@@ -160,7 +161,7 @@ class Rows:
         if self.writes.has_related:
             self.check()
         await self.writes.end(self.message)
-        self.session.sync_session.close()
+        self._known.by_engine(Session.close)
 
     async def get(self, entity: type[A], key: Key) -> A | None:
         """Return the locked row; one that is not declared is fetched and locked now.
@@ -170,7 +171,6 @@ class Rows:
         """
         place = entity, canonical(entity, key)
         if not self._has(place):
-            call = CURRENT_GUARD.set(None)  # what follows is the engine's
             try:
                 async with self._statement:
                     if not self._has(place):
@@ -178,8 +178,6 @@ class Rows:
             except BaseException as error:
                 self.error = error
                 raise
-            finally:
-                CURRENT_GUARD.reset(call)
         row = self.locked[place]
         if row is None:
             return None
@@ -267,11 +265,12 @@ class Rows:
         for key in keys:
             row = self.locked.get((entity, key))
             if row is not None and row in self._known and not instance_state(row).expired:
-                self._known.expunge(row)
+                self._known.by_engine(partial(Session.expunge, instance=row))
         columns = {f"key_{place}": list(one) for place, one in enumerate(zip(*keys, strict=True))}
-        rows = await self.session.run_sync(
+        rows = await by_engine(
+            self.session,
             # A joined relationship repeats rows.
-            lambda session: Session.scalars(session, locking(entity), columns).unique().all()
+            lambda session: Session.scalars(session, locking(entity), columns).unique().all(),
         )
         found: dict[Key, Aggregate] = {canonical(entity, key_of(row)): row for row in rows}
         if unexpected := found.keys() - keys:

@@ -9,9 +9,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import asyncpg
+from greenlet import getcurrent, greenlet
 from sqlalchemy.event import listens_for
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import InstanceState, Session, SessionTransaction
@@ -20,7 +21,6 @@ from sqlalchemy.util import IdentitySet
 
 from pipeline.servers.guard import (
     CANCELLED,
-    CURRENT_GUARD,
     GUARD,
     HAS_ENDED,
     UNDER_WAY,
@@ -32,6 +32,8 @@ from .aggregate import Aggregate
 
 if TYPE_CHECKING:
     from .rows import Rows
+
+T = TypeVar("T")
 
 AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
@@ -71,12 +73,36 @@ class NeedsSession(BaseException):
 
 
 class RowSession(Session):
-    """A session that records which rows were added to it."""
+    """A session that records which rows were added to it.
+
+    The engine uses it by `by_engine`. All other code is a handler's, whatever thread, task or
+    context runs it.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.added = IdentitySet()
         """Rows that were added and flushed: no other transaction can see them."""
+        self._of_engine: set[greenlet] = set()
+
+    def by_engine(self, use: Callable[[Session], T]) -> T:
+        """Use the session for the engine; each statement of an AsyncSession has a greenlet."""
+        current = getcurrent()
+        self._of_engine.add(current)
+        try:
+            return use(self)
+        finally:
+            self._of_engine.remove(current)
+
+    @property
+    def is_of_handler(self) -> bool:
+        """Whether the code that runs is not the engine's."""
+        return getcurrent() not in self._of_engine
+
+
+async def by_engine(session: AsyncSession, use: Callable[[Session], T]) -> T:
+    """Use a session for the engine, with statements."""
+    return await session.run_sync(lambda sync: cast(RowSession, sync).by_engine(use))
 
 
 class SharedSession(RowSession):
@@ -93,11 +119,31 @@ class SharedSession(RowSession):
         self.recent: list[Any] = []
         """Rows that the message has added, also by a relationship."""
 
+    @property
+    def bind(self) -> Any:
+        """The connection of the transaction."""
+        self.want()
+        return self._bind
+
+    @bind.setter
+    def bind(self, connection: Any) -> None:
+        self._bind = connection
+
     def want(self) -> None:
         """Note that a handler needs a session of its own, and leave it; nothing for the engine."""
-        if CURRENT_GUARD.get() is not None:
+        if self.is_of_handler:
             self.is_wanted = True
             raise NeedsSession
+
+
+class SharedAsyncSession(AsyncSession):
+    """The interface of a `SharedSession` to code that awaits."""
+
+    @property
+    def bind(self) -> Any:  # type: ignore[misc]
+        """The connection of the transaction."""
+        cast(SharedSession, self.sync_session).want()
+        return super().bind
 
 
 def _wanting(name: str) -> Callable[..., Any]:
@@ -111,7 +157,7 @@ def _wanting(name: str) -> Callable[..., Any]:
     return method
 
 
-_READ_ONLY_METHODS = {"get_bind", "identity_key", "is_modified", "object_session"}
+_READ_ONLY_METHODS = {"identity_key", "is_modified", "object_session"}
 """Methods of a session that change nothing."""
 _WANTING_METHODS = {name for name, one in vars(Session).items() if name[0] != "_" and callable(one)}
 for _name in (_WANTING_METHODS - _READ_ONLY_METHODS) | {"_execute_internal", "_expunge_states"}:
@@ -154,7 +200,7 @@ def _keeping(name: str) -> Callable[..., Any]:
     @wraps(original)
     def method(self: OwnSession, *args: Any, **options: Any) -> None:
         # Neither for the engine, nor for a savepoint that is rolled back (`to_transient`).
-        before = self.unwritten() if CURRENT_GUARD.get() and not options else set()
+        before = self.unwritten() if self.is_of_handler and not options else set()
         original(self, *args, **options)
         if before - self.unwritten():
             raise self.guard.note("a row whose event was published is dropped: flush before")
@@ -229,7 +275,7 @@ def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None
 
 def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSession:
     """Return a session in the transaction of the connection, which it does not commit."""
-    return AsyncSession(
+    return (SharedAsyncSession if kind is SharedSession else AsyncSession)(
         connection,
         sync_session_class=kind,
         autoflush=kind is not SharedSession,
@@ -278,7 +324,7 @@ async def own_session(
         info[GUARD] = others
         del sync.close
         sync._execution_options = options
-        Session.close(session.sync_session)
+        own.by_engine(Session.close)
 
 
 async def _end(
@@ -293,7 +339,7 @@ async def _end(
     try:
         while (savepoint := session.get_nested_transaction()) is not None:
             await savepoint.commit()
-        await session.flush()
+        await by_engine(session, Session.flush)
         await driver.execute(f"{_IS_AT_WORK}; {CHECK_DEFERRED}; {RESET}; {restore_limits}")
     except asyncpg.DivisionByZeroError as error:
         raise HandlerFault(HAS_ENDED) from error

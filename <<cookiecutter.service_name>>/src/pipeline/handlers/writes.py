@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, cast
 
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import InstanceState
 from sqlalchemy.orm.attributes import instance_state
 
@@ -12,7 +12,7 @@ from pipeline.servers.database import driver_of
 from .aggregate import Aggregate
 from .catalog import Catalog, CatalogChanged, Reactions
 from .columns import is_as_stored, related
-from .sessions import CHECK_DEFERRED, RowSession, SharedSession
+from .sessions import CHECK_DEFERRED, RowSession, SharedSession, by_engine
 from .versions import Versions
 
 
@@ -22,6 +22,7 @@ class Writes:
     def __init__(self, session: AsyncSession, catalog: Catalog) -> None:
         self._session = session
         self._known = cast(RowSession, session.sync_session)
+        self._connection = cast(AsyncConnection, self._known.by_engine(lambda _: session.bind))
         self._catalog = catalog
         self._versions = Versions()
         self._reactions: dict[type[Any], Reactions] = {}
@@ -39,7 +40,7 @@ class Writes:
     async def learn(self, entities: Set[type[Any]]) -> None:
         """Ask the catalog how the database reacts to rows of these classes."""
         if not entities <= self._reactions.keys():
-            self._reactions |= await self._catalog.learn(self._session, entities)
+            self._reactions |= await self._catalog.learn(self._connection, entities)
             self.are_needed = any(one.is_any for one in self._reactions.values())
 
     async def flush(self, *, is_last: bool = False) -> None:
@@ -49,7 +50,7 @@ class Writes:
             self.has_flushed |= bool(written)
             # After the flush they look unchanged.
             self._unsure.update(instance_state(row) for row in written if not is_as_stored(row))
-        await self._session.run_sync(self._versions.flush)
+        await by_engine(self._session, self._versions.flush)
 
     async def end(self, messages: int) -> None:
         """Write the rest, at the end of a run of messages.
@@ -58,7 +59,7 @@ class Writes:
         """
         await self.flush(is_last=True)
         if messages > 1 and self._reactions:
-            await self._catalog.check(self._session, self._reactions)
+            await self._catalog.check(self._connection, self._reactions)
 
     def is_current(self, row: object) -> bool:
         """Whether the row is what a transaction that reads it after its flush would see."""
@@ -97,13 +98,12 @@ class Writes:
             return False
         await self.flush()
         if deferred := {name for one in reactions for name in one.deferred}:
-            await self._catalog.check(self._session, self._reactions)
+            await self._catalog.check(self._connection, self._reactions)
             names = ", ".join(sorted(deferred))
-            connection = await self._session.connection()
             for mode in ("IMMEDIATE", "DEFERRED"):
-                await connection.exec_driver_sql(f"SET CONSTRAINTS {names} {mode}")
+                await self._connection.exec_driver_sql(f"SET CONSTRAINTS {names} {mode}")
         elif has_new_key:
-            await (await driver_of(await self._session.connection())).execute(CHECK_DEFERRED)
+            await (await driver_of(self._connection)).execute(CHECK_DEFERRED)
         return bool(reactions) or has_new_key
 
     def _reactions_to(self, entities: Set[type[Any]]) -> Sequence[Reactions]:

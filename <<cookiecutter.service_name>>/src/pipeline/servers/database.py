@@ -79,15 +79,19 @@ def _watch_statements(engine: sa.Engine) -> None:
     SQLAlchemy's events report those that it prepares, asyncpg's query log reports all others, and
     those of `executemany`.
     """
-    sa.event.listen(
-        engine, "connect", lambda each, _: each.driver_connection.add_query_logger(_log_query)
-    )
+    sa.event.listen(engine, "connect", _watch)
     sa.event.listen(engine, "before_cursor_execute", _begin_statement)
     sa.event.listen(engine, "after_cursor_execute", _end_statement)
     sa.event.listen(engine, "handle_error", _fail_statement)
     sa.event.listen(engine, "commit", lambda each: _refuse("COMMIT", each))
     # A handler must not return the connection to the pool.
     sa.event.listen(engine, "reset", lambda _, each, __: _refuse("connection.close()", each))
+
+
+def _watch(connection: Any, record: Any) -> None:
+    driver = connection.driver_connection
+    driver.info = record.info
+    driver.add_query_logger(_log_query)
 
 
 def _log_query(query: LoggedQuery) -> None:

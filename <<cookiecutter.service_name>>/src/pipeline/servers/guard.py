@@ -5,7 +5,7 @@ import decimal
 import re
 import traceback
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping
 from contextvars import ContextVar, copy_context
 from types import FrameType, coroutine
 from typing import Any, NoReturn, TypeVar, cast
@@ -120,6 +120,8 @@ class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no 
 
     first_statements = ""
     """Statements that are sent together with the BEGIN of the next transaction."""
+    info: Mapping[str, Any] = {}
+    """What SQLAlchemy's pool keeps with the connection."""
 
     async def execute(self, query: str, *arguments: Any, timeout: float | None = None) -> str:  # noqa: ASYNC109
         if self.first_statements and query.startswith("BEGIN"):
@@ -137,7 +139,7 @@ class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no 
 
     def _note_closing(self) -> None:
         # SQLAlchemy closes it after a statement that was cancelled, or if it was lost.
-        guard = CURRENT_GUARD.get()
+        guard = self.info.get(GUARD)
         if guard and not guard.was_cancelled and not self.is_closed():
             guard.note(f"connection.close() in a handler: {_USE_BEGIN_NESTED}")
 

@@ -640,14 +640,19 @@ REFUSED = "begin_nested|a handler has sent COMMIT"
 
 
 @pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
+@pytest.mark.parametrize("context", [None, contextvars.Context()], ids=["", "new context"])
 @pytest.mark.parametrize("habit", ENDINGS)
 async def test_who_ends_the_transaction_harms_no_neighbour_and_is_named(
-    habits: Habits, db: asyncpg.Connection, habit: Habit, swallows: bool
+    habits: Habits,
+    db: asyncpg.Connection,
+    habit: Habit,
+    context: contextvars.Context | None,
+    swallows: bool,
 ) -> None:
     async def end(tx: Transaction, key: str) -> None:
         await change(tx, key)
         try:
-            await habit(tx, key)
+            await asyncio.create_task(habit(tx, key), context=context)  # type: ignore[arg-type]
         except Exception:
             if not swallows:
                 raise
@@ -830,6 +835,40 @@ async def adding(tx: Transaction, key: str) -> None:
     tx.add(Note(text=f"{key} {tx.message.id.rpartition(' ')[2]}"))
 
 
+async def executing_by_the_bind(tx: Transaction, key: str) -> None:
+    session = async_object_session(await tx.load_or_create(Wallet, key))
+    assert session is not None
+    connection = session.bind
+    assert isinstance(connection, AsyncConnection)
+    await connection.execute(
+        sa.text("UPDATE wallet SET cents = cents + 5 WHERE id = :key"), {"key": key}
+    )
+
+
+def in_a_thread(habit: Habit) -> Habit:
+    """Return a habit, which does not wait, that is followed in a thread of the executor."""
+
+    async def followed(tx: Transaction, key: str) -> None:
+        def follow() -> None:
+            with suppress(StopIteration):
+                habit(tx, key).send(None)  # type: ignore[attr-defined]
+
+        await asyncio.get_running_loop().run_in_executor(None, follow)
+
+    followed.__name__ = f"{habit.__name__}_in_a_thread"
+    return followed
+
+
+def in_a_new_context(habit: Habit) -> Habit:
+    """Return a habit that is followed by a task that inherits no context variable."""
+
+    async def followed(tx: Transaction, key: str) -> None:
+        await asyncio.create_task(habit(tx, key), context=contextvars.Context())  # type: ignore[arg-type]
+
+    followed.__name__ = f"{habit.__name__}_in_a_new_context"
+    return followed
+
+
 SEQUENCES: list[list[Habit]] = [
     [change, by_core, change],
     [change, by_text, change],
@@ -850,6 +889,21 @@ SEQUENCES: list[list[Habit]] = [
     [change, expunging_by_the_row, change],
     [change, counting_by_the_row, change, counting_by_the_row],
     [looking_at_the_part, adding_by_a_relationship, looking_at_the_part, looking_at_the_part],
+    [change, executing_by_the_bind, change],
+    *([change, in_a_thread(one), change] for one in (expiring_all, expunging_all)),
+    *(
+        [change, in_a_new_context(one), change, counting]
+        for one in (
+            expiring_all,
+            expunging_all,
+            expunging_by_the_row,
+            counting_by_the_row,
+            executing_by_the_bind,
+            by_core,
+            by_the_driver,
+            deleting,
+        )
+    ),
 ]
 
 
