@@ -211,12 +211,14 @@ def test_a_link_that_leads_to_nothing_is_named(
 def test_links_of_the_finished_site_are_followed(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<a href="b.html#there"></a><a href="b.html#gone"></a><img src="none.png">'
-        '<a href="https://example.org/x"></a><a href="#here"></a><p id="here">',
+        '<a href="https://example.org/x"></a><a href="#here"></a><p id="here">'
+        '<script src="https://example.org/x.js"></script>',
         "utf-8",
     )
     (tmp_path / "b.html").write_text('<p id="there">', "utf-8")
 
     assert list(links.broken(tmp_path)) == [
+        "a.html: https://example.org/x.js is loaded from elsewhere",
         "a.html: b.html#gone has no such place",
         "a.html: none.png is no file",
     ]

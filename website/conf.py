@@ -13,7 +13,7 @@ from website.navigation import NAME
 project = NAME
 html_title = NAME
 author = ""
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxcontrib.mermaid"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
 html_static_path: list[str] = []
 templates_path: list[str] = []
@@ -25,7 +25,6 @@ exclude_patterns = [str(Path("files") / "**" / "*.md")]
 
 # As where the repository is read: `page.md#what-a-heading-says`.
 myst_heading_anchors = 4
-myst_fence_as_directive = ["mermaid"]
 
 # In docstrings what stands between backticks is code.
 default_role = "code"
