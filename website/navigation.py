@@ -1,4 +1,4 @@
-"""The pages of the site, in the four kinds of Diátaxis, and what each is about."""
+"""The pages of the site by what their readers do, and what each is about."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,47 +50,51 @@ def title(text: str) -> str:
 
 
 SECTIONS: dict[str, list[Page]] = {
-    "Tutorial": [
+    "Build": [
         _template("tutorial", "ten minutes: generate a service, send a message, add a handler"),
-    ],
-    "How-to guides": [
+        _service("how-it-works", "the ideas, and the way of a message"),
+        _service("delivery-guarantees", "what is once, what can repeat, what is in order"),
         _service("handlers", "registration, transaction, rows, sessions, batches"),
         _service("retries", "exceptions, policies, timeouts"),
+        _service("failures", "when messages fail: steps, use of attempts, crashes of the process"),
         _service("testing", "the fixture `harness`: time, crashes, every order of messages"),
-        _service("writer", "rows and events changed by an HTTP API, a script or a job"),
         _service("codecs", "topics without CloudEvents, or with another form of them"),
-        _service("scheduling", "events that are published later, unless they are cancelled"),
-        _service("sequences", "events in the order of their rows; lost and reordered ones"),
-        _service("retention", "what is kept, and for how long"),
-        _service("replay", "reading a topic again; new and renamed consumers"),
-        _service("outside", "HTTP and other requests, after the commit"),
-        _service("http", "requests with an idempotency key, in the same transactions"),
-        _service("sagas", "a process of several steps: order, stock, payment, compensation"),
-        _service("personal-data", "encrypting and erasing personal data"),
-        _service("claims", "payloads that are too large for Kafka"),
-        _service("archive", "days of the outbox in an object store"),
-        _service("schema-registry", "topics in Avro, Protobuf or JSON Schema"),
         _service("contracts", "schemas, AsyncAPI, changing an event safely"),
+        _service("schema-registry", "topics in Avro, Protobuf or JSON Schema"),
+        _service("sequences", "events in the order of their rows; lost and reordered ones"),
+        _service("writer", "rows and events changed by an HTTP API, a script or a job"),
+        _service("http", "requests with an idempotency key, in the same transactions"),
+        _service("scheduling", "events that are published later, unless they are cancelled"),
+        _service("outside", "HTTP and other requests, after the commit"),
+        _service("sagas", "a process of several steps: order, stock, payment, compensation"),
+        _service("claims", "payloads that are too large for Kafka"),
+        _service("personal-data", "encrypting and erasing personal data"),
         _service("payments-example", "the worked example with accounts and payments, explained"),
+    ],
+    "Deploy": [
         _service("deploying", "image, Compose, Kubernetes"),
-        _service("releases", "migration and rollout, return to an earlier image, stopping"),
         _service("scaling", "processes, partitions, connections"),
+        _template("capacity", "processes, partitions, connections, disk; cells"),
+        _template("cells", "a service on two databases, each for half of the keys: an example"),
         _template(
             "managed-databases", "PostgreSQL of clouds, and poolers: what works, and why not"
         ),
-        _template("capacity", "processes, partitions, connections, disk; cells"),
-        _template("cells", "a service on two databases, each for half of the keys: an example"),
-        _service("debezium", "the outbox published from the write-ahead log, by Kafka Connect"),
+        _service("releases", "migration and rollout, return to an earlier image, stopping"),
+        _service("updating", "newer versions of the template, other answers"),
         _service("security", "TLS, passwords, secrets, roles of the database"),
         _service("cloud-login", "tokens and expiring passwords: OIDC, AWS, Azure, Google"),
+        _service("debezium", "the outbox published from the write-ahead log, by Kafka Connect"),
+    ],
+    "Operate": [
         _service("monitoring", "alerts, metrics, log, a topic of dead letters, readiness"),
-        _service("dead-letters", "commands, reasons, the breaker"),
-        _service("dead-events", "events that Kafka rejects: reasons and commands"),
-        _service("failures", "when messages fail: steps, use of attempts, crashes of the process"),
-        _service("operations-page", "the state of the service and its dead letters in a browser"),
         _service("runbook", "causes and remedies for each alert"),
         _service("incidents", "falling behind, a hot key, a full disk, a restored database"),
-        _service("updating", "newer versions of the template, other answers"),
+        _service("dead-letters", "commands, reasons, the breaker"),
+        _service("dead-events", "events that Kafka rejects: reasons and commands"),
+        _service("operations-page", "the state of the service and its dead letters in a browser"),
+        _service("replay", "reading a topic again; new and renamed consumers"),
+        _service("retention", "what is kept, and for how long"),
+        _service("archive", "days of the outbox in an object store"),
     ],
     "Reference": [
         Page("commands", "every command of `service`, with its options"),
@@ -104,27 +108,21 @@ SECTIONS: dict[str, list[Page]] = {
         Page("api/testing", "the fixture `harness`, and what a test sees"),
         Page("api/optional", "calls to the outside, schema registry, archive, large payloads"),
         _service("protocol", "the exact rules: locks, states, leases"),
-    ],
-    "Explanation": [
-        _service("delivery-guarantees", "what is once, what can repeat, what is in order"),
-        _template("comparison", "other products: what they promise, and what each does better"),
-        _template("how-it-is-tested", "instruments, and the tests of each promise"),
-        _template("limits", "no promise, not tested, or rejected as a design"),
-        _service("how-it-works", "the ideas, and the way of a message"),
         _service("glossary", "the words of these pages, of the commands and of the log"),
-        _template("performance", "rates, latency, growth, and how they were measured"),
-        _template("traces", "one message through two services, as a trace"),
+    ],
+    "Project": [
+        _template("comparison", "other products: what they promise, and what each does better"),
+        _template("limits", "no promise, not tested, or rejected as a design"),
+        _template("how-it-is-tested", "instruments, and the tests of each promise"),
         _template("crash-matrix", "a process killed at every kind of request"),
         _template("model", "every interleaving of the protocol, searched by a model checker"),
         _template("chaos", "everything broken at once, and every message checked"),
-    ],
-    "Decisions": [
-        Page("decisions/index", "why it is as it is, with what was measured", "docs/decisions"),
-        *_decisions(),
-    ],
-    "Project": [
+        _template("performance", "rates, latency, growth, and how they were measured"),
+        _template("traces", "one message through two services, as a trace"),
         _template("contributing", "tests, releases, programs that are needed"),
         Page("changes", "the changes of each version", "CHANGELOG.md"),
+        Page("decisions/index", "why it is as it is, with what was measured", "docs/decisions"),
+        *_decisions(),
     ],
 }
 
