@@ -1,4 +1,4 @@
-"""What is kept of the measures: report and plots in docs/performance, and the tables about them.
+"""What is kept of the measures: report and plots in docs/performance, and the page about them.
 
     python -m benchmarks.kept       write plots and tables anew from the report that is kept
 
@@ -16,8 +16,7 @@ from typing import Any
 from benchmarks import engine, figures, tables
 from benchmarks.marks import GOALS, Goal
 from benchmarks.measures import MEASURES
-from benchmarks.plots import note
-from benchmarks.tables import LEFT_OUT, Report
+from benchmarks.tables import Report
 from demo.flights import ROOT
 
 PLOTS = ROOT / "docs" / "performance"
@@ -51,8 +50,10 @@ def keep(report: Report) -> None:
 
 
 def renew(report: Report) -> None:
-    """Draw the plots and write the tables of a report that is kept."""
+    """Draw the plots of a report that is kept, delete all others, and write the page."""
     left = shown(report, ages(report))
+    for plot in PLOTS.glob("*.svg"):
+        plot.unlink()
     for plot, svg in drawn(left).items():
         (PLOTS / plot).write_text(svg, "utf-8")
     PAGE.write_text(tables.told(PAGE.read_text("utf-8"), left), "utf-8")
@@ -112,17 +113,14 @@ def _judged(mark: dict[str, Any], goal: Goal) -> dict[str, Any]:
 
 
 def drawn(report: Report) -> dict[str, str]:
-    """Return the plots of what is shown; of the others a note, as pages refer to them."""
+    """Return the plots of what is shown, by file name."""
     sources = {
         name: f"{one['commit'][:7]}, an earlier engine"
         if name in report["earlier"]
         else one["commit"][:7]
         for name, one in report["measured"].items()
     }
-    notes = {
-        one.name: note(one.stem.replace("-", " "), f"{LEFT_OUT}.") for one in PLOTS.glob("*.svg")
-    }
-    return notes | figures.draw(tables.book_of(report), sources)
+    return figures.draw(tables.book_of(report), sources)
 
 
 def joined(report: Report, kept: Report) -> Report:

@@ -1,11 +1,13 @@
-"""The tables of docs/performance.md, written from what is shown of the report that is kept."""
+"""Tables and plots of docs/performance.md, written from what is shown of the kept report."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any
 
+from benchmarks import figures
 from benchmarks.bench import Book, Run
 from benchmarks.marks import GOALS, SATURATED, Values, is_saturated, ratios
 from benchmarks.measures import MEASURES
@@ -24,6 +26,30 @@ from benchmarks.runs import PER_SECOND
 EARLIER = " †"
 """Marks figures of an earlier engine."""
 LEFT_OUT = "not measured on this engine"
+PLOTS = {
+    "### Rates": {
+        "throughput": "Messages a second by contestant and keys",
+        "cpu": "CPU a message",
+        "relay": "Events a second of the relay",
+    },
+    "### Latency": {"latency": "Latency"},
+    "### At ordinary rates": {
+        "ordinary": "CPU a message by rate",
+        "ordinary-latency": "Latency by rate",
+    },
+    "### Beside an open transaction": {
+        "xmin": "Latency, p50, while a transaction is open, and without it",
+        "xmin-size": "Positions, cursor and lanes while a transaction is open",
+    },
+    "### Growth": {
+        "growth-batch": "Rate by batch",
+        "growth-keys": "Rate by keys",
+        "growth-payload": "Rate by payload",
+        "growth-processes": "Rate by processes",
+        "memory": "Memory over ten minutes",
+    },
+}
+"""The plots with which sections end, and what is shown of each."""
 
 Report = Mapping[str, Any]
 
@@ -34,7 +60,7 @@ def book_of(report: Report) -> Book:
 
 
 def told(page: str, report: Report) -> str:
-    """Return the page with the tables of what is shown of a report."""
+    """Return the page with tables and plots of what is shown of a report."""
     book = book_of(report)
 
     def of(measure: str, rows: Iterable[Sequence[str]]) -> Iterable[Sequence[str]]:
@@ -64,6 +90,9 @@ def told(page: str, report: Report) -> str:
     }
     for header, rows in tables.items():
         page = with_table(page, header, rows)
+    drawn = figures.draw(book)
+    for heading in PLOTS:
+        page = with_plots(page, heading, drawn)
     return page
 
 
@@ -271,7 +300,8 @@ def with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
     """Return the page with other rows in the table that begins so."""
     lines = page.splitlines(keepends=True)
     first = next(n for n, line in enumerate(lines) if line.startswith(header))
-    last = next(n for n in range(first, len(lines)) if not lines[n].startswith("|"))
+    rest = range(first, len(lines))
+    last = next((n for n in rest if not lines[n].startswith("|")), len(lines))
     head = [cell.strip() for cell in lines[first].strip().strip("|").split("|")]
     nothing = [[f"{LEFT_OUT}", *[""] * (len(head) - 1)]]
     table = [head, ["-" * len(cell) for cell in head], *(list(rows) or nothing)]
@@ -282,6 +312,27 @@ def with_table(page: str, header: str, rows: Iterable[Sequence[str]]) -> str:
         for cells in table
     ]
     return "".join(lines)
+
+
+def with_plots(page: str, heading: str, drawn: Collection[str]) -> str:
+    """Return the page with those plots at the end of a section that are drawn."""
+    plots = [
+        f"![{shown}](performance/{name}.svg)"
+        for name, shown in PLOTS[heading].items()
+        if f"{name}.svg" in drawn
+    ]
+
+    def changed(section: re.Match[str]) -> str:
+        text = re.sub(r"^!\[.*\n?", "", section[0], flags=re.MULTILINE)
+        text = re.sub(r"\n{3,}", "\n\n", text).rstrip("\n")
+        parts = [text, "\n".join(plots)] if plots else [text]
+        return "\n\n".join(parts) + ("\n\n" if section["more"] else "\n")
+
+    pattern = rf"^{heading}\n.*?(?=(?P<more>^##)|\Z)"
+    page, found = re.subn(pattern, changed, page, flags=re.DOTALL | re.MULTILINE)
+    if found != 1:
+        raise ValueError(f"the page has no section {heading!r}, or several")
+    return page
 
 
 def _spread(values: Sequence[float], form: str) -> str:

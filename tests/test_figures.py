@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from benchmarks.rig import BARE_ORM, OURS
 from benchmarks.runs import Streamed
 from demo.processes import ProcessFailed
 
+from tests.baked import ROOT
 from tests.release import require_figures
 from tests.test_demo import needs_proc
 
@@ -160,6 +162,7 @@ def test_a_page_says_of_which_engine_and_python_figures_are(
     page = tables.told(kept.PAGE.read_text("utf-8"), kept.shown(report, {"latency": age}))
     assert row_of(page, name)[1:] == ["", "", "7", "9", *["0.25"] * 4, "50%"]
     assert row_of(page, "fffffff")[2:] == [which, "CPython 3.11.2, built with PGO", "`latency`"]
+    assert page.count("![Latency](performance/latency.svg)\n\n### ") == 1
     sign = " †" if age else ""
     assert row_of(page, f"latency, p50{sign}")[2:] == ["7", "7 – 7", "", "yes"]
 
@@ -171,7 +174,25 @@ def test_a_page_leaves_out_figures_of_an_engine_that_is_gone(age: int | None) ->
     page = tables.told(kept.PAGE.read_text("utf-8"), shown)
     assert "100/s, ours" not in page
     assert "| latency, p50" not in page
-    assert "not measured on this engine" in kept.drawn(shown)["latency.svg"]
+    assert "(performance/latency.svg)" not in page
+    assert kept.drawn(shown) == {}
+
+
+def test_plots_that_are_not_drawn_any_more_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "PLOTS", tmp_path)
+    monkeypatch.setattr(kept, "PAGE", tmp_path / "page.md")
+    original = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    kept.PAGE.write_text(original, "utf-8")
+    monkeypatch.setattr(kept, "ages", lambda report: dict.fromkeys(report["measured"], 0))
+    kept.renew(report_of(Run("latency", "ours", 1, VALUES)))
+    assert [plot.name for plot in tmp_path.glob("*.svg")] == ["latency.svg"]
+    assert re.findall(r"performance/(\S+\.svg)", kept.PAGE.read_text("utf-8")) == ["latency.svg"]
+    (tmp_path / "latency.svg").rename(tmp_path / "memory.svg")
+    kept.renew(report_of())
+    assert list(tmp_path.glob("*.svg")) == []
+    assert "performance/memory.svg" not in kept.PAGE.read_text("utf-8")
 
 
 def test_plots_name_the_commit_and_an_earlier_engine() -> None:
