@@ -1,7 +1,7 @@
 """`python -m demo.recording`: run `make demo` in a terminal and draw its output as an animated SVG.
 
-The picture needs no script and no player. Without animation, or where a reader prefers none, it
-shows the end: the ledger.
+The picture needs no script and no player. It begins with its end, the ledger. Without animation, or
+where a reader prefers none, it shows nothing else.
 """
 
 import argparse
@@ -32,6 +32,8 @@ TICK = 0.25
 """Seconds of the recording between two states that are drawn."""
 HOLD = 0.3
 """Share of the picture's time in which its end stands still."""
+FIRST = 2.0
+"""Seconds for which the picture shows its end before it begins."""
 CELL, LINE, SIZE = 8.4, 19.0, 14
 LEFT, TOP, BOTTOM = 16.0, 48.0, 14.0
 
@@ -109,6 +111,7 @@ def draw(shown: Sequence[Shown], *, title: str, seconds: float) -> str:
     width = 2 * LEFT + COLUMNS * CELL
     height = TOP + LINE * (max(one.row for one in shown) + 1) + BOTTOM
     whole = seconds / (1 - HOLD)
+    timing = f"{whole:.1f}s step-end {FIRST - whole:.1f}s infinite"  # a part of the end comes first
     root = Element(
         "svg",
         {
@@ -139,7 +142,7 @@ def draw(shown: Sequence[Shown], *, title: str, seconds: float) -> str:
             element.set("visibility", "hidden")
             steps.append(f"{one.end / whole:.2%}{{visibility:hidden}}")
         rules.append(f"@keyframes l{number}{{{''.join(steps)}}}")
-        rules.append(f".l{number}{{animation:l{number} {whole:.1f}s step-end infinite}}")
+        rules.append(f".l{number}{{animation:l{number} {timing}}}")
     rules.append("@media (prefers-reduced-motion:reduce){text{animation:none!important}}")
     style.text = "\n".join(["", *rules, ""])
     for each in root:  # no white space inside a line: it would show

@@ -2,15 +2,17 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from demo.display import Display
-from demo.recording import Output, draw, lines_shown, record
+from demo.recording import FIRST, PICTURE, Output, draw, lines_shown, record
 
 
 def shown(*outputs: tuple[float, str]) -> list[tuple[int, str, float, float | None]]:
@@ -55,6 +57,24 @@ def test_the_picture_without_animation_is_the_end() -> None:
     [first, *_] = texts[0]
     assert (first.text, first.get("font-weight")) == ("one", "bold")
     assert "fill" in first.attrib
+
+
+def of_recording() -> str:
+    """A recording of 18 seconds, whose last line comes at the end."""
+    lines = lines_shown([Output(0, "one\n"), Output(18, "two")])
+    return draw(lines, title="a title", seconds=18.0)
+
+
+@pytest.mark.parametrize("picture", [of_recording, lambda: PICTURE.read_text("utf-8")])
+def test_the_picture_begins_with_its_end(picture: Callable[[], str]) -> None:
+    svg = picture()
+    times = re.findall(r"animation:l\d+ ([\d.]+)s step-end (-[\d.]+)s infinite", svg)
+    [(whole, delay)] = set(times)
+    begin = 100 * -float(delay) / float(whole)
+
+    assert len(times) == svg.count("@keyframes") > 0
+    assert float(whole) + float(delay) == pytest.approx(FIRST)
+    assert max(map(float, re.findall(r"([\d.]+)%\{", svg))) < begin < 100
 
 
 @pytest.fixture
