@@ -55,11 +55,20 @@ FAINT = """() => {
 SHOTS = os.environ.get("PAGE_SHOTS")
 """A folder for screenshots, for who wants to look."""
 PICTURES = {
-    "operations-page.png": "overview-1200-light.png",
-    "operations-page-narrow.png": "overview-360-dark.png",
-    "operations-page-letter.png": "letter-1200-light.png",
+    "operations-page.png": (
+        "overview-1200-light.png",
+        "0a81d15470b80b7c03b070954c94e53d8d4463d5de4f3d743fccff0f2785bc6e",
+    ),
+    "operations-page-narrow.png": (
+        "overview-360-dark.png",
+        "81fe155298b194210a4b0142677b33231e2481c7f57301aeb8df3831ec7c4a80",
+    ),
+    "operations-page-letter.png": (
+        "letter-1200-light.png",
+        "cebe262689c4dde4abb0fe17272b28529f37540ac577be9c3cf890cae8f50a4c",
+    ),
 }
-"""Those of them that docs/operations-page.md shows."""
+"""Those of them that docs/operations-page.md shows, and their SHA-256."""
 PICTURED = "1bf0cedc0c013fca2fa01ef9f14058d3b9eafe5ee75848d8d87db1c0231b1b2c"
 """What the templates and styles hash to that these pictures show."""
 
@@ -248,7 +257,10 @@ def test_the_pictures_in_the_guide_are_of_the_page_as_it_is_now() -> None:
     guide = (RAW / "docs" / "operations-page.md").read_text("utf-8")
 
     assert set(re.findall(r"!\[[^]]+\]\(([^)]+)\)", guide)) == set(PICTURES)
-    # Take them with PAGE_SHOTS, look at them, copy them, and only then say so in PICTURED.
+    # Take them with PAGE_SHOTS, look at them, copy them, and only then change these hashes.
+    for picture, (shot, digest) in PICTURES.items():
+        content = (RAW / "docs" / picture).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == digest, f"{picture} is not {shot}"
     assert found.hexdigest() == PICTURED
 
 
