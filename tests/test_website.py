@@ -5,16 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
 import yaml
+from playwright.sync_api import Page as Tab
+from playwright.sync_api import sync_playwright
 
 from website import links, llms, sources
-from website.navigation import HOME, NAME, SECTIONS, Page, pages, title, unlisted
+from website.navigation import HOME, NAME, SECTIONS, SUMMARY, Page, pages, title, unlisted
 from website.navigation import sources as files
 
 from tests.baked import RAW, ROOT, BakedProject, features
+from tests.programs import require
 
 BUILD = [sys.executable, "-m", "website.build"]
 
@@ -84,7 +88,54 @@ def test_every_page_is_in_the_navigation_with_its_title(site: Path) -> None:
         assert re.search(rf"<p class=\"caption\"[^>]*><span[^>]*>{section}</span>", home)
         for page in listed:
             assert (site / f"{page.name}.html").is_file()
-    assert f"<title>{NAME}</title>" in home
+    version = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
+    assert f"<title>{NAME} {version}</title>" in home
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_every_page_says_in_its_head_what_it_is_about(site: Path) -> None:
+    subjects = {HOME: SUMMARY} | {page.name: f"{NAME}: {page.subject}" for page in pages()}
+    for name, subject in subjects.items():
+        html = (site / f"{name}.html").read_text("utf-8")
+        [found] = re.findall(r'<meta name="description" content="([^"]*)">', html)
+        assert unescape(found) == subject.replace("`", "")
+        [icon] = re.findall(r'<link rel="shortcut icon" href="([^"]+)">', html)
+        assert (site / name).parent.joinpath(icon).resolve().suffix == ".svg"
+
+
+def overflows(tab: Tab) -> bool:
+    """Whether a page can be moved sideways, also inside of the frame around its text."""
+    wide = "one => one !== null && one.scrollWidth > one.clientWidth"
+    frames = '[document.documentElement, document.querySelector(".content")]'
+    return bool(tab.evaluate(f"{frames}.some({wide})"))
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1_440])
+def test_every_page_fits_the_screen_and_loads_nothing_from_elsewhere(
+    site: Path, width: int
+) -> None:
+    asked: list[str] = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=str(require("chromium")), args=["--no-sandbox"]
+        )
+        tab = browser.new_page(viewport={"width": width, "height": 900})
+        tab.on("request", lambda request: asked.append(request.url))
+        wide = []
+        for page in sorted(site.rglob("*.html")):
+            tab.goto(page.as_uri())
+            if overflows(tab):
+                wide.append(page.relative_to(site).as_posix())
+        tab.set_content(f'<p class="content" style="width: {2 * width}px">')
+        finds_one = overflows(tab)
+        browser.close()
+    assert wide == []
+    assert finds_one
+    assert len(asked) > 2 * len(list(pages()))
+    assert [url for url in asked if not url.startswith((f"{site.as_uri()}/", "data:"))] == []
 
 
 @pytest.mark.full

@@ -1,21 +1,27 @@
 """The configuration of Sphinx. `build` calls it."""
 
+import json
 import logging
 import re
+from html import escape
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
-from website.navigation import NAME
+from website.navigation import HOME, NAME, ROOT, SUMMARY, pages
 
 project = NAME
-html_title = NAME
+version = release = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
+html_title = f"{NAME} {version}"
 author = ""
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 html_theme = "furo"
-html_static_path: list[str] = []
+html_favicon = "favicon.svg"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 templates_path: list[str] = []
 html_copy_source = False
 html_show_sphinx = False
@@ -59,8 +65,19 @@ def without_links_of_type(app: Sphinx, page: nodes.document) -> None:
             link.parent.replace(link, nodes.Text("type"))
 
 
+def with_description(
+    app: Sphinx, name: str, template: str, context: dict[str, Any], page: nodes.document | None
+) -> None:
+    """Describe a page in its head, for search engines."""
+    subjects = {HOME: SUMMARY} | {one.name: f"{NAME}: {one.subject}" for one in pages()}
+    if about := subjects.get(name):
+        plain = escape(about.replace("`", ""))
+        context["metatags"] += f'<meta name="description" content="{plain}">'
+
+
 def setup(app: Sphinx) -> None:
     """Extend Sphinx."""
     logging.getLogger().setLevel(logging.WARNING)  # the theme's styles for code have set INFO
     app.connect("autodoc-process-docstring", in_restructured_text)
     app.connect("doctree-read", without_links_of_type)
+    app.connect("html-page-context", with_description)
