@@ -158,7 +158,7 @@ def _kept(result: object, item: Item) -> object:
         kept = result_as_json(result)
     except TypeError as error:
         consumer, id = item.consumer, item.message.id
-        log.warning("%s: call %r was made, and nothing of it is kept: %s", consumer, id, error)
+        log.warning("%s: call %r was made; its result is not stored: %s", consumer, id, error)
         return None
     return kept and pydantic_core.from_json(kept)
 

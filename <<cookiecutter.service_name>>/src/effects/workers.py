@@ -237,7 +237,9 @@ class EffectWorkers(BacklogWorkers):
             if noted_at is not None and self._is_late(noted_at):
                 # It was delayed for longer than the lane's lease. If the lane is ours still, no
                 # other worker has made the call; otherwise this raises `LaneLost`.
-                log.warning("effects: %s was delayed, and begins again", item.handler.consumer)
+                log.warning(
+                    "effects: %s was delayed past its lease; restarting", item.handler.consumer
+                )
                 await self._note(lease, [item], {item.key: _unchanged(item)})
                 return None
             # Not before: validation may be what kills the process.

@@ -129,7 +129,7 @@ async def list_entries(
     summary: Annotated[bool, typer.Option("--summary", help="only count, by groups")] = False,
     limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="largest number")] = 50,
 ) -> None:
-    """List the newest dead ones (or --waiting, or --discarded)."""
+    """List the newest dead entries, or with an option the waiting or discarded ones."""
     if waiting and discarded:
         raise typer.BadParameter("--waiting and --discarded exclude each other")
     state: State = "waiting" if waiting else "discarded" if discarded else "dead"

@@ -277,7 +277,7 @@ def _stopping_on_signals() -> asyncio.Event:
             loop.remove_signal_handler(either)
             signal.signal(either, signal.SIG_DFL)
         # Not before: a second signal would be lost.
-        log.info("%s: running batches are finished, a second signal ends at once", number.name)
+        log.info("%s: finishing running batches; a second signal kills the process", number.name)
 
     for number in numbers:
         loop.add_signal_handler(number, stop, number)

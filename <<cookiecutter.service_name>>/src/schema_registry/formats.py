@@ -90,7 +90,7 @@ class JsonSchema:
         except RecursionError:
             raise Misfit("it is nested too deeply") from None
         except ValueError as wrong:
-            raise Misfit(f"it is no JSON ({type(wrong).__name__})") from None
+            raise Misfit(f"it is not JSON ({type(wrong).__name__})") from None
         except Exception as wrong:  # a reference that can't be resolved, of no public class
             raise Misfit(f"it can't be checked by its schema ({type(wrong).__name__})") from None
         if error is not None:

@@ -121,7 +121,7 @@ async def test_a_call_whose_result_is_no_json_was_made_and_is_not_made_again(
     query = "SELECT result FROM pipeline.inbox WHERE consumer = 'tell'"
     assert await db.fetch(query) == [(None,)]
     (warning,) = [one.getMessage() for one in caplog.records if "tell" in one.getMessage()]
-    assert "was made, and nothing of it is kept" in warning
+    assert "was made; its result is not stored" in warning
     assert "return text, a number, a list, a dict or a model" in warning
 
 

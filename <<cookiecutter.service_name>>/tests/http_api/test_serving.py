@@ -143,7 +143,7 @@ async def test_a_process_that_is_stopped_answers_what_is_under_way(
         request = asyncio.create_task(client.post(5, new_key()))
         await eventually(lambda: _waits(db))
         process.send(signal.SIGTERM)
-        await process.says("SIGTERM: running batches are finished")
+        await process.says("SIGTERM: finishing running batches")
     assert (await request).status_code == 201
     assert await process.ended() == 0
     assert "bank has stopped" in process.output

@@ -113,8 +113,8 @@ class Breaker:
         state.probe_at = monotonic() + self._pause
         kind = type(as_raised(error)).__qualname__
         text = (
-            f"{consumer} fails with {kind} for {self._limit} keys and more,"
-            " one after the other: nothing is set aside, it is tried again until it succeeds"
+            f"{consumer} fails with {kind} for at least {self._limit} keys in a row:"
+            " its messages are paused, and retried until one succeeds"
         )
         if not state.is_open:
             state.is_open = True

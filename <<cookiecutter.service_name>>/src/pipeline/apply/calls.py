@@ -229,8 +229,8 @@ def result_as_json(result: object) -> str | None:
         return pydantic_core.to_json(result, inf_nan_mode="strings").decode()
     except Exception as error:
         raise TypeError(
-            f"the function has returned what is no JSON ({describe_error(error)}): return text, a"
-            " number, a list, a dict or a model, which are kept, or nothing"
+            f"the function returned a value that can't be JSON ({describe_error(error)}): return"
+            " text, a number, a list, a dict or a model, which are stored, or nothing"
         ) from error
 
 

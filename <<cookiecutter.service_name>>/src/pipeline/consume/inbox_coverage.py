@@ -36,9 +36,9 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
         return
     text = (
         f"the inbox remembers events {format_days(settings.inbox_age)}, and some topics keep"
-        f" records for longer: {', '.join(longer)}. What is sent or read again after that is a dead"
-        " letter as too old, unless its handler takes it: raise PIPELINE_INBOX_AGE, or lower the"
-        " topics' retention.ms"
+        f" records for longer: {', '.join(longer)}. Older records that are read again become dead"
+        " letters (too old), unless their handler has takes_old=True: raise PIPELINE_INBOX_AGE, or"
+        " lower the topics' retention.ms"
     )
     if settings.inbox_must_cover_topics:
         raise RemembersTooLittle(f"{text}, or unset PIPELINE_INBOX_MUST_COVER_TOPICS")

@@ -166,8 +166,8 @@ class Reader:
         attempts = self._attempts("fetching schemas or data")
         if deaths and not self._deaths:
             log.warning(
-                "%s: %s processes have died at this position: the records of the offsets %s to %s"
-                " are parked, and tried one by one by a worker of the backlog",
+                "%s: processes crashed %s times at this offset: the records at the offsets %s to %s"
+                " are parked, and a worker of the backlog tries them one by one",
                 self._part,
                 deaths,
                 records[0].offset,
@@ -260,7 +260,7 @@ class Reader:
         if self._blocked is not None:
             if position == self._blocked.offset:
                 return
-            log.info("%s goes on at offset %s", self._part, position)
+            log.info("%s: resumed at offset %s", self._part, position)
             self._release()
         self._health.ready(self._part)
 
@@ -284,7 +284,7 @@ class Reader:
         partition = self._partition
         if str(self._blocked) != str(blocked):
             log.error(
-                "%s is blocked, nothing is skipped: %s",
+                "%s is blocked and skips no record: %s",
                 self._part,
                 blocked,
                 exc_info=blocked.unexpected,

@@ -28,8 +28,9 @@ async def check(client: KafkaConsumer, topics: Collection[str], group: str, stam
     stamps = {one for one in await client.offset_metadata(topics) if one.startswith(_PREFIX)}
     if others := stamps - {stamp}:
         raise WrongDatabase(
-            f"the group {group} reads its topics for another database: beside its offsets in Kafka"
-            f" stands {min(others)}, and this is {stamp}; each would lose what the other handles",
+            f"the group {group} reads its topics for another database: the group's metadata in"
+            f" Kafka names {min(others)}, and this is {stamp}; each service would miss the messages"
+            " that the other handles",
             "let PIPELINE_DATABASE_URL name that database, PIPELINE_KAFKA_BOOTSTRAP_SERVERS other"
             " brokers, or rename one of the services. If this database takes the other's place,"
             " stop all processes of the service and delete the group's offsets, whose numbers"

@@ -210,7 +210,7 @@ def _unwrap(media_type: str, value: bytes | None) -> tuple[dict[str, str], bytes
             raise ValueError(f"content-type is {media_type[:80]!r}")
         event = parse(value or b"")
         if not isinstance(event, dict):
-            raise ValueError("the value is no JSON object")
+            raise ValueError("the value is not a JSON object")
         if "data" in event and not event.get("datacontenttype"):
             event["datacontenttype"] = "application/json"
         headers: dict[str, str] = {}

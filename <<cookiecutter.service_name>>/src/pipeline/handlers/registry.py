@@ -300,7 +300,7 @@ def check_function(function: Callable[..., object], **takes: Any) -> None:
     Its annotations are checked as far as they can be evaluated.
     """
     if not iscoroutinefunction(function):
-        raise TypeError(f"{function} is no coroutine function: write `async def`")
+        raise TypeError(f"{function} must be a coroutine function: write `async def`")
     name = getattr(function, "__name__", "handle")
     parameters = ", ".join(f"{name}: {_text(given)}" for name, given in takes.items())
     advice = f"write `async def {name}({parameters})`"

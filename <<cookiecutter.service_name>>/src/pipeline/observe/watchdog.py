@@ -87,8 +87,8 @@ async def watch_calls(stack_of: Callable[[asyncio.Task[Any]], str], hang_timeout
         ignoring = calls_ignoring_cancellation(hang_timeout)
     task, what = ignoring[0]
     log.critical(
-        "%s does not end, %s s after it was cancelled (PIPELINE_HANG_TIMEOUT): the process ends,"
-        " and the next process handles the message again. The stack of the call:\n%s",
+        "%s is still running %s s after its cancellation (PIPELINE_HANG_TIMEOUT): the process"
+        " exits, and the next process handles the message again. The stack of the call:\n%s",
         what,
         hang_timeout,
         stack_of(task),

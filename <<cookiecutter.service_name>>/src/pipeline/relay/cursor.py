@@ -177,7 +177,7 @@ class Cursor:
         if monotonic() < self._extend_at:
             return False
         if await self.extend(driver):
-            raise LeaseExpired("shards went to another relay before all events were sent")
+            raise LeaseExpired("lost the lease of shards before all events were sent")
         return True
 
     async def extend(self, driver: asyncpg.Connection) -> list[int]:
@@ -221,7 +221,7 @@ class Cursor:
                     del self.progress[shard], self._tokens[shard]
             lost += [shard for shard in members if shard not in still_ours]
         if lost:
-            log.warning("relay: shards %s went to another relay", lost)
+            log.warning("relay: lost the lease of shards %s", lost)
         self._write_at = monotonic() + self._settings.relay_cursor_interval
         return lost
 
@@ -241,7 +241,7 @@ class Cursor:
         """Store the progress and what the block writes together. Raises `LeaseExpired`."""
         async with self.turn, driver.transaction():
             if await self.write(driver, progress):
-                raise LeaseExpired("shards went to another relay before rejections were stored")
+                raise LeaseExpired("lost the lease of shards before rejections were stored")
             yield
 
     async def release(self, driver: asyncpg.Connection) -> None:

@@ -145,7 +145,9 @@ class Publisher:
         except (KafkaError, TimeoutError) as error:
             if owner not in self._unfenced:
                 log.warning(
-                    "relay: %s can't be fenced, its shards wait: %s", owner, describe_error(error)
+                    "relay: cannot fence %s; its shards are paused: %s",
+                    owner,
+                    describe_error(error),
                 )
             self._unfenced.add(owner)
             return False

@@ -180,8 +180,8 @@ async def _retry(what: str, change: Callable[[float], Awaitable[bool]]) -> bool:
         except asyncpg.LockNotAvailableError:
             await asyncio.sleep(uniform(0.1, 0.5))
     log.warning(
-        "retention can't %s: consume transactions held the generation lock at every attempt; the"
-        " next round tries again",
+        "retention could not %s: consume transactions held the generation lock at every attempt;"
+        " the next round retries",
         what,
     )
     return False

@@ -96,7 +96,7 @@ async def _attach(
             # After midnight or a rotation the last one is missing until retention's next round.
             is_short = ready < max(2, len(wanted) - 1)
             if warns and is_short:
-                log.warning("partitions of the %s run out: %s", table, error)
+                log.warning("cannot create future partitions of the %s: %s", table, error)
             return ready
     return len(wanted)
 

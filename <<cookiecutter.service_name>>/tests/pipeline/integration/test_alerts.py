@@ -717,7 +717,7 @@ async def test_too_few_days_ahead_alert_until_retention_is_run(
     process = await start("run", database_url=granted.of("service"))
     fires = await tells(process, "pipeline_outbox_ahead_seconds", positive)
     check(tmp_path, [fires], firing=["NoPartitionAhead"])
-    await process.says("partitions of the outbox run out: role")
+    await process.says("cannot create future partitions of the outbox: role")
     async with db.transaction():
         await db.execute("LOCK TABLE pipeline.outbox IN SHARE UPDATE EXCLUSIVE MODE")
         held = await start("retention", "run", database_url=granted.of("retention"))

@@ -156,7 +156,7 @@ async def test_a_batch_that_kills_whoever_unpacks_it_is_not_unpacked_again_and_n
     for _ in range(3):
         assert await (await start("run")).ended() == -signal.SIGKILL
     process = await start("run")
-    await process.says("is blocked, nothing is skipped")
+    await process.says("is blocked and skips no record")
 
     # It was parked with the suspicion, and is tried alone when the lease of its lane has ended.
     await eventually(applied(db, 1))

@@ -83,7 +83,7 @@ async def test_a_result_that_is_no_json_is_a_failure_that_says_what_to_return(
     await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
     (row,) = await desk.backlog()
     assert (row["consumer"], row["offset"], row["reason"]) == ("returning", 1, "failed")
-    assert row["error"].startswith("TypeError: the function has returned what is no JSON")
+    assert row["error"].startswith("TypeError: the function returned a value that can't be JSON")
     assert "return text, a number, a list, a dict or a model" in row["error"]
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}
 
@@ -98,7 +98,7 @@ ODD = [
     ValueError("returned"),
     [lambda: None],
 ]
-"""What handlers return and is no JSON."""
+"""Results of handlers that can't be JSON."""
 
 
 @pytest.mark.parametrize("uses_session", [False, True], ids=["", "with a session"])
