@@ -488,6 +488,18 @@ def test_every_test_that_a_service_speaks_of_is_there_or_said_to_come_with_the_e
             assert not named or "generated with `engine_tests=yes`" in text, page
 
 
+def test_every_bullet_of_the_delivery_guarantees_names_a_test() -> None:
+    page = (RAW / "docs" / "delivery-guarantees.md").read_text("utf-8")
+    bullets = re.findall(r"^ *- .*(?:\n +(?!- ).*)*", page, re.MULTILINE)
+    assert len(bullets) > 25
+    for bullet in bullets:
+        assert "`test_" in bullet or bullet == "- A partition waits", bullet
+    shared = re.findall(r"^\| .* \| .* \| (.*) \|$", page.partition("## Defaults")[0], re.MULTILINE)
+    assert shared[:2] == ["test", "---"]
+    assert all(re.fullmatch(r"`test_\w+`", test) for test in shared[2:])
+    assert len(page.split()) <= 1_200
+
+
 def test_every_page_that_the_template_names_exists() -> None:
     for page in re.findall(r"`(docs/[\w./-]+)`", (ROOT / "README.md").read_text("utf-8")):
         assert [*ROOT.glob(f"{page}*"), *RAW.glob(f"{page}*")], page

@@ -684,6 +684,26 @@ async def test_only_what_surely_did_not_take_place_is_called_again_by_itself(
     assert sorted(outside.calls) == [1, 1, 2, 3]
 
 
+async def test_a_call_since_the_backup_is_made_again_after_a_restore(
+    new_calling_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Only the database remembers a call, also one that is not `repeatable`."""
+    outside, desk = await desk_of(new_calling_desk, repeatable=False)
+    await desk.apply(Deposit(1))
+    tables = ("pipeline.backlog", "pipeline.inbox")
+    for number, table in enumerate(tables):
+        await db.execute(f"CREATE TABLE backup_{number} AS TABLE {table}")
+    await desk.call()
+    assert await desk.backlog() == []
+    async with db.transaction():
+        for number, table in enumerate(tables):
+            await db.execute(f"DELETE FROM {table}")
+            await db.execute(f"INSERT INTO {table} SELECT * FROM backup_{number}")
+    await desk.call()
+    assert outside.calls == [1, 1]
+    assert outside.ids[0][0] == outside.ids[1][0]
+
+
 async def test_what_did_take_place_is_not_called_again_for_what_comes_after_it(
     new_calling_desk: NewDesk,
 ) -> None:

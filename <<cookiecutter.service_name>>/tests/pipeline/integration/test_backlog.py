@@ -179,6 +179,44 @@ async def test_attempts_are_counted_and_used_up(ledger: tuple[Bank, Desk]) -> No
     assert bank.calls[-1] == 20, "its followers go on"
 
 
+async def test_an_effect_that_bypasses_the_transaction_is_repeated_and_not_rolled_back(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await bank_with(new_desk)
+    await db.execute("CREATE TABLE letter (amount int)")
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="write")
+    async def write(event: Deposited, tx: Transaction) -> None:
+        await db.execute("INSERT INTO letter VALUES ($1)", event.amount)
+        if broken:
+            raise Refused(event.amount)
+
+    broken = True
+    await desk.apply(Deposit(10))
+    failed = await db.fetchval("SELECT count(*) FROM letter")
+    assert failed
+    broken = False
+    await desk.make_due()
+    await desk.work_off()
+    assert await desk.backlog() == []
+    assert await db.fetchval("SELECT count(*) FROM letter") == failed + 1
+
+
+async def test_messages_of_a_key_in_two_partitions_have_no_order(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await bank_with(new_desk)
+    other = await new_desk(bank.handlers, topic=bank.deposits, partition=1)
+    bank.refused = {10}
+    await other.apply(Deposit(10))
+    await desk.apply(Deposit(20))
+    assert [row["reason"] for row in await desk.backlog()] == ["follows another", "failed"]
+    bank.refused = set()
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [20, 10]}, "in the order of their partitions"
+
+
 async def test_a_key_that_holds_goes_on_only_when_a_person_has_decided(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
@@ -452,6 +490,16 @@ async def test_a_consumer_that_fails_for_everything_is_judged_beside_one_that_re
     with pytest.raises(BreakerOpen, match="ask fails with Refused"):
         await desk.apply(*(Deposit(n, account=str(n)) for n in range(1, 1_001)))
     assert calls < 250
+
+
+async def test_rejections_open_no_breaker(new_desk: NewDesk) -> None:
+    bank, desk = await bank_with(new_desk)
+    bank.errors = {n: Reject("not this one") for n in range(200)}
+    for n in range(100):  # one by one, and many together: each of another key
+        await desk.apply(Deposit(n, account=str(n)))
+    await desk.apply(*(Deposit(n, account=str(n)) for n in range(100, 200)))
+    assert [row["reason"] for row in await desk.backlog()] == ["rejected"] * 200
+    assert not desk.consume.breaker.open
 
 
 async def test_retries_that_fail_as_they_did_before_do_not_look_like_a_bad_deployment(

@@ -191,6 +191,21 @@ async def test_a_redriven_message_goes_before_the_followers_that_it_held(
     assert await desk.backlog() == []
 
 
+async def test_a_redriven_message_takes_effect_after_those_that_passed_it(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank("deposits", "balances", "bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    bank.errors = {10: Reject("no")}
+    await desk.apply(Deposit(10), Deposit(20))
+    assert await histories(db) == {"ada": [20]}
+    bank.errors = {}
+    redriven = await redrive(desk)
+    await desk.work_off()
+    assert await histories(db) == {"ada": [20, 10]}
+    assert await became(desk, redriven) == {"applied": 1}
+
+
 async def test_a_message_that_dies_again_holds_its_key_again(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:

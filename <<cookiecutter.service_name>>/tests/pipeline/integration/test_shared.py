@@ -39,6 +39,23 @@ async def test_time_and_id_of_the_transaction(habits: Habits) -> None:
     assert first[1] != later[1]
 
 
+async def test_locks_are_held_until_the_last_message_is_handled(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    free: list[bool] = []
+
+    async def lock(tx: Transaction, key: str) -> None:
+        await tx.session.execute(sa.text("SELECT pg_advisory_xact_lock(1)"))
+
+    async def look(tx: Transaction, key: str) -> None:
+        free.append(await db.fetchval("SELECT pg_try_advisory_xact_lock(1)"))
+
+    habits.habits = {1: lock, 2: look, 3: look}
+    await habits.together(1, 2)
+    await habits.together(3)
+    assert free == [False, True]
+
+
 async def test_equal_notifications_are_sent_once(habits: Habits, db: asyncpg.Connection) -> None:
     heard: asyncio.Queue[str] = asyncio.Queue()
     await db.add_listener("shared", lambda *heard_of: heard.put_nowait(heard_of[-1]))

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from inspect import signature
 from itertools import product
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import settings_guide
 from pydantic import ValidationError
 
+from pipeline import Handlers, Policy
+from pipeline.apply import backlog
 from pipeline.settings import Settings, mistakes
 
 URL = "postgresql+asyncpg://service:hunter2@db:5432/service"
@@ -33,6 +36,20 @@ def test_two_variables_are_enough() -> None:
     assert settings.database_url.get_secret_value() == URL
     assert settings.kafka_bootstrap_servers == "kafka:9092"
     assert settings.consumer_start == "earliest"
+
+
+def test_the_delivery_guarantees_name_the_defaults() -> None:
+    day = 86_400
+    settings = Settings()
+    assert (settings.inbox_age, settings.discarded_age) == (8 * day, 30 * day)
+    assert not settings.inbox_must_cover_topics
+    assert settings.consumer_start == "earliest"
+    assert (settings.concurrency, settings.breaker_keys) == (4, 20)
+    policy = Policy()
+    assert (policy.attempts, policy.after_death) == (6, "go on")
+    assert sum(policy.schedule[: policy.attempts - 1]) == pytest.approx(105 * 60, rel=0.05)
+    assert not signature(Handlers.topic).parameters["demands_types"].default
+    assert backlog._MOST_DUE == 10_000
 
 
 def test_every_field_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
