@@ -86,7 +86,7 @@ class Settings(ServerSettings):
     breaker_keys: Count = 20
     """Keys in a row that fail alike before a consumer's breaker opens."""
     unclean_starts: Count = 3
-    """Deaths at one position after which its first records are tried singly."""
+    """Crashes at the same offset after which the records there are tried one by one."""
     unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
     """Most MiB to which a producer's batch may unpack, for which a process needs twice as much. A
     larger batch blocks its partition."""

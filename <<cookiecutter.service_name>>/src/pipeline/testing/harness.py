@@ -77,8 +77,9 @@ class Harness:
     ) -> Outcome:
         """Handle one event. The arguments are the fields of `Sent`, with the same defaults.
 
-        An equal event is a duplicate, unless `id` is given. Raises `HarnessMisused` if no handler
-        takes the event, or handlers take it from several topics and `topic` is not given.
+        An equal event is a duplicate: pass `id` to handle it as a new one. Raises `HarnessMisused`
+        if no handler takes the event, or handlers take it from several topics and `topic` is not
+        given.
         """
         sent = Sent(event, key, topic, id, source, headers or {}, partition, age)
         return await self.handle_batch([sent])
