@@ -104,12 +104,12 @@ def test_every_cell_of_the_comparison_has_its_source() -> None:
     table, _, verdicts = COMPARISON.partition("\n## Strengths of each\n")
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:2] == "| "][2:]
 
-    assert len(rows) == 8
-    for name, *cells in rows:
+    assert len(rows) == 11
+    for name, *cells, date in rows:
         assert len(cells) == 4, name
         for cell in cells:
             assert re.search(r"\[[^]]+\]\([^)]+\)", cell), (name, cell)
-    assert re.search(r"as of [A-Z][a-z]+ 20\d\d", table)
+        assert re.fullmatch(r"[A-Z][a-z]+ 20\d\d", date), name
     names = [re.findall(r"\w[\w -]*", name)[0].strip() for name, *_ in rows]
     assert re.findall(r"^- \*\*(.+?)\*\* \w", verdicts, re.MULTILINE) == names
 
