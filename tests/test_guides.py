@@ -33,6 +33,7 @@ RETENTION = (RAW / "docs" / "retention.md").read_text("utf-8")
 REPLAY = (RAW / "docs" / "replay.md").read_text("utf-8")
 SCHEDULING = (RAW / "docs" / "scheduling.md").read_text("utf-8")
 SEQUENCES = (RAW / "docs" / "sequences.md").read_text("utf-8")
+EXISTING = (RAW / "docs" / "existing-database.md").read_text("utf-8")
 GLOSSARY = (RAW / "docs" / "glossary.md").read_text("utf-8")
 MONITORING = (RAW / "docs" / "monitoring.md").read_text("utf-8")
 DEAD_LETTERS = (RAW / "docs" / "dead-letters.md").read_text("utf-8")
@@ -258,6 +259,7 @@ AUTHORS_EXAMPLES = {
     "retries": RETRIES,
     "testing": HANDLERS + TESTING,
     "writer": WRITER,
+    "existing_database": EXISTING,
     "scheduling": SCHEDULING,
     "sequences": SEQUENCES,
     "outside": OUTSIDE,
@@ -414,6 +416,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     project = template.bake(output, **answers)
     guides = {name for name in project.files() if re.fullmatch(r"docs/.*\.md", name)}
     names = {
+        "checklist",
         "cloud-login",
         "codecs",
         "contracts",
@@ -421,6 +424,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "dead-events",
         "dead-letters",
         "deploying",
+        "existing-database",
         "failures",
         "glossary",
         "handlers",

@@ -63,6 +63,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("schema-registry", "topics in Avro, Protobuf or JSON Schema"),
         _service("sequences", "events in the order of their rows; lost and reordered ones"),
         _service("writer", "rows and events changed by an HTTP API, a script or a job"),
+        _service("existing-database", "handlers that change tables of another application"),
         _service("http", "requests with an idempotency key, in the same transactions"),
         _service("scheduling", "events that are published later, unless they are cancelled"),
         _service("outside", "HTTP and other requests, after the commit"),
@@ -72,6 +73,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("payments-example", "the worked example with accounts and payments, explained"),
     ],
     "Deploy": [
+        _service("checklist", "before production: Kafka, PostgreSQL, handlers, operation"),
         _service("deploying", "image, Compose, Kubernetes"),
         _service("scaling", "processes, partitions, connections"),
         _template("capacity", "processes, partitions, connections, disk; cells"),
@@ -111,6 +113,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("glossary", "the words of these pages, of the commands and of the log"),
     ],
     "Project": [
+        _template("faq", "exactly once, DLQ, backfill, REST, GDPR, Redpanda, Windows, macOS"),
         _template("comparison", "other products: what they promise, and what each does better"),
         _template("limits", "no promise, not tested, or rejected as a design"),
         _template("how-it-is-tested", "instruments, and the tests of each promise"),
@@ -120,6 +123,8 @@ SECTIONS: dict[str, list[Page]] = {
         _template("performance", "rates, latency, growth, and how they were measured"),
         _template("traces", "one message through two services, as a trace"),
         _template("contributing", "tests, releases, programs that are needed"),
+        _template("support", "versions that get fixes; questions, faults"),
+        Page("security-policy", "how to report a vulnerability", "SECURITY.md"),
         Page("changes", "the changes of each version", "CHANGELOG.md"),
         Page("decisions/index", "why it is as it is, with what was measured", "docs/decisions"),
         *_decisions(),

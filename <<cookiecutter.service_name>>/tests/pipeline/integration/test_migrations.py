@@ -103,6 +103,30 @@ async def test_an_empty_database_is_upgraded_and_a_second_time_changes_nothing(
     assert await tables(url) == ALL
 
 
+async def test_a_database_with_migrations_of_another_application_is_migrated_in_a_schema_of_its_own(
+    url: str, config: Config
+) -> None:
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    try:
+        await connection.execute(
+            "CREATE TABLE alembic_version (version_num text); INSERT INTO alembic_version"
+            " VALUES ('theirs'); CREATE SCHEMA ours"
+        )
+        with pytest.raises(CommandError, match="theirs"):
+            await upgrade(config)
+        user, name = await connection.fetchrow(
+            "SELECT quote_ident(current_user), current_database()"
+        )
+        await connection.execute(f"ALTER ROLE {user} IN DATABASE {name} SET search_path = ours")
+        await upgrade(config)
+        assert await tables(url) == ALL
+        version = "SELECT version_num FROM {}.alembic_version"
+        assert await connection.fetchval(version.format("public")) == "theirs"
+        assert (await connection.fetchval(version.format("ours"))).startswith("pipeline_")
+    finally:
+        await connection.close()
+
+
 async def test_the_declared_columns_are_those_that_the_migrations_make(
     url: str, config: Config
 ) -> None:
