@@ -176,10 +176,12 @@ class Harness:
         a reset database, and a day passes before the `invariant` is called with the harness. What
         it raises gets a note that has the scenario. Returns the number of scenarios; of more than
         `at_most` that number is chosen, always the same. One takes about 10 ms a message, and more
-        with a crash. Raises `HarnessMisused` as `handle` does.
+        with a crash. Raises `HarnessMisused` as `handle` does, and if `at_most` is less than 1.
         """
         if not iscoroutinefunction(invariant):
             raise HarnessMisused("write the invariant as an `async def function(harness)`")
+        if at_most < 1:
+            raise HarnessMisused(f"at_most is 1 or more, not {at_most}: else nothing is checked")
         records = [self._record(one) for one in messages]
         play = partial(self._play, records, invariant, crashes)
         found = await scenarios(keys_of(records), at_most, play if crashes else None)
@@ -191,7 +193,9 @@ class Harness:
         """Run the block of an `async for` again and again, each time with another crash.
 
         First there is none. Then the process dies after each statement that it executes in a step:
-        its connections end, its memory is lost, and another process does what is left of the step.
+        its connections end, and another process does what is left of the step. The crash is
+        simulated within one Python process: the engine's state is lost, but the state of your
+        modules stays, such as a cache or a counter, and may hide what a real crash would lose.
         Also only the answer to a statement that commits is lost, or the connection before `COMMIT`.
         Yields what happens. Each time begins with a reset database. `Outcome` may lack what a
         process has applied before it died.

@@ -646,6 +646,7 @@ async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
         (harness.handle(deposit(1), headers={"x": wrong[2]}), "the header 'x' of a record"),
         (harness.advance(hours=-1), "time does not pass backwards"),
         (harness.explore([], invariant=wrong[3]), "invariant as an `async def function"),
+        (harness.explore([deposit(1)], invariant=sum_is_6, at_most=0), "at_most is 1 or more"),
     ):
         with pytest.raises(HarnessMisused, match=text):
             await misuse
@@ -836,6 +837,21 @@ async def test_a_file_is_written_by_hand_and_a_wrong_line_is_named(
         path.write_text(wrong)
         with pytest.raises(HarnessMisused, match=text):
             await harness.handle_file(path)
+
+
+async def test_only_a_line_feed_ends_a_line_of_a_file(harness: Harness, tmp_path: Path) -> None:
+    headers = {"ce_specversion": "1.0", "ce_id": "1", "ce_source": "/a", "ce_type": "deposited"}
+    account = "ada\x85\u2028\u2029"  # JSON need not escape these
+    line = {
+        "topic": TOPIC,
+        "key": account,
+        "headers": [*headers.items()],
+        "value": {"json": {"account": account, "amount": 3}},
+    }
+    path = tmp_path / "separators.jsonl"
+    path.write_text(f"{json.dumps(line, ensure_ascii=False)}\r\n", "utf-8", newline="")
+    assert (await harness.handle_file(path)).results == [3]
+    assert (await harness.get(Account, account)).balance == 3
 
 
 async def test_markers_are_forgotten_as_retention_does(harness: Harness) -> None:
