@@ -4,7 +4,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
 
 import asyncpg  # type: ignore[import-untyped]
 
@@ -29,7 +29,13 @@ SHORTLY = "SET lock_timeout = '1s'"
 RENAME = "ALTER TABLE tally RENAME COLUMN parcel_id TO parcel"
 RENAME_BACK = "ALTER TABLE tally RENAME COLUMN parcel TO parcel_id"
 LOOK_EVERY = 0.1
-"""Seconds until a connection that was given back is taken too."""
+"""Seconds until a connection that was given back is taken too, or a fault is tried again."""
+ACTS_WITHIN = 30.0
+"""Seconds in which a fault that takes no effect is tried again: what it breaks may be away."""
+UNSAID = ("kill", "rebalance", "halfopen", "rollout")
+"""Faults after which workers may have lost a lane and not say so. All others say so."""
+WORKERS = 2
+"""Workers of the backlog in a process that consumes."""
 
 
 class Breaker:
@@ -37,7 +43,7 @@ class Breaker:
 
     def __init__(self, system: System, memory: Memory, outside: Helper, releases: Releases) -> None:
         self.ended: list[Ended] = []
-        """What was carried out, and when it was over."""
+        """What took effect, and when it was over."""
         self._system = system
         self._memory = memory
         self._outside = outside
@@ -54,122 +60,146 @@ class Breaker:
     async def _at_its_time(self, fault: Fault, note: Callable[[str], None]) -> None:
         await asyncio.sleep(fault.at)
         note(f"[red]{fault}[/]")
-        under_way = 0
+        until = time.monotonic() + ACTS_WITHIN
+        while (ended := await self._carry_out(fault, note)) is None:
+            if time.monotonic() >= until:
+                note(f"[red]{fault} took no effect[/]")
+                return
+            await asyncio.sleep(LOOK_EVERY)
+        self.ended.append(ended)
+
+    async def _carry_out(self, fault: Fault, note: Callable[[str], None]) -> Ended | None:
+        """Carry a fault out and heal it; return nothing if it took no effect."""
+        async with self._one_at_a_time(fault):
+            began, under_way, acted = time.time(), 0, True
+            match fault.kind:
+                case "kill":
+                    await self._kill(fault)
+                case "pause":
+                    under_way = await self._pause(fault)
+                case "cut":
+                    acted = True in [proxy.cut() for proxy in self._proxies(fault)]
+                case "halfopen":
+                    acted = True in [proxy.silence() for proxy in self._proxies(fault)]
+                case "delay" | "partition":
+                    await self._hinder(fault)
+                case "terminate":
+                    acted = await self._terminate()
+                case "database" | "broker" | "both":
+                    await self._stop_servers(fault, note)
+                case "readonly":
+                    await self._make_read_only(fault)
+                case "connections":
+                    acted = await self._use_up_connections(fault)
+                case "locked":
+                    acted = await self._lock_tables(fault)
+                case "renamed":
+                    await self._rename_column(fault)
+                case "rebalance" | "relays":
+                    await self._join_and_leave(fault)
+                case "rollout":
+                    await self._releases.roll_out(fault.seconds)
+                case "retention":
+                    under_way = await self._memory.next_day()
+                case "rotation":
+                    acted = await self._memory.rotate(fault.seconds)
+                case "replay":
+                    acted = await self._memory.replay(self._member(fault), fault.seconds)
+                case "scheduled":
+                    acted = await self._memory.hold_up_moves(fault.seconds)
+                case "effects":
+                    await self._spoil_the_outside(fault)
+            ended = Ended(fault.kind, began, time.time(), under_way, self._lanes_lost(fault))
+        return ended if acted else None
+
+    def _one_at_a_time(self, fault: Fault) -> AbstractAsyncContextManager[object]:
+        """Return what keeps faults apart that would undo each other."""
         match fault.kind:
-            case "kill":
-                await self._kill(fault)
-            case "pause":
-                under_way = await self._pause(fault)
-            case "cut" | "halfopen" | "delay" | "partition":
-                for proxy in self._proxies(fault):
-                    await self._on_the_way(proxy, fault)
-                await asyncio.sleep(fault.seconds)
-                for proxy in self._proxies(fault):
-                    self._heal(proxy, fault)
-            case "terminate":
-                await self._terminate()
-            case "database" | "broker" | "both":
-                await self._stop_servers(fault, note)
-            case "readonly":
-                await self._make_read_only(fault)
-            case "connections":
-                await self._use_up_connections(fault)
-            case "locked":
-                await self._lock_tables(fault)
+            case "kill" | "pause" | "rebalance" | "relays":
+                return self._member(fault).busy
+            case "database" | "broker" | "both" | "readonly" | "connections":
+                return self._system.servers.busy
             case "renamed":
-                await self._rename_column(fault)
-            case "rebalance" | "relays":
-                await self._join_and_leave(fault)
-            case "rollout":
-                await self._releases.roll_out(fault.seconds)
-            case "retention":
-                under_way = await self._memory.next_day()
-            case "rotation":
-                await self._memory.rotate(fault.seconds)
-            case "replay":
-                await self._memory.replay(self._member(fault), fault.seconds)
-            case "scheduled":
-                await self._memory.hold_up_moves(fault.seconds)
+                return self._renaming
             case "effects":
-                await self._spoil_the_outside(fault)
-        self.ended.append(Ended(fault.kind, time.time(), under_way))
+                return self._outside_busy
+        return nullcontext()
+
+    def _lanes_lost(self, fault: Fault) -> int:
+        """Return how many lanes workers may have lost by it and not say so, at most."""
+        if fault.kind not in UNSAID or fault.server == "kafka":
+            return 0
+        targets = self._system.targets(fault.target)
+        return WORKERS * sum(member.command == "consume" for member in targets)
 
     def _member(self, fault: Fault) -> Member:
         return self._system.members[fault.target]
 
     async def _kill(self, fault: Fault) -> None:
         member = self._member(fault)
-        async with member.busy:
-            await member.service.kill()
-            await asyncio.sleep(fault.seconds)
-            await member.service.start()
+        await member.service.kill()
+        await asyncio.sleep(fault.seconds)
+        await member.service.start()
 
     async def _pause(self, fault: Fault) -> int:
         """Stop a process for a while; return how many calls it may have been on the way with."""
         member = self._member(fault)
-        async with member.busy:
-            member.service.send(signal.SIGSTOP)
-            try:
-                async with asyncio.TaskGroup() as group:
-                    counting = group.create_task(self._memory.calls_under_way())
-                    await asyncio.sleep(fault.seconds)
-            finally:
-                member.service.send(signal.SIGCONT)
+        member.service.send(signal.SIGSTOP)
+        try:
+            async with asyncio.TaskGroup() as group:
+                counting = group.create_task(self._memory.calls_under_way())
+                await asyncio.sleep(fault.seconds)
+        finally:
+            member.service.send(signal.SIGCONT)
         return counting.result() if member.command == "consume" else 0
 
     def _proxies(self, fault: Fault) -> list[Proxy]:
         return [member.proxies[fault.server] for member in self._system.targets(fault.target)]
 
-    async def _on_the_way(self, proxy: Proxy, fault: Fault) -> None:
-        match fault.kind:
-            case "cut":
-                proxy.cut()
-            case "halfopen":
-                proxy.silence()
-            case "delay":
-                proxy.slow_down(fault.latency)
-            case "partition":
-                proxy.part()
+    async def _hinder(self, fault: Fault) -> None:
+        with ExitStack() as hindered:
+            for proxy in self._proxies(fault):
+                is_delay = fault.kind == "delay"
+                way = proxy.slowed(fault.latency) if is_delay else proxy.parted()
+                hindered.enter_context(way)
+            await asyncio.sleep(fault.seconds)
 
-    def _heal(self, proxy: Proxy, fault: Fault) -> None:
-        match fault.kind:
-            case "delay":
-                proxy.slow_down(0)
-            case "partition":
-                proxy.join()
-
-    async def _terminate(self) -> None:
-        # The server may just be away: then nobody is connected anyhow.
+    async def _terminate(self) -> bool:
+        """End the sessions of the service; return whether there was one."""
         with suppress(*AWAY):
-            await self._system.servers.execute(TERMINATE)
+            return await self._system.servers.execute(TERMINATE) != "SELECT 0"
+        return False
 
     async def _stop_servers(self, fault: Fault, note: Callable[[str], None]) -> None:
         servers = self._system.servers
-        async with servers.busy:
-            for name in fault.target.split(" and "):
-                number = signal.SIGKILL if fault.hard else STOP[name]
-                if not await servers.stop(name, number):
-                    note(f"[red]{name} did not end within {GONE_WITHIN:.0f} s, and was killed[/]")
-            await asyncio.sleep(fault.seconds)
-            await servers.start()
+        for name in fault.target.split(" and "):
+            number = signal.SIGKILL if fault.hard else STOP[name]
+            if not await servers.stop(name, number):
+                note(f"[red]{name} did not end within {GONE_WITHIN:.0f} s, and was killed[/]")
+        await asyncio.sleep(fault.seconds)
+        await servers.start()
 
     async def _make_read_only(self, fault: Fault) -> None:
         """Refuse every write, as a standby does, on connections that are there already too."""
         servers = self._system.servers
-        async with servers.busy:
-            await servers.execute(READ_ONLY, RELOAD)
-            await asyncio.sleep(fault.seconds)
-            await servers.execute(MAY_WRITE, READ_WRITE, RELOAD)
+        await servers.execute(READ_ONLY, RELOAD)
+        await asyncio.sleep(fault.seconds)
+        await servers.execute(MAY_WRITE, READ_WRITE, RELOAD)
 
-    async def _use_up_connections(self, fault: Fault) -> None:
-        """Take every connection that the server has, those of the service too."""
+    async def _use_up_connections(self, fault: Fault) -> bool:
+        """Take every connection that the server has, those of the service too.
+
+        Returns whether all of them were taken at some moment.
+        """
         servers, taken = self._system.servers, list[asyncpg.Connection]()
+        are_used_up = False
         try:
-            async with servers.busy, asyncio.timeout(fault.seconds):
+            async with asyncio.timeout(fault.seconds):
                 while True:
                     try:
                         taken.append(await asyncpg.connect(servers.stack.database))
                     except asyncpg.TooManyConnectionsError:
+                        are_used_up = True
                         await taken[-1].execute(TERMINATE)
                         await asyncio.sleep(LOOK_EVERY)
         except TimeoutError:
@@ -177,24 +207,30 @@ class Breaker:
         finally:
             for connection in taken:
                 connection.terminate()
+        return are_used_up
 
-    async def _lock_tables(self, fault: Fault) -> None:
-        """Hold the tables of the handlers, as a migration does that takes long."""
+    async def _lock_tables(self, fault: Fault) -> bool:
+        """Hold the tables of the handlers, as a migration does that takes long.
+
+        Returns whether they were locked.
+        """
+        is_locked = False
         with suppress(*AWAY):
             connection = await asyncpg.connect(self._system.servers.stack.database)
             try:
                 async with connection.transaction():
                     await connection.execute(LOCK)
+                    is_locked = True
                     await asyncio.sleep(fault.seconds)
             finally:
                 connection.terminate()
+        return is_locked
 
     async def _rename_column(self, fault: Fault) -> None:
         """Rename a column that a handler writes, and give it its name back."""
-        async with self._renaming:
-            await self._rename(RENAME)
-            await asyncio.sleep(fault.seconds)
-            await self._rename(RENAME_BACK)
+        await self._rename(RENAME)
+        await asyncio.sleep(fault.seconds)
+        await self._rename(RENAME_BACK)
 
     async def _rename(self, statement: str) -> None:
         while True:
@@ -207,18 +243,16 @@ class Breaker:
                 await asyncio.sleep(LOOK_EVERY)
 
     async def _spoil_the_outside(self, fault: Fault) -> None:
-        async with self._outside_busy:
-            self._outside.tell(fault.target)
-            await asyncio.sleep(fault.seconds)
-            self._outside.tell("well")
+        self._outside.tell(fault.target)
+        await asyncio.sleep(fault.seconds)
+        self._outside.tell("well")
 
     async def _join_and_leave(self, fault: Fault) -> None:
         member = self._member(fault)
-        async with member.busy:
-            await member.service.start()
-            await member.service.ready(BOOTED_WITHIN)
-            await asyncio.sleep(fault.seconds)
-            if fault.hard:
-                await member.service.kill()
-            else:
-                await member.service.stop()
+        await member.service.start()
+        await member.service.ready(BOOTED_WITHIN)
+        await asyncio.sleep(fault.seconds)
+        if fault.hard:
+            await member.service.kill()
+        else:
+            await self._system.end(member)

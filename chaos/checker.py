@@ -24,7 +24,7 @@ from chaos import errands
 from chaos.errands import REMINDERS, Done, Errand, Reminder, Request
 from chaos.fates import Books, Call, Finding, Identity, Judgement, Stored, judge
 from chaos.poison import CONSUMERS, TALLY, Given, understand
-from chaos.recovery import Ended, Recovery, measure, undisturbed
+from chaos.recovery import Ended, Recovery, first_sent, measure, met, undisturbed
 from chaos.talk import say, words
 from demo import feed, witness
 from demo.evidence import Evidence, Illegible, Record, read
@@ -68,9 +68,6 @@ SELECT consumer, partition, "offset", record_key, source, id, reason, attempts, 
 TALLIED = f"""
 SELECT '/scanners/' || scanner AS source, number::text AS id, parcel_id FROM {TALLY} ORDER BY n
 """
-UNSAID = {"kill": 2, "rebalance": 2, "halfopen": 6, "rollout": 6}
-"""Faults after which workers may have lost a lane and not say so, and how many may: those of a
-consumer that ends, two, or of all three. All other ones say so, see `lanes_lost`."""
 LANE_LOST = re.compile(r"backlog lane (\d+) was taken over")
 RACED = re.compile(r"failed \(attempt .*parcel_pkey")
 """Two partitions have the first scans of a parcel, and both insert its row: the later one fails."""
@@ -245,11 +242,10 @@ class Checker:
         calls = [Call(*json.loads(line)) for line in self._calls.read_text().splitlines()]
         return Books((), markers, backlog, tallied, calls)
 
-    def recovered(
-        self, ended: Sequence[Ended], evidence: Evidence, books: Books
-    ) -> Mapping[str, Recovery]:
-        """Return how long it took after faults until what had been sent was published."""
-        sent = undisturbed(books.given)
+    def published(
+        self, sent: Mapping[Identity, float], evidence: Evidence
+    ) -> list[tuple[float, float]]:
+        """Return when each of these scans was sent, and when its event was seen."""
         published: list[tuple[float, float]] = []
         for record in evidence.output:
             with suppress(Illegible):
@@ -257,7 +253,7 @@ class Checker:
                 scan = f"/scanners/{event.effect.scanner}", str(event.effect.number)
                 if scan in sent and event.id in self._witness.seen:
                     published.append((sent[scan], self._witness.seen[event.id]))
-        return measure(ended, published)
+        return published
 
 
 class Follower(Witness):
@@ -377,7 +373,7 @@ async def main() -> None:
                 following.cancel()
                 ended = [Ended(*one) for one in json.loads(rest)]
                 evidence, books = await checker.gather()
-                unsaid = sum(UNSAID.get(one.kind, 0) for one in ended)
+                unsaid = sum(one.unsaid for one in ended)
                 books = replace(
                     books,
                     holds=chosen.after_death == "hold",
@@ -387,7 +383,9 @@ async def main() -> None:
                 done = replace(done, late=sum(one.under_way for one in ended))
                 judgement = judge(books)
                 evidence = complete(evidence, books, judgement.applied[CONSUMER])
-                recovered = checker.recovered(ended, evidence, books)
+                every = checker.published(first_sent(books.given), evidence)
+                say(met=met(ended, every))
+                recovered = measure(ended, checker.published(undisturbed(books.given), evidence))
                 tell(audit(evidence), judgement, errands.judge(done), counts, recovered)
                 return
 

@@ -76,6 +76,7 @@ UPDATE pipeline.inbox_closed SET closed_at = closed_at - interval '3000 days'
 MOVE_LOCK = 0x1B0C8
 """The engine's lock around the moving of scheduled events."""
 _HOLD = "SELECT pg_advisory_lock($1)"
+_IS_DUE = "SELECT EXISTS (SELECT FROM pipeline.scheduled WHERE due_at < clock_timestamp())"
 _MOVES = """
 SELECT EXISTS (
        SELECT FROM pg_locks
@@ -123,14 +124,19 @@ class Memory:
                 await self._note_ends()
             await asyncio.sleep(LOOK_EVERY)
 
-    async def rotate(self, seconds: float) -> None:
-        """Let every generation be old at once, and what nobody sends any more be forgotten."""
-        ends = asyncio.get_running_loop().time() + seconds
+    async def rotate(self, seconds: float) -> bool:
+        """Let every generation be old at once, and what nobody sends any more be forgotten.
+
+        Returns whether one was made old.
+        """
+        ends, closed = asyncio.get_running_loop().time() + seconds, False
         while asyncio.get_running_loop().time() < ends:
             with suppress(*AWAY):
                 await self._servers.execute(_MAY_WRITE, CLOSE)
+                closed = True
                 await self._forget()
             await asyncio.sleep(LOOK_EVERY)
+        return closed
 
     async def next_day(self) -> int:
         """Let the database's clock go on by more than a day; return how many calls are under way.
@@ -161,23 +167,34 @@ class Memory:
                     connection.terminate()
             await asyncio.sleep(LOOK_EVERY)
 
-    async def replay(self, member: Member, seconds: float) -> None:
-        """Have the service read the latest seconds again, as far back as it remembers."""
+    async def replay(self, member: Member, seconds: float) -> bool:
+        """Have the service read the latest seconds again, as far back as it remembers.
+
+        Returns whether it does: something may be away, or nothing was read since then.
+        """
         async with self._busy:
             since = max(self._since.timestamp(), datetime.now(UTC).timestamp() - seconds)
             place = datetime.fromtimestamp(since, UTC).isoformat()
-            with suppress(ProcessFailed):  # something is away, or nothing was read since then
+            try:
                 await member.service.command(
                     *("replay", feed.TOPIC, "--from", place, "--no-wait"), log=member.log
                 )
+            except ProcessFailed:
+                return False
+        return True
 
-    async def hold_up_moves(self, seconds: float) -> None:
-        """Let no relay move what is due; then end the first who do, in the middle of it."""
+    async def hold_up_moves(self, seconds: float) -> bool:
+        """Let no relay move what is due; then end the first who do, in the middle of it.
+
+        Returns whether an event was held up.
+        """
+        is_held_up = False
         with suppress(*AWAY):
             connection = await asyncpg.connect(self._servers.stack.database)
             try:
                 await connection.execute(_HOLD, MOVE_LOCK)
                 await asyncio.sleep(seconds)
+                is_held_up = await connection.fetchval(_IS_DUE)
                 await connection.execute("SELECT pg_advisory_unlock_all()")
                 ended, until = 0, asyncio.get_running_loop().time() + seconds
                 while ended < MOVES_ENDED and asyncio.get_running_loop().time() < until:
@@ -187,6 +204,7 @@ class Memory:
                     await asyncio.sleep(AT_ONCE)
             finally:
                 connection.terminate()
+        return is_held_up
 
     async def _forget(self) -> None:
         """Age the generations of which no copy can come any more."""

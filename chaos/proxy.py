@@ -3,7 +3,8 @@
 import asyncio
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 HOST = "127.0.0.1"
 CHUNK = 65_536
@@ -29,7 +30,8 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._passing = asyncio.Event()
         self._passing.set()
-        self._latency = 0.0
+        self._partitions = 0
+        self._latencies: list[float] = []
         self._listener: asyncio.Server | None = None
         self.port = 0
 
@@ -52,30 +54,49 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def cut(self) -> None:
-        """Reset every connection, those that are half-open too."""
-        for link in list(self._links):
+    def cut(self) -> bool:
+        """Reset every connection, those that are half-open too; return whether there was one."""
+        links = list(self._links)
+        for link in links:
             link.reset()
+        return bool(links)
 
-    def silence(self) -> None:
+    def silence(self) -> bool:
         """Make every connection half-open: what either side says is swallowed, for good.
 
-        New ones are as good as ever.
+        New ones are as good as ever. Returns whether there was a connection.
         """
-        for link in self._links:
+        links = [link for link in self._links if not link.silent]
+        for link in links:
             link.silent = True
+        return bool(links)
 
-    def slow_down(self, seconds: float) -> None:
-        """Let everything that is said arrive so much later; 0 heals it."""
-        self._latency = seconds
+    @contextmanager
+    def slowed(self, seconds: float) -> Iterator[None]:
+        """Let everything that is said in the block arrive so much later.
 
-    def part(self) -> None:
-        """Let nothing through, not even a new connection, until `join`."""
+        Of several delays at once the longest counts.
+        """
+        self._latencies.append(seconds)
+        try:
+            yield
+        finally:
+            self._latencies.remove(seconds)
+
+    @contextmanager
+    def parted(self) -> Iterator[None]:
+        """Let nothing through in the block, not even a new connection.
+
+        What has waited arrives, late, when the last one of several such blocks ends.
+        """
+        self._partitions += 1
         self._passing.clear()
-
-    def join(self) -> None:
-        """Let through what has waited meanwhile: all of it arrives, late."""
-        self._passing.set()
+        try:
+            yield
+        finally:
+            self._partitions -= 1
+            if not self._partitions:
+                self._passing.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link = _Link(writer)
@@ -106,8 +127,8 @@ class Proxy:
         """Pass on what one side says, to its end."""
         try:
             while data := await read(reader):
-                if self._latency:
-                    await asyncio.sleep(self._latency)
+                if self._latencies:
+                    await asyncio.sleep(max(self._latencies))
                 await self._passing.wait()
                 if not link.silent:
                     writer.write(data)

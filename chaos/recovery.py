@@ -4,8 +4,8 @@ Faults overlap, so a figure holds what others did at the same time. Nothing here
 """
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
@@ -14,16 +14,23 @@ from chaos.poison import Given
 
 RETRIED_FOR = 10.0
 """Seconds after a poisoned scan in which others of its parcel may wait for it."""
+MEETS_FOR = 1.0
+"""Seconds after a fault in which a scan may come that meets what it has left, such as a connection
+that is broken."""
 
 
 class Ended(NamedTuple):
-    """A fault that is over."""
+    """A fault that took effect and is over."""
 
     kind: str
-    at: float
+    began: float
     """Seconds since 1970."""
+    at: float
+    """When it was over; seconds since 1970."""
     under_way: int = 0
     """Calls to the outside that it may have made late: those that were under way when it began."""
+    unsaid: int = 0
+    """Lanes that workers may have lost by it without a line in their log, at most."""
 
 
 class Recovery(NamedTuple):
@@ -47,6 +54,23 @@ def undisturbed(given: Iterable[Given]) -> dict[tuple[str, str], float]:
         if one.sent_at - poisoned.get(one.key, 0.0) > RETRIED_FOR:
             sent.setdefault(one.identity, one.sent_at)
     return sent
+
+
+def first_sent(given: Iterable[Given]) -> dict[tuple[str, str], float]:
+    """Return when each scan was sent first."""
+    return {one.identity: one.sent_at for one in sorted(given, key=lambda one: -one.sent_at)}
+
+
+def met(ended: Sequence[Ended], published: Collection[tuple[float, float]]) -> Counter[str]:
+    """Count, by kind, the faults that met a scan under way: sent, and its event not yet seen.
+
+    `published` is as in `measure`.
+    """
+    return Counter(
+        fault.kind
+        for fault in ended
+        if any(sent <= fault.at + MEETS_FOR and seen >= fault.began for sent, seen in published)
+    )
 
 
 def measure(

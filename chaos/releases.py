@@ -116,7 +116,7 @@ class Releases:
         async with member.busy:
             if member.service.pid is None:
                 return
-            await member.service.stop()
+            await self._system.end(member)
             await member.service.start()
         try:
             async with asyncio.timeout(READY_WITHIN):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from chaos.schedule import Fault
+from chaos.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Report:
     findings: Sequence[Mapping[str, object]]
     """The first ones of what is lost, doubled or reordered."""
     faults: Mapping[str, int]
-    """What was broken, by kind."""
+    """What was broken, by kind: of the schedule, the faults that took effect."""
+    unmet: Sequence[str]
+    """Kinds of the schedule that took no effect while a scan was under way: not tested."""
     recovery: Mapping[str, Mapping[str, float]]
     """Seconds, by kind, from its end until events were published again, and all of them were."""
     errands: Mapping[str, int]
@@ -49,21 +51,21 @@ class Report:
     """Scans applied a second, by phase."""
     seconds: float
     """From the first scan to the last event."""
-    seed: int
-    events: int
-    """Scans that were to be sent."""
-    feed_seconds: float
-    """The time in which they were to be sent."""
-    poison: float
-    """Share of the scans that something was wrong with."""
-    schedule: Sequence[Fault]
+    plan: Plan
+    """What was to be done: it runs the round again."""
 
     @property
     def holds(self) -> bool:
+        """Whether the results are right, and every kind of fault was tested."""
+        return self.is_right and not self.unmet
+
+    @property
+    def is_right(self) -> bool:
         """Whether every scan became what it should, once and in order, and nothing was stuck."""
+        events = self.plan.events
         return (
-            all(sum(counts.values()) == self.events for counts in self.consumers.values())
-            and self.events == self.sent
+            all(sum(counts.values()) == events for counts in self.consumers.values())
+            and events == self.sent
             and not (self.lost or self.doubled or self.reordered or self.misjudged)
             and not self.stuck
         )

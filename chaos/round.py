@@ -5,21 +5,20 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
 from chaos.breaker import Breaker
-from chaos.errands import OUTSIDE, WORK, Work
+from chaos.errands import OUTSIDE, WORK
 from chaos.memory import AUDIT, CLOCK, MARKERS, VERSIONS, Memory
+from chaos.plan import PATIENCE, Plan
 from chaos.poison import AFTER_DEATH, CALLS
 from chaos.rates import Progress
 from chaos.recovery import Ended
 from chaos.releases import Releases
 from chaos.report import Report
-from chaos.schedule import Fault
 from chaos.system import SESSION, System
 from chaos.talk import Helper
 from demo.display import Display, say
@@ -27,49 +26,6 @@ from demo.display import Display, say
 CONSUMERS = ("consume-1", "consume-2", "consume-3")
 RELAYS = ("relay-1", "relay-2")
 EXTRA = ("consume-extra", "relay-extra")
-NOTICED = {"postgres": 60.0, "kafka": 40.0}
-"""Seconds after which the engine gives up a connection to a server that died without a word."""
-PATIENCE = 1.5 * (2 * NOTICED["postgres"] + NOTICED["kafka"])
-"""Seconds without any progress after which the healed system counts as stuck.
-
-Whoever stands still notices one after the other: the connection with the transaction, the one from
-the pool that it is tried on next, and that to Kafka. A busy machine takes its time on top.
-"""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a round is to do."""
-
-    events: int
-    seconds: float
-    seed: int
-    schedule: Sequence[Fault]
-    parcels: int = 0
-    """Only the scans of so many parcels, the busiest ones; 0: of all."""
-    repeats: float = 0.05
-    """Share of the scans that come again."""
-    within: int = 0
-    """So many scans later at most; 0: any time later, and then nothing can be forgotten before."""
-    strays: float = 0.1
-    """Share of the parcels whose every scan comes in two partitions at once."""
-    poison: float = 0.0
-    """Share of the scans that something is wrong with."""
-    kinds: Sequence[str] = ()
-    """What is wrong with them; anything, if nothing is named."""
-    after_death: str = "hold"
-    """What a death does to its key at the deferred consumer: hold, or go on."""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings of the service, on top of the rig's."""
-    errands: Sequence[Work] = ()
-    """What scans have the service do besides, beside what the faults of the schedule try."""
-    patience: float = PATIENCE
-
-    @property
-    def work(self) -> Sequence[Work]:
-        """What scans have the service do besides."""
-        faults = {fault.kind for fault in self.schedule}
-        return [one for one in get_args(Work) if one in self.errands or one in faults]
 
 
 class Round:
@@ -125,9 +81,7 @@ class Round:
                 stuck = await self._drain(checker)
                 noting.cancel()
                 guarding.cancel()
-                stuck += [
-                    f"{name} did not end when it was asked to" for name in await system.stop()
-                ]
+                await system.stop()
                 checker.tell(f"audit {json.dumps(ended)}")
                 await checking
                 outside.tell("end")
@@ -136,7 +90,7 @@ class Round:
             raise reason_of(failures) from None
         finally:
             await system.close()
-        stuck = [*stuck, *system.ended]
+        stuck = [*stuck, *system.misbehaved]
         return self._report(checker.said, ended, releases.migrated, progress.rates(), stuck)
 
     def _feed(self) -> Helper:
@@ -200,16 +154,13 @@ class Round:
             stuck=stuck,
             findings=said["findings"],
             faults=dict(Counter(fault.kind for fault in ended)),
+            unmet=sorted({fault.kind for fault in plan.schedule} - said["met"].keys()),
             recovery=said["recovery"],
             errands=said["errands"],
             migrations=dict(migrations),
             rates=rates,
             seconds=ledger["seconds"],
-            seed=plan.seed,
-            events=plan.events,
-            feed_seconds=plan.seconds,
-            poison=plan.poison,
-            schedule=plan.schedule,
+            plan=plan,
         )
 
     async def _break(

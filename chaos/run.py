@@ -3,9 +3,10 @@
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import asyncpg  # type: ignore[import-untyped]
@@ -14,11 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from chaos import plan as plans
 from chaos import schedule
+from chaos.plan import Plan
 from chaos.report import Report
-from chaos.round import CONSUMERS, EXTRA, RELAYS, Plan, Round
+from chaos.round import CONSUMERS, EXTRA, RELAYS, Round
 from chaos.schedule import KINDS, Fault
-from chaos.system import System
+from chaos.system import ADDRESSES, SETTINGS, System
 from demo.display import say
 from demo.flights import DataUnavailable
 from demo.processes import NAME, ProcessFailed, bake, last_lines
@@ -91,6 +94,8 @@ def show(report: Report, console: Console) -> None:
         console.print()
     for text in report.stuck:
         say(console, "stuck", escape(text))
+    for kind in report.unmet:
+        say(console, "no verdict", f"{kind}: none took effect while a scan was under way")
     for finding in report.findings[:SHOWN]:
         say(console, str(finding["kind"]), escape(str(finding["text"])))
 
@@ -105,15 +110,19 @@ def _recovery(report: Report) -> Table:
     return table
 
 
-def planned(arguments: argparse.Namespace) -> Plan:
-    """Return the round that the command line asks for. Raises `ValueError` for one it can't be."""
+def settings_of(environment: MutableMapping[str, str]) -> Mapping[str, str]:
+    """Take the service's settings out of the environment; return those that the rig leaves open."""
+    ours = {name: environment.pop(name) for name in [*environment] if name.startswith("PIPELINE_")}
+    return {name: ours[name] for name in ours.keys() - {*SETTINGS, *ADDRESSES}}
+
+
+def planned(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Plan:
+    """Return the round that the command line asks for; with `settings`, if it is a new one.
+
+    Raises `ValueError` for one it can't be.
+    """
     if arguments.replay:
-        report = json.loads(arguments.replay.read_text())
-        faults = schedule.from_json(report["schedule"])
-        events, seconds, seed, poison = (
-            report[name] for name in ("events", "feed_seconds", "seed", "poison")
-        )
-        return Plan(events, seconds, seed, faults, within=within(events, faults), poison=poison)
+        return plans.from_json(json.loads(arguments.replay.read_text("utf-8")))
     kinds = [kind for kind in KINDS if kind in arguments.faults.split(",")]
     if unknown := set(arguments.faults.split(",")) - {*KINDS, ""}:
         raise ValueError(f"no such faults: {', '.join(unknown)}; there are {', '.join(KINDS)}")
@@ -127,6 +136,7 @@ def planned(arguments: argparse.Namespace) -> Plan:
         faults,
         within=within(arguments.events, faults),
         poison=arguments.poison,
+        settings=settings,
     )
 
 
@@ -162,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.events < 1 or chosen.seconds <= 0 or not 0 <= chosen.poison <= 1:
         parser.error("--events is at least 1, --seconds more than 0, --poison from 0 to 1")
     try:
-        plan = planned(chosen)
+        plan = planned(chosen, settings_of(os.environ))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     folder, console = chosen.into.resolve(), Console(highlight=False)

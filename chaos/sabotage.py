@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from chaos.edit import Edit
 from chaos.errands import Work
+from chaos.plan import Plan
 from chaos.poison import LATE
-from chaos.round import CONSUMERS, RELAYS, Plan
+from chaos.round import CONSUMERS, RELAYS
 from chaos.schedule import EVERYBODY, MODES, Fault
 
 PATIENCE = 15.0

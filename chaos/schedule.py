@@ -5,8 +5,8 @@ Nothing here does I/O.
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 Kind = Literal[
     "kill",
@@ -119,16 +119,19 @@ def make(
 ) -> list[Fault]:
     """Return faults for so many seconds; every kind comes once before any comes twice.
 
-    With less time than `between` allows for all kinds, they come closer to each other.
+    With less time than `between` allows for all kinds, they come closer to each other. Raises
+    `ValueError` if there is no time for any.
     """
     if not kinds:
         return []
     chance = random.Random(seed)
-    usable = max(0.0, seconds - FIRST_AFTER)
+    usable = seconds - FIRST_AFTER
+    if usable <= 0:
+        raise ValueError(f"the first fault comes after {FIRST_AFTER:g} s: there must be more time")
     between = min(between, usable / len(kinds))
     deck = _deck(chance, kinds)
     faults: list[Fault] = []
-    for number in range(int(usable / between)):
+    for number in range(max(len(kinds), int(usable / between))):
         at = round(FIRST_AFTER + between * (number + chance.random() * 0.8), 2)
         faults.append(_fault(chance, at, next(deck), consumers, relays))
     return faults
@@ -182,13 +185,3 @@ def _fault(
             return Fault(at, kind, "consume-extra", seconds, hard=chance.random() < 0.3)
         case "relays":
             return Fault(at, kind, "relay-extra", seconds, hard=chance.random() < 0.5)
-
-
-def as_json(faults: Sequence[Fault]) -> list[dict[str, Any]]:
-    """Return the schedule as a report holds it."""
-    return [asdict(fault) for fault in faults]
-
-
-def from_json(faults: Sequence[dict[str, Any]]) -> list[Fault]:
-    """Return the schedule that a report holds."""
-    return [Fault(**fault) for fault in faults]

@@ -57,9 +57,9 @@ class SelfTest:
                 say(self._console, "sabotage", sabotage.name)
                 for seed in SEEDS:
                     report = await self._round(name, sabotage.edits, seed)
-                    if not report.holds:
+                    if not report.is_right:
                         break
-                outcomes.append(Outcome(sabotage.name, name, found(report), not report.holds))
+                outcomes.append(Outcome(sabotage.name, name, found(report), not report.is_right))
         show(outcomes, self._console)
         return all(outcome.is_right for outcome in outcomes)
 
@@ -79,8 +79,8 @@ class SelfTest:
 
 def found(report: Report) -> str:
     """Return how much of what a round has found."""
-    if report.holds:
-        return "holds"
+    if report.is_right:
+        return "holds" if report.holds else f"no verdict: {', '.join(report.unmet)}"
     counts = {
         "lost": report.lost,
         "doubled": report.doubled,

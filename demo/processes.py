@@ -238,16 +238,20 @@ class Service:
 
     async def stop(self) -> bool:
         """Ask it to end; say whether it did so in time and without an error."""
+        return await self.end() == 0
+
+    async def end(self) -> int | None:
+        """Ask it to end; return its exit code, or None if it ignored that and had to be killed."""
         process = self._release()
         if process is None:
-            return True
+            return 0
         _signal(process, signal.SIGTERM)
         try:
-            return await asyncio.wait_for(process.wait(), STOPPED_WITHIN) == 0
+            return await asyncio.wait_for(process.wait(), STOPPED_WITHIN)
         except TimeoutError:
             _signal(process, signal.SIGKILL)
             await process.wait()
-            return False
+            return None
 
     def _release(self) -> asyncio.subprocess.Process | None:
         process, self._process = self._process, None

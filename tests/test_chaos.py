@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from chaos import breaker as breakers
 from chaos import errands, feed, schedule, system
+from chaos import plan as plans
 from chaos import poison as poisons
-from chaos.breaker import Breaker
+from chaos import run as runs
+from chaos.breaker import UNSAID, WORKERS, Breaker
 from chaos.checker import Backlog, kept, lanes_lost, races_lost
 from chaos.checker import unordered as parcels_without_order
 from chaos.edit import Edit, Outdated
@@ -32,18 +35,21 @@ from chaos.errands import AFTER, CHARGE, TELL, Done, Errand, Reminder, Request
 from chaos.fates import Books, Call, Stored, judge
 from chaos.memory import Memory
 from chaos.outside import Outside
+from chaos.plan import NOTICED, PATIENCE, Plan
 from chaos.poison import ATTEMPTS, ILLEGIBLE, TALLY, Given, Poison, understand
 from chaos.proxy import HOST, Proxy
 from chaos.rates import PHASES, rates
-from chaos.recovery import Ended, Recovery, measure, undisturbed
+from chaos.recovery import Ended, Recovery, first_sent, measure, met, undisturbed
 from chaos.releases import Releases
 from chaos.report import Report
-from chaos.round import CONSUMERS, NOTICED, PATIENCE, RELAYS, reason_of
-from chaos.run import planned
+from chaos.round import CONSUMERS, RELAYS, reason_of
+from chaos.run import planned, settings_of
 from chaos.sabotage import LOADS, SABOTAGES, Sabotage
-from chaos.schedule import KINDS, Fault
+from chaos.schedule import EVERYBODY, KINDS, Fault
+from chaos.selftest import found
 from chaos.system import Member, Servers, System
 from chaos.talk import Helper
+from demo import processes
 from demo.evidence import Evidence
 from demo.flights import Scan
 from demo.ledger import audit
@@ -81,22 +87,29 @@ def test_every_kind_of_fault_comes_before_any_comes_again() -> None:
             assert set(kinds[first : first + len(KINDS)]) == set(KINDS)
 
 
-def test_a_short_schedule_holds_every_kind_in_its_time() -> None:
+@pytest.mark.parametrize("seconds", [40, 1.05, 1.69])  # of these the last kind was rounded away
+def test_a_short_schedule_holds_every_kind_in_its_time(seconds: float) -> None:
     for seed in range(20):
-        faults = made(seed, seconds=40)
+        faults = made(seed, seconds=seconds)
         assert {fault.kind for fault in faults} == set(KINDS)
-        assert all(0 < fault.at < 40 for fault in faults)
+        assert all(0 < fault.at <= seconds for fault in faults)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1])
+def test_a_round_without_time_for_faults_is_refused(
+    seconds: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runs.main([f"--seconds={seconds}"])
+    assert ended.value.code == 2
+    assert "the first fault comes after 1 s" in capsys.readouterr().err
+    assert schedule.make(1, seconds, consumers=CONSUMERS, relays=RELAYS, kinds=[]) == []
 
 
 def test_only_chosen_kinds_of_faults_come() -> None:
     faults = schedule.make(1, 60, consumers=CONSUMERS, relays=RELAYS, kinds=["cut", "kill"])
     assert Counter(fault.kind for fault in faults) == {"cut": 5, "kill": 6}
     assert schedule.make(1, 60, consumers=CONSUMERS, relays=RELAYS, kinds=[]) == []
-
-
-def test_a_report_holds_the_whole_schedule() -> None:
-    faults = made(3)
-    assert schedule.from_json(json.loads(json.dumps(schedule.as_json(faults)))) == faults
 
 
 SCANS = [scan(minute, f"N{minute % 20}", "JFK-dep") for minute in range(1, 4_001)]
@@ -567,12 +580,34 @@ def test_the_outside_fails_as_it_is_told_and_writes_down_what_it_has_taken(tmp_p
 
 
 def test_recovery_is_measured_until_the_next_event_and_until_all_of_them() -> None:
-    ended = [Ended("kill", 10.0), Ended("kill", 20.0), Ended("cut", 10.0), Ended("cut", 99.0)]
+    times = ("kill", 10.0), ("kill", 20.0), ("cut", 10.0), ("cut", 99.0)
+    ended = [Ended(kind, at - 1, at) for kind, at in times]
     published = [(8.0, 8.5), (9.0, 14.0), (9.5, 10.5), (19.0, 19.5), (30.0, 31.0)]
     assert measure(ended, published) == {
         "cut": Recovery(0.5, 0.5, 4.0, 4.0),
         "kill": Recovery(5.75, 11.0, 2.0, 4.0),
     }
+
+
+def test_a_fault_tests_something_only_if_a_scan_is_under_way() -> None:
+    published = [(20.0, 24.0), (8.0, 8.5)]
+    times = {
+        "before": (9.0, 18.9),
+        "left behind": (9.0, 19.1),
+        "around": (19.0, 25.0),
+        "within": (21.0, 22.0),
+        "to its end": (23.0, 30.0),
+        "after": (24.1, 30.0),
+    }
+    ended = [Ended(kind, began, at) for kind, (began, at) in times.items()]
+    counts = met([*ended, Ended("within", 22.0, 23.0)], published)
+    assert counts == {"left behind": 1, "around": 1, "within": 2, "to its end": 1}
+    assert met(ended, []) == {}
+
+
+def test_a_scan_is_under_way_from_its_first_record_on() -> None:
+    records = [given(ONE, 0)._replace(sent_at=at) for at in (3.0, 1.0, 2.0)]
+    assert first_sent(records) == {(ONE.source, "1"): 1.0}
 
 
 def test_scans_that_wait_for_a_poisoned_one_tell_nothing_of_recovery() -> None:
@@ -608,16 +643,28 @@ GOOD = Report(
     stuck=[],
     findings=[],
     faults={"kill": 1},
+    unmet=[],
     recovery={},
     errands={},
     migrations={},
     rates={},
     seconds=1.0,
-    seed=1,
-    events=10,
-    feed_seconds=1.0,
-    poison=0.01,
-    schedule=made(1),
+    plan=Plan(
+        events=10,
+        seconds=1.0,
+        seed=2,
+        schedule=made(1),
+        parcels=3,
+        repeats=0.1,
+        within=4,
+        strays=0.2,
+        poison=0.01,
+        kinds=["raises"],
+        after_death="go on",
+        settings={"PIPELINE_RELAY_TRANSACTIONAL": "true"},
+        errands=["audit"],
+        patience=5.0,
+    ),
 )
 
 
@@ -636,15 +683,48 @@ GOOD = Report(
 def test_a_report_holds_only_if_nothing_is_wrong(change: dict[str, Any]) -> None:
     assert GOOD.holds
     assert not replace(GOOD, **change).holds
+    assert not replace(GOOD, **change).is_right
+
+
+def test_a_round_without_a_fault_that_was_to_come_has_no_verdict() -> None:
+    untested = replace(GOOD, unmet=["kill", "cut"])
+    assert untested.is_right
+    assert not untested.holds
+    assert (found(GOOD), found(untested)) == ("holds", "no verdict: kill, cut")
+    assert found(replace(untested, lost=1)) == "1 lost"
 
 
 def test_the_round_of_a_report_is_run_again(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     report.write_text(GOOD.as_json(), "utf-8")
-    plan = planned(Namespace(replay=report))
-    assert plan.schedule == GOOD.schedule
-    assert (plan.events, plan.seconds) == (GOOD.events, GOOD.feed_seconds)
-    assert (plan.seed, plan.poison) == (GOOD.seed, GOOD.poison)
+    everything = {one.name for one in fields(Plan)}
+    usual = Plan(events=0, seconds=0, seed=0, schedule=[])
+    assert {one for one in everything if getattr(usual, one) != getattr(GOOD.plan, one)} == (
+        everything
+    ), "a field that has its default does not show whether it was kept"
+    assert planned(Namespace(replay=report), {"PIPELINE_BATCH_EVENTS": "1"}) == GOOD.plan
+
+
+def test_a_new_round_has_the_settings_of_the_environment_that_the_rig_leaves_open() -> None:
+    environment = {
+        "PATH": "/bin",
+        "PIPELINE_RELAY_TRANSACTIONAL": "true",
+        "PIPELINE_BATCH_SIZE": "7",
+        "PIPELINE_DATABASE_URL": "postgresql+asyncpg://me:secret@there/db",
+    }
+    settings = settings_of(environment)
+    assert settings == {"PIPELINE_RELAY_TRANSACTIONAL": "true"}
+    assert environment == {"PATH": "/bin"}, "a replay has the settings of its report alone"
+    asked = Namespace(replay=None, faults="kill", seed=1, seconds=9, events=5, poison=0.0)
+    assert planned(asked, settings).settings == settings
+
+
+@pytest.mark.parametrize(
+    "report", [[], {}, {"plan": {"events": 1}}, {"plan": {**asdict(GOOD.plan), "schedule": [{}]}}]
+)
+def test_a_report_that_lacks_what_is_needed_is_refused(report: object) -> None:
+    with pytest.raises(ValueError, match="no report of a round of this version"):
+        plans.from_json(report)
 
 
 SLOWLY = """
@@ -663,14 +743,16 @@ signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 HTTPServer(("127.0.0.1", int(os.environ["PIPELINE_HEALTH_PORT"])), Ready).serve_forever()
 """
 """A service that takes a while until it knows of signals, and answers."""
+DEAF = SLOWLY.replace("time.sleep(1)", "").replace("lambda *_: os._exit(0)", "signal.SIG_IGN")
+"""A service that does not end when it is asked to."""
 
 
 @asynccontextmanager
-async def slow_system(folder: Path, *names: str) -> AsyncIterator[System]:
-    """A system whose processes do nothing but begin slowly; none is started yet."""
+async def slow_system(folder: Path, *names: str, script: str = SLOWLY) -> AsyncIterator[System]:
+    """A system whose processes do nothing but begin, slowly or not; none is started yet."""
     package = folder / "src" / PACKAGE
     package.mkdir(parents=True)
-    (package.parent / "slowly.py").write_text(SLOWLY)
+    (package.parent / "slowly.py").write_text(script)
     (package / "tables.py").touch()
     slow = System(folder, folder, module="slowly")
     slow.servers.stack.addresses |= {"PIPELINE_DATABASE_URL": "postgresql+asyncpg://me@there/db"}
@@ -692,7 +774,8 @@ async def test_who_still_starts_is_asked_to_end_when_it_is_ready(tmp_path: Path)
         await slow.members["relay-1"].service.start()
         assert (await slow.obstacles())["relay-1"]
         assert await slow.obstacles(patience=60) == {"relay-1": ""}
-        assert await slow.stop() == []
+        await slow.stop()
+        assert slow.misbehaved == []
 
 
 @needs_proc
@@ -700,12 +783,85 @@ async def test_who_still_starts_is_asked_to_end_when_it_is_ready(tmp_path: Path)
 @pytest.mark.integration
 async def test_who_joins_for_a_while_has_joined(tmp_path: Path) -> None:
     async with slow_system(tmp_path, "relay-extra") as slow:
-        nobody = Helper("nobody", tmp_path / "nobody.log")
-        memory, releases = Memory(slow.servers, nobody), Releases(slow, tmp_path)
-        breaker = Breaker(slow, memory, nobody, releases)
+        breaker = breaker_of(slow)
         await breaker.run([Fault(0, "relays", "relay-extra")], lambda _: None)
         assert (tmp_path / "ready").exists()
         assert [one.kind for one in breaker.ended] == ["relays"]
+
+
+def breaker_of(broken: System) -> Breaker:
+    """What breaks a system around which there is no feed and no outside."""
+    nobody = Helper("nobody", broken.folder / "nobody.log")
+    return Breaker(broken, Memory(broken.servers, nobody), nobody, Releases(broken, broken.folder))
+
+
+@needs_proc
+async def test_who_ignores_that_it_is_asked_to_end_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "STOPPED_WITHIN", 0.2)
+    async with slow_system(tmp_path, "relay-1", "relay-extra", script=DEAF) as deaf:
+        await deaf.members["relay-1"].service.start()
+        await deaf.members["relay-1"].service.ready(60)
+        breaker = breaker_of(deaf)
+        await breaker.run([Fault(0, "relays", "relay-extra")], lambda _: None)
+        assert deaf.misbehaved == ["relay-extra did not end when it was asked to"]
+        await Releases(deaf, tmp_path)._replace(deaf.members["relay-1"])
+        assert deaf.misbehaved[1:] == ["relay-1 did not end when it was asked to"]
+        await deaf.stop()
+        assert deaf.misbehaved[2:] == ["relay-1 did not end when it was asked to"]
+
+
+NO_EFFECT = " took no effect"
+IN_VAIN = ("cut", "halfopen", "terminate", "locked", "rotation", "replay", "scheduled")
+
+
+async def test_a_fault_that_takes_no_effect_is_tried_again_and_then_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breakers, "ACTS_WITHIN", 0.5)
+    async with slow_system(tmp_path, "consume-1", script="raise SystemExit(1)") as idle:
+        idle.servers.stack.addresses |= {"PIPELINE_DATABASE_URL": f"postgresql://me@{HOST}:1/db"}
+        breaker, notes = breaker_of(idle), list[str]()
+        faults = [Fault(0, one, "consume-1", 0.1, server="kafka") for one in IN_VAIN]
+        await breaker.run(faults, notes.append)
+        assert breaker.ended == []
+        assert set(notes) == {f"[red]{one}{end}[/]" for one in faults for end in ("", NO_EFFECT)}
+
+        # Somebody connects at last.
+        monkeypatch.setattr(breakers, "ACTS_WITHIN", 30)
+        server = await asyncio.start_server(Echo().answer, HOST, 0)
+        port = server.sockets[0].getsockname()[1]
+        idle.servers.stack.addresses["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"] = f"{HOST}:{port}"
+        running = asyncio.create_task(breaker.run([faults[0]], notes.append))
+        await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection(
+            HOST, idle.members["consume-1"].proxies["kafka"].port
+        )
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+        await running
+        assert [one.kind for one in breaker.ended] == ["cut"]
+        writer.close()
+        server.close()
+
+
+async def test_a_fault_excuses_the_lanes_of_those_that_it_hits_alone(tmp_path: Path) -> None:
+    async with slow_system(tmp_path, "consume-1", "consume-2", "relay-1") as some:
+        breaker = breaker_of(some)
+
+        def excused(kind: schedule.Kind, target: str, server: str = "") -> int:
+            return breaker._lanes_lost(Fault(0, kind, target, server=server))
+
+        settings = (RAW / "src" / "pipeline" / "settings.py").read_text()
+        assert f"backlog_workers: Count = {WORKERS}\n" in settings
+        assert excused("kill", "consume-1") == WORKERS
+        assert excused("halfopen", EVERYBODY, "postgres") == 2 * WORKERS
+        assert excused("halfopen", "consume-2", "kafka") == 0
+        assert excused("kill", "relay-1") == 0
+        assert [excused(kind, "consume-1") for kind in KINDS if kind not in UNSAID] == [0] * (
+            len(KINDS) - len(UNSAID)
+        )
 
 
 @needs_proc
@@ -861,13 +1017,14 @@ async def test_what_waits_before_a_partition_arrives_when_it_is_healed() -> None
         reader, writer = await asyncio.open_connection(HOST, proxy.port)
         writer.write(b"x")
         await reader.readexactly(1)
-        proxy.part()
-        writer.write(b"late")
-        other, new = await asyncio.open_connection(HOST, proxy.port)
-        new.write(b"new")
-        assert await nothing_comes(reader)
-        assert echo.heard == b"x"
-        proxy.join()
+        with proxy.parted():
+            with proxy.parted():
+                writer.write(b"late")
+                other, new = await asyncio.open_connection(HOST, proxy.port)
+                new.write(b"new")
+                assert await nothing_comes(reader)
+            assert await nothing_comes(reader), "the other partition goes on"
+            assert echo.heard == b"x"
         assert await reader.readexactly(4) == b"late"
         assert await other.readexactly(3) == b"new"
         writer.close()
@@ -878,12 +1035,13 @@ async def test_a_slow_connection_keeps_its_order() -> None:
     async with through_a_proxy() as (proxy, _):
         loop = asyncio.get_running_loop()
         reader, writer = await asyncio.open_connection(HOST, proxy.port)
-        proxy.slow_down(0.1)
-        began = loop.time()
-        writer.write(b"one")
-        assert await reader.readexactly(3) == b"one"
-        assert loop.time() - began >= 0.2
-        proxy.slow_down(0)
+        with proxy.slowed(0.1):
+            with proxy.slowed(0.05):
+                pass
+            began = loop.time()
+            writer.write(b"one")
+            assert await reader.readexactly(3) == b"one"
+            assert loop.time() - began >= 0.2
         writer.write(b"two")
         assert await reader.readexactly(3) == b"two"
         writer.close()
