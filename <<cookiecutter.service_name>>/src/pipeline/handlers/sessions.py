@@ -139,8 +139,8 @@ class SharedSession(RowSession):
 class SharedAsyncSession(AsyncSession):
     """The interface of a `SharedSession` to code that awaits."""
 
-    @property
-    def bind(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def bind(self) -> Any:
         """The connection of the transaction."""
         cast(SharedSession, self.sync_session).want()
         return super().bind
