@@ -18,16 +18,18 @@ from pipeline.errors import Repeat
 from .columns import cache_by_class
 
 _NAMES = sa.bindparam("names", type_=ARRAY(sa.Text), literal_execute=True)
-# A partitioned table has the constraints and triggers of its partitions, too. In `tgtype`, 1 is a
+# A table has the constraints and triggers of its partitions and children, too. In `tgtype`, 1 is a
 # trigger for each row, 4 is INSERT, 8 is DELETE, 16 is UPDATE. A view has a rule for SELECT ('1').
 # A foreign key that refers to a unique column, and changes its rows with that, has a trigger here,
 # too. SET CONSTRAINTS goes by name: it fails if one of that name is not deferrable.
 _REACTIONS = sa.text("""
-WITH part (name, id, kind, may_reject) AS (
-    SELECT name, oid, relkind, relkind = 'p' OR relispartition OR relrowsecurity
-      FROM unnest((:names)::text[]) AS name
-      JOIN pg_class ON oid = ANY (to_regclass(name)::oid || ARRAY(
-               SELECT relid::oid FROM pg_partition_tree(to_regclass(name))))
+WITH RECURSIVE of_name (name, id) AS (
+    SELECT name, to_regclass(name)::oid FROM unnest((:names)::text[]) AS name
+     UNION
+    SELECT name, inhrelid FROM of_name JOIN pg_inherits ON inhparent = id
+), part (name, id, kind, may_reject) AS (
+    SELECT name, id, relkind, relkind = 'p' OR relispartition OR relrowsecurity
+      FROM of_name JOIN pg_class ON oid = id
 )
 SELECT name,
        bool_or(may_reject
@@ -44,7 +46,15 @@ SELECT name,
                                                     OR of.typtype IN ('c', 'd')))) AS judges,
        bool_or(kind IN ('v', 'f') OR fires & 4 > 0 OR rules) AS to_insert,
        bool_or(kind IN ('v', 'f') OR fires & 24 > 0 OR rules OR cascades) AS to_update,
-       ARRAY(SELECT DISTINCT format('%I.%I', nspname, conname)
+       ARRAY(SELECT DISTINCT attname::text
+               FROM part AS one
+               JOIN pg_attribute ON attrelid = one.id
+              WHERE one.name = part.name AND attnotnull) AS not_null,
+       ARRAY(SELECT DISTINCT CASE WHEN EXISTS (
+                         SELECT FROM pg_constraint AS other
+                          WHERE other.conname = its.conname AND NOT other.condeferred
+                            AND other.connamespace = its.connamespace)
+                    THEN 'ALL' ELSE format('%I.%I', nspname, conname) END
                FROM part AS one
                JOIN pg_trigger ON tgrelid = one.id
                JOIN pg_constraint AS its ON its.oid = tgconstraint
@@ -54,9 +64,6 @@ SELECT name,
                          SELECT FROM pg_constraint AS key
                           WHERE key.conrelid = one.id AND key.contype = 'p'
                             AND key.conkey @> its.confkey))
-                AND NOT EXISTS (SELECT FROM pg_constraint AS other
-                                 WHERE other.conname = its.conname AND NOT other.condeferred
-                                   AND other.connamespace = its.connamespace)
               ORDER BY 1) AS deferred
   FROM part,
        LATERAL (SELECT COALESCE(bit_or(tgtype), 0) AS fires
@@ -77,17 +84,19 @@ SELECT name,
 # Each of these rows is another one after a change. Names of tables are a part of the text, so that
 # PostgreSQL keeps its plan, which takes longer than the query.
 _STATE = sa.text("""
-WITH named (id) AS (
+WITH RECURSIVE one (id) AS (
     SELECT to_regclass(name)::oid FROM unnest((:names)::text[]) AS name
+     UNION
+    SELECT inhrelid FROM one JOIN pg_inherits ON inhparent = id
 ), part (ids) AS (
-    SELECT ARRAY(SELECT id FROM named
-                  UNION ALL
-                 SELECT relid::oid FROM named, pg_partition_tree(id))
+    SELECT array_agg(id) FROM one
 )
 SELECT hashtextextended(string_agg(concat_ws(' ', id, state), ',' ORDER BY id, state::text), 0)
-  FROM (SELECT id, NULL FROM named
+  FROM (SELECT id, NULL FROM one
          UNION ALL
-        SELECT id, pg_attribute.xmin FROM named JOIN pg_attribute ON attrelid = id
+        SELECT attrelid, pg_attribute.xmin
+          FROM pg_attribute JOIN pg_class ON pg_class.oid = attrelid
+         WHERE attrelid = ANY ((SELECT ids FROM part)::oid[]) AND NOT relispartition
          UNION ALL
         SELECT oid, xmin FROM pg_class WHERE oid = ANY ((SELECT ids FROM part)::oid[])
          UNION ALL
@@ -112,6 +121,8 @@ SELECT hashtextextended(string_agg(concat_ws(' ', id, state), ',' ORDER BY id, s
        ) AS states (id, state)
 """).bindparams(_NAMES)
 
+UNNAMED = "ALL"
+"""Stands for deferred constraints whose name one that is not deferred has, too."""
 _EVENTS = ("before_insert", "after_insert", "before_update", "after_update")
 _quoted = dialect().identifier_preparer  # type: ignore[no-untyped-call]
 
@@ -121,7 +132,7 @@ class Reactions(NamedTuple):
 
     judges: bool
     """It may reject it: by CHECK, UNIQUE, EXCLUDE, a foreign key, a domain, a policy, an expression
-    in an index."""
+    in an index, a NOT NULL that the class does not have."""
     to_insert: bool
     """It does something else with a new one, by a trigger for each row or by a rule."""
     to_update: bool
@@ -183,11 +194,11 @@ async def _read(
     by_name = {row.name: row for row in rows}
     found = {}
     for entity in entities:
-        names = _tables_of(entity)
-        parts = [by_name[name] for name in names if name in by_name]
-        is_watched = _is_watched(entity) or len(parts) < len(names)
+        tables = _tables_of(entity)
+        parts = [by_name[name] for name in tables if name in by_name]
+        is_watched = _is_watched(entity) or len(parts) < len(tables)
         found[entity] = Reactions(
-            judges=any(one.judges for one in parts),
+            judges=any(one.judges or tables[one.name] & {*one.not_null} for one in parts),
             to_insert=is_watched or any(one.to_insert for one in parts),
             to_update=is_watched or any(one.to_update for one in parts),
             deferred=tuple(name for one in parts for name in one.deferred),
@@ -205,11 +216,16 @@ def _derived(entity: type[Any]) -> Iterable[type[Any]]:
 
 
 @cache_by_class
-def _tables_of(entity: type[Any]) -> Sequence[str]:
-    """Return the names of a class's tables, and of those of its relationships, as SQL has them."""
+def _tables_of(entity: type[Any]) -> Mapping[str, Set[str]]:
+    """Return the columns that may be NULL in a class's tables, and in those of its relationships,
+    by the table's name as SQL has it."""
     mapper: Mapper[Any] = sa.inspect(entity)
     tables = (*mapper.tables, *(one.secondary for one in mapper.relationships))
-    return [_quoted.format_table(one) for one in tables if isinstance(one, sa.Table)]
+    return {
+        _quoted.format_table(table): {one.name for one in table.columns if one.nullable}
+        for table in tables
+        if isinstance(table, sa.Table)
+    }
 
 
 def _is_watched(entity: type[Any]) -> bool:

@@ -10,7 +10,7 @@ from sqlalchemy.orm.attributes import instance_state
 from pipeline.servers.database import driver_of
 
 from .aggregate import Aggregate
-from .catalog import Catalog, CatalogChanged, Reactions
+from .catalog import UNNAMED, Catalog, CatalogChanged, Reactions
 from .columns import is_as_stored, related
 from .sessions import CHECK_DEFERRED, RowSession, SharedSession, by_engine
 from .versions import Versions
@@ -99,11 +99,12 @@ class Writes:
         await self.flush()
         if deferred := {name for one in reactions for name in one.deferred}:
             await self._catalog.check(self._connection, self._reactions)
+        if deferred or has_new_key:
             names = ", ".join(sorted(deferred))
-            for mode in ("IMMEDIATE", "DEFERRED"):
-                await self._connection.exec_driver_sql(f"SET CONSTRAINTS {names} {mode}")
-        elif has_new_key:
-            await (await driver_of(self._connection)).execute(CHECK_DEFERRED)
+            is_by_name = deferred and UNNAMED not in deferred
+            modes = [f"SET CONSTRAINTS {names} {mode}" for mode in ("IMMEDIATE", "DEFERRED")]
+            driver = await driver_of(self._connection)
+            await driver.execute("; ".join(modes) if is_by_name else CHECK_DEFERRED)
         return bool(reactions) or has_new_key
 
     def _reactions_to(self, entities: Set[type[Any]]) -> Sequence[Reactions]:

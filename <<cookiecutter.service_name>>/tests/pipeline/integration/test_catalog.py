@@ -165,6 +165,43 @@ async def test_what_a_version_may_not_be_is_rejected(
     assert (await wallet_of(db, "shared"))["cents"] == 5
 
 
+CHILD = """
+CREATE TABLE catalog_child () INHERITS (wallet);
+INSERT INTO catalog_child (id, cents, version) VALUES ('shared', 0, 0);
+"""
+"""A child of the table, with the row that messages change."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "ALTER TABLE wallet ALTER owner SET NOT NULL",
+        f"{CHILD} ALTER TABLE catalog_child ADD CHECK (owner IS NOT NULL) NOT VALID",
+        f"{CHILD} UPDATE wallet SET owner = ''; ALTER TABLE catalog_child ALTER owner SET NOT NULL",
+    ],
+    ids=["not null", "a child", "a child's not null"],
+)
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "while it runs"])
+async def test_a_none_that_only_the_database_knows_is_rejected(
+    habits: Habits, db: asyncpg.Connection, change: str, *, is_late: bool
+) -> None:
+    await db.execute("ALTER TABLE wallet DROP CONSTRAINT wallet_cents_check")
+    if is_late:
+        assert await together(habits, bob, bob) == set()
+    await db.execute("UPDATE wallet SET owner = ''; " + change)
+    assert await together(habits, adding(1, "ann"), adding(2), adding(4, "bob")) == {1}
+    assert (await wallet_of(db, "shared"))["cents"] == 5
+
+
+@pytest.mark.parametrize("other", ["CHECK (true)", "UNIQUE (text) DEFERRABLE"])
+@pytest.mark.parametrize("habit", [line, own_line])
+async def test_a_deferred_constraint_is_checked_beside_another_of_its_name(
+    habits: Habits, db: asyncpg.Connection, habit: Habit, other: str
+) -> None:
+    await db.execute(f'{DEFERRED}; ALTER TABLE tagged ADD CONSTRAINT "its wallet" {other}')
+    assert await together(habits, habit, bob, habit) == {0}
+
+
 async def test_a_row_that_moves_to_another_partition_is_an_insertion(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
