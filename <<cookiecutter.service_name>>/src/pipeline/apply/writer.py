@@ -170,7 +170,7 @@ class Writer:
             closed=self._handlers.closed,
             sent_size=self._claims.sent_size if self._claims else None,
         )
-        guard = Guard(outbox)
+        guard = Guard(outbox, shares=False)
         async with self._engine.connect() as connection:
             driver = await driver_of(connection)
             try:

@@ -12,12 +12,18 @@ from . import traces
 from .buffer import record
 
 _POSTGRESQL = db_attributes.DbSystemNameValues.POSTGRESQL.value
-COMMENTS = r"(?>\s|--[^\n]*|/\*(?s:.*?)\*/)*+"
-"""What may precede a statement's first word. It does not backtrack, which takes exponential time in
-a long comment."""
+# None of these backtracks, which takes exponential time in a long text.
+_COMMENT = re.compile(r"[\s;]++|--[^\n\r]*+|(/\*)")
+_EDGE = re.compile(r"/\*|\*/")
+_QUOTED = re.compile(
+    # Each begins with a literal, which is found fast. A constant is continued in the next line, and
+    # `a$b$` is a name.
+    r"'(?<=E')(?<![\w$]E')(?:\\.|[^'\\]|'(?:\s|--[^\n\r]*+)*+')*+(?:'|\Z)|'[^']*+(?:'|\Z)"
+    r"|\"[^\"]*+(?:\"|\Z)|\$(?<![\w$]\$)(?:[^\W\d]\w*+)?\$|--[^\n\r]*+|/\*",
+    re.IGNORECASE | re.DOTALL,
+)
 _FIRST_WORD = re.compile(
-    COMMENTS
-    + r"(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
+    r"(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
     re.IGNORECASE,
 )
 """Others are rare, and summarized as `OTHER`."""
@@ -74,11 +80,43 @@ def executed(text: str, seconds: float, error: BaseException | None) -> None:
 
 
 def _attributes(text: str) -> dict[str, AttributeValue]:
-    match = _FIRST_WORD.match(text)
     return {
         db_attributes.DB_SYSTEM_NAME: _POSTGRESQL,
-        db_attributes.DB_QUERY_SUMMARY: match[1].upper() if match else "OTHER",
+        db_attributes.DB_QUERY_SUMMARY: first_word_of(text),
     }
+
+
+def first_word_of(text: str) -> str:
+    """Return the first word of a statement, or `OTHER`."""
+    place = 0
+    while found := _COMMENT.match(text, place):
+        place = _end_of_comment(text, found.end()) if found[1] else found.end()
+    word = _FIRST_WORD.match(text, place)
+    return word[1].upper() if word else "OTHER"
+
+
+def code_of(text: str) -> str:
+    """Return statements with a space for each comment and quoted part."""
+    parts, place = [], 0
+    while found := _QUOTED.search(text, place):
+        parts.append(text[place : found.start()])
+        place = found.end()
+        if (quote := found[0]) == "/*":
+            place = _end_of_comment(text, place)
+        elif quote[0] == "$":
+            end = text.find(quote, place)
+            place = len(text) if end < 0 else end + len(quote)
+    return " ".join((*parts, text[place:]))
+
+
+def _end_of_comment(text: str, place: int) -> int:
+    """Return where the comment ends that begins before a place: in PostgreSQL they nest."""
+    depth = 1
+    for edge in _EDGE.finditer(text, place):
+        depth += 1 if edge[0] == "/*" else -1
+        if not depth:
+            return edge.end()
+    return len(text)
 
 
 def _type_of(error: BaseException) -> str:

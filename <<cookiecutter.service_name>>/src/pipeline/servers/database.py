@@ -98,7 +98,7 @@ def _log_query(query: LoggedQuery) -> None:
     statements.executed(query.query, query.elapsed, query.exception)
     # In the context of the task that has sent the statement.
     if guard := CURRENT_GUARD.get():
-        guard.after(query.query)
+        guard.check(query.query)
         guard.fail(query.exception)
 
 

@@ -7,38 +7,44 @@ import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping
 from contextvars import ContextVar, copy_context
+from functools import wraps
 from types import FrameType, coroutine
 from typing import Any, NoReturn, TypeVar, cast
 
 import asyncpg
+from sqlalchemy.sql.dml import UpdateBase
 from sqlalchemy.sql.elements import (
     ReleaseSavepointClause,
     RollbackToSavepointClause,
     SavepointClause,
 )
+from sqlalchemy.sql.selectable import SelectBase
 
 from pipeline.errors import is_contention
-from pipeline.observe.statements import COMMENTS
+from pipeline.observe.statements import code_of
 
 T = TypeVar("T")
 
 GUARD = "pipeline guard"
 """Key in the `info` of a connection: the `Guard` of the message that uses it."""
-_CONTROL = re.compile(
-    COMMENTS + r"(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE"
-    r"|PREPARE\s+TRANSACTION)\b",
-    re.IGNORECASE | re.DOTALL,
+_REFUSED = re.compile(
+    r"\s*(?:(BEGIN|START|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE|PREPARE\s+TRANSACTION)"
+    r"|(PREPARE|DEALLOCATE)|(SET\s+CONSTRAINTS))\b",
+    re.IGNORECASE,
 )
-_QUOTED = re.compile(
-    r"\bE'(?:\\.|[^'\\])*'|'[^']*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$|/\*.*?\*/|--[^\n]*",
-    re.IGNORECASE | re.DOTALL,
-)
-"""Parts of a text that hold no statement of their own."""
-_ENDS_OF_SAVEPOINTS = (RollbackToSavepointClause, ReleaseSavepointClause)
+_ALLOWED = (RollbackToSavepointClause, ReleaseSavepointClause, SelectBase, UpdateBase)
+"""Statements that SQLAlchemy makes, and that are none of these."""
 _USE_BEGIN_NESTED = (
     "savepoints are made by `async with tx.session.begin_nested()`, which the engine follows, and"
     " the transaction is ended by the engine"
 )
+_PREPARED = "prepared statements outlive the message; asyncpg prepares by itself what is executed"
+_MODES = (
+    "it would apply to other messages of the transaction: have the constraint INITIALLY DEFERRED,"
+    " or INITIALLY IMMEDIATE, in the database"
+)
+_REASONS = (_USE_BEGIN_NESTED, _PREPARED, _MODES)
+"""By the group of `_REFUSED`."""
 UNDER_WAY = "a statement is still under way: await all that the handler has begun"
 CANCELLED = (
     "a statement was cancelled under way, by asyncio.timeout or a task group: its transaction is"
@@ -65,9 +71,12 @@ engine's own code."""
 class Guard:
     """Checks the statements of one message."""
 
-    def __init__(self, outbox: Any) -> None:
-        """`outbox` holds what the message stages; its session undoes that with a savepoint."""
+    def __init__(self, outbox: Any, *, shares: bool = True) -> None:
+        """`outbox` holds what the message stages; its session undoes that with a savepoint.
+        `shares`: its transaction can have other messages.
+        """
         self.outbox = outbox
+        self._shares = shares
         self.unsent: list[object] = []
         """Savepoints that the session has begun, and whose statement was not sent yet."""
         self.under_way: set[object] = set()
@@ -88,8 +97,8 @@ class Guard:
         clause = context.invoked_statement
         if isinstance(clause, SavepointClause) and self.unsent:
             self.unsent.pop(0)  # that of an outer one is sent first
-        elif not isinstance(clause, _ENDS_OF_SAVEPOINTS) and _CONTROL.match(text):
-            self.refuse(text)
+        elif not isinstance(clause, _ALLOWED) and (fault := self.check(text)):
+            raise fault
         if not driver.is_in_transaction():
             raise self.note(HAS_ENDED)
         self.under_way.add(context)
@@ -99,15 +108,19 @@ class Guard:
         if error is not None and is_contention(error):
             self.contention = error
 
-    def refuse(self, text: str) -> NoReturn:
-        """Raise `HandlerFault` for a statement that ends the transaction or a part of it."""
-        raise self.note(f"{text.split(maxsplit=1)[0]} in a handler: {_USE_BEGIN_NESTED}")
+    def refuse(self, call: str) -> NoReturn:
+        """Raise `HandlerFault` for a call that ends the transaction or a part of it."""
+        raise self.note(f"{call} in a handler: {_USE_BEGIN_NESTED}")
 
-    def after(self, text: str) -> None:
-        """Note a fault if a text that asyncpg has sent controls the transaction."""
-        for statement in _QUOTED.sub("", text).split(";"):
-            if control := _CONTROL.match(statement):
-                self.note(f"{control[1]} in a handler: {_USE_BEGIN_NESTED}")
+    def check(self, text: str) -> HandlerFault | None:
+        """Return and note the fault of statements that end the transaction or a part of it, or
+        whose effect would outlive the message."""
+        for statement in code_of(text).split(";"):
+            found = _REFUSED.match(statement)
+            if found and (place := found.lastindex) and (place != 3 or self._shares):
+                words = " ".join(found[place].split())
+                return self.note(f"{words} in a handler: {_REASONS[place - 1]}")
+        return None
 
     def note(self, text: str) -> HandlerFault:
         """Note a fault, also if the handler catches it; returns it."""
@@ -116,7 +129,8 @@ class Guard:
 
 
 class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no types
-    """asyncpg's connection: notes the fault of a handler that closes it, and adds to BEGIN."""
+    """asyncpg's connection: adds to BEGIN, and notes the fault of a handler that closes it or makes
+    settings which are not the transaction's."""
 
     first_statements = ""
     """Statements that are sent together with the BEGIN of the next transaction."""
@@ -142,6 +156,31 @@ class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no 
         guard = self.info.get(GUARD)
         if guard and not guard.was_cancelled and not self.is_closed():
             guard.note(f"connection.close() in a handler: {_USE_BEGIN_NESTED}")
+
+    def prepare(self, query: str, **options: Any) -> Any:
+        guard = CURRENT_GUARD.get()
+        # What SQLAlchemy prepares was checked before. No query log has what is prepared.
+        if guard and not guard.under_way and (fault := guard.check(query)):
+            raise fault
+        return super().prepare(query, **options)
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    original = getattr(asyncpg.Connection, name)
+
+    @wraps(original)
+    def method(self: GuardedConnection, *args: Any, **options: Any) -> Any:
+        if self.is_in_transaction():
+            text = f"{name}() in a handler would outlive the message: use a connection of your own"
+            raise (guard.note(text) if (guard := CURRENT_GUARD.get()) else HandlerFault(text))
+        return original(self, *args, **options)
+
+    return method
+
+
+for _name in vars(asyncpg.Connection):
+    if _name.startswith(("add_", "remove_", "set_", "reset_")):
+        setattr(GuardedConnection, _name, _refusing(_name))
 
 
 def watch_coroutines() -> None:

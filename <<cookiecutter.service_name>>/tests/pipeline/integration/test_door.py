@@ -419,7 +419,35 @@ async def hidden_savepoint(tx: Transaction, key: str) -> None:
     await driver.execute(f"/* {key} */ SAVEPOINT mine; {undo}")
 
 
-SAVEPOINTS = (core_savepoint, text_savepoint, driver_savepoint, hidden_savepoint)
+def hiding_savepoint(begin: str, undo: str) -> Habit:
+    """Return a handler that does so by these texts."""
+
+    async def habit(tx: Transaction, key: str) -> None:
+        await tx.session.execute(sa.text(begin))
+        await change(tx, key)
+        await tx.session.execute(sa.text(undo))
+
+    return habit
+
+
+async def prepared_savepoint(tx: Transaction, key: str) -> None:
+    driver = await driver_of(await tx.session.connection())
+    await (await driver.prepare("SAVEPOINT mine")).fetch()
+    await change(tx, key)
+    await tx.session.flush()
+    await (await driver.prepare("ROLLBACK TO mine")).fetch()
+
+
+SAVEPOINTS = (
+    core_savepoint,
+    text_savepoint,
+    driver_savepoint,
+    hidden_savepoint,
+    hiding_savepoint("/* a /* b */ c */ SAVEPOINT mine", "/* /**/ */ ROLLBACK TO mine"),
+    hiding_savepoint("; SAVEPOINT mine", ";; ROLLBACK TO mine"),
+    hiding_savepoint("-- a\rSAVEPOINT mine", "-- a\rROLLBACK TO mine"),
+    prepared_savepoint,
+)
 """Savepoints that the engine can't follow."""
 
 
@@ -443,6 +471,8 @@ async def test_words_of_transactions_in_other_places_of_a_statement_are_allowed(
             "DO $do$ BEGIN PERFORM 1; END; $do$; -- ; COMMIT\n SELECT '; COMMIT', E'\\'; COMMIT';"
             ' SELECT 1 AS "; ROLLBACK" /* ; END */'
         )
+        await driver.execute("/* a /* b */ ; COMMIT */ SELECT 1")
+        await driver.execute("SELECT E'a' -- b\n '\\'; COMMIT'; SELECT E'\\\\', $a$ $b$; END $a$")
         await change(tx, key)
 
     habits.habits = {2: several}
@@ -713,6 +743,62 @@ async def test_the_state_of_the_session_ends_with_its_message(
     assert len(seen) >= 3
     assert seen == [seen[0]] * len(seen)
     assert set(await errors_of(habits.desk)) == ({3} if fails else set())
+
+
+def executing(text: str) -> Habit:
+    """Return a handler that executes a text."""
+
+    async def execute(tx: Transaction, key: str) -> None:
+        await tx.session.execute(sa.text(text))
+
+    return execute
+
+
+def executing_by_the_driver(text: str) -> Habit:
+    """Return one that does so by asyncpg."""
+
+    async def execute(tx: Transaction, key: str) -> None:
+        await (await driver_of(await tx.session.connection())).execute(text)
+
+    return execute
+
+
+def setting(name: str, *values: Any, **options: Any) -> Habit:
+    """Return a handler that calls a method of asyncpg's connection, and goes on if that fails."""
+
+    async def call(tx: Transaction, key: str) -> None:
+        driver = await driver_of(await tx.session.connection())
+        with suppress(RuntimeError):
+            if (called := getattr(driver, name)(*values, **options)) is not None:
+                await called
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("habit", "text"),
+    [
+        (executing("PREPARE mine AS SELECT 1"), "prepared statements"),
+        (executing_by_the_driver("SELECT 1; /* all */ deallocate all"), "prepared statements"),
+        (executing("/* a */ SET /* b */ CONSTRAINTS ALL DEFERRED"), "INITIALLY DEFERRED"),
+        (executing_by_the_driver("set constraints its_wallet immediate"), "INITIALLY DEFERRED"),
+        (
+            setting("set_type_codec", "text", schema="pg_catalog", encoder=str, decoder=len),
+            "set_type_codec",
+        ),
+        (setting("add_listener", "news", print), "add_listener"),
+        (setting("add_query_logger", print), "add_query_logger"),
+    ],
+)
+async def test_what_would_outlive_the_message_is_refused(
+    habits: Habits, db: asyncpg.Connection, habit: Habit, text: str
+) -> None:
+    habits.habits = {2: habit}
+    await habits.together(1, 2)
+    await habits.alone(4)
+    assert text in (await errors_of(habits.desk))[1]
+    assert (await wallet_of(db))["cents"] == 1
+    assert (await wallet_of(db, "bob"))["cents"] == 1
 
 
 # A message in a batch behaves as it would alone

@@ -235,10 +235,6 @@ async def by_text(tx: Tx, key: str, cents: int, by: str) -> None:
     )
 
 
-async def defer_all(tx: Tx, key: str, cents: int, by: str) -> None:
-    await tx.session.execute(sa.text("SET CONSTRAINTS ALL DEFERRED"))
-
-
 async def blame_the_server(tx: Tx, key: str, cents: int, by: str) -> None:
     code = ("53100", "58030", "57P01", "08006", "XX000", "25006")[cents % 6]
     await tx.session.execute(
@@ -256,7 +252,7 @@ SHARED = (
     *(put, put, put, empty, put_too_much_and_back, double, seal, post, post, vow),
     *(count_postings, watch, wait, use_a_thread, load_in_tasks),
 )
-OWN = by_text, defer_all, blame_the_server_and_go_on
+OWN = by_text, blame_the_server_and_go_on
 LAST = reject, reject, fail, post_nowhere, vow_nowhere, blame_the_server
 
 
