@@ -116,6 +116,8 @@ SELECT name, COALESCE(due_at, at + after), at + place * interval '1 microsecond'
 """
 
 CANCEL = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
+# Before either, for the same order.
+_LOCK = "SELECT FROM pipeline.scheduled WHERE name = ANY ($1) ORDER BY name FOR UPDATE"
 
 
 def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
@@ -341,6 +343,8 @@ class Outbox:
             await append(connection, self._staged)
         latest = self._latest
         if cancelled := sorted(name for name, one in latest.items() if one is None):
+            if len(latest) > 1:
+                await connection.execute(_LOCK, [*latest])
             await connection.execute(CANCEL, cancelled)
         if rows := [(*one[0], *one[1]) for one in latest.values() if one is not None]:
             await connection.execute(_SCHEDULE, rows)

@@ -396,3 +396,27 @@ async def test_the_commands_list_what_waits_and_take_it_back(
     assert f"cancelled {name}" in done.output
     assert "not scheduled, or published already: unknown" in done.output
     assert await names(db) == ["other"]
+
+
+def later(name: str) -> Act:
+    return lambda tx: tx.publish(Reminded(what=name), after=HOUR, name=name)
+
+
+@pytest.mark.parametrize("second", [later, lambda name: lambda tx: tx.cancel(name)])
+async def test_names_are_locked_in_their_order_whatever_is_done(
+    desk: Desk, db: asyncpg.Connection, connect: Connect, second: Callable[[str], Act]
+) -> None:
+    """Two transactions with the same names wait for each other without a deadlock."""
+    acts.update({1: later("b"), 2: later("a"), 3: lambda tx: tx.cancel("b"), 4: second("a")})
+    await desk.apply(Deposit(1))
+    await desk.apply(Deposit(2), start=1)
+    other = await connect()
+    async with other.transaction():
+        await other.execute("SELECT FROM pipeline.scheduled WHERE name = 'a' FOR UPDATE")
+        waiting = asyncio.create_task(desk.apply(Deposit(3), Deposit(4), start=2))
+        blocked = "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)"
+        await eventually(lambda: db.fetchval(blocked))
+        free = "SELECT name FROM pipeline.scheduled ORDER BY name FOR UPDATE SKIP LOCKED"
+        assert [row["name"] for row in await db.fetch(free)] == ["b"]
+    await waiting
+    assert "b" not in await names(db)
