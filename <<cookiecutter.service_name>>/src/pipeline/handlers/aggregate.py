@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, Self, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Generic, Self, TypeVar, Union, get_args, get_origin
 
 import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, Mapper, mapped_column, selectin_polymorphic
 
 from pipeline.events.event import Event
 
@@ -44,6 +45,11 @@ class Loads(Generic[A]):
     entity: type[A]
     fields: tuple[str, ...]
 
+    @property
+    def table(self) -> str:
+        """Return the name of the table, with its schema if the class names one."""
+        return str(sa.inspect(self.entity).local_table)
+
     def key_of(self, event: Event) -> Key:
         """Return the primary key that the event names."""
         return tuple([getattr(event, field) for field in self.fields])
@@ -59,17 +65,27 @@ class Loads(Generic[A]):
                 kept = getattr(self.entity, column).type.python_type
             except NotImplementedError:
                 continue
-            if isinstance(given, type) and not issubclass(given, kept):
-                raise TypeError(
-                    f"{event.__name__}.{field} is {given.__name__}, and {self.entity.__name__}."
-                    f"{column} holds {kept.__name__}: a row would never be found; use one type"
-                )
+            for one in _members(given):
+                if not issubclass(one, kept | NoneType):
+                    raise TypeError(
+                        f"{event.__name__}.{field} is {one.__name__}, and {self.entity.__name__}."
+                        f"{column} holds {kept.__name__}: a row would never be found; use one type"
+                    )
         if len(columns) != len(self.fields) or not known.keys() >= set(self.fields):
             raise TypeError(
                 f"{self.entity.__name__}.by(…) must name the fields of {event.__name__} that hold"
                 f" the primary key ({', '.join(columns)}). It names {', '.join(self.fields)};"
                 f" {event.__name__} has {', '.join(known)}."
             )
+
+
+def _members(annotation: Any) -> Iterable[type[Any]]:
+    """Return the classes of which values of a type can be, as far as that is known."""
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for one in get_args(annotation) for kind in _members(one)]
+    if get_origin(annotation) is Annotated:
+        return _members(annotation.__origin__)
+    return [annotation] if isinstance(annotation, type) else []
 
 
 Declared = Loads[Any] | Sequence[Loads[Any]] | None
@@ -138,6 +154,13 @@ def locking(entity: type[Aggregate]) -> sa.Select[Any]:
     that deletes a row, or changes its key, takes the stronger lock itself.
     """
     mapper = sa.inspect(entity)
+    base = _base_of(mapper)  # of a class in several tables: the others may have no row
+    derived = {one for one in mapper.self_and_descendants if _base_of(one) is base} - {mapper}
+    if mapper.with_polymorphic is not None and mapper.with_polymorphic[1] is not None:
+        raise TypeError(
+            f"{entity.__name__} is loaded from a selectable of several tables, whose rows can't be"
+            " locked: load the classes of its tables"
+        )
     if mapper.version_id_col is not None and mapper.version_id_col is mapper.columns.get("version"):
         raise TypeError(
             f"{entity.__name__}.version counts events, and a version_id_col counts flushes: leave"
@@ -151,13 +174,24 @@ def locking(entity: type[Aggregate]) -> sa.Select[Any]:
             for place, column in enumerate(columns)
         )
     )
+    select = sa.select(entity)
+    if derived and mapper.with_polymorphic is None:  # their columns would be loaded later
+        select = select.options(selectin_polymorphic(entity, [one.class_ for one in derived]))
     return (
-        sa.select(entity)
-        .where(sa.tuple_(*columns).in_(wanted) if len(columns) > 1 else columns[0].in_(wanted))
+        select.where(
+            sa.tuple_(*columns).in_(wanted) if len(columns) > 1 else columns[0].in_(wanted)
+        )
         .order_by(*columns)
-        .with_for_update(of=entity, key_share=True)
+        .with_for_update(of=base.local_table, key_share=True)
         .execution_options(populate_existing=True)
     )
+
+
+def _base_of(mapper: Mapper[Any]) -> Mapper[Any]:
+    """Return the mapper of the table that has a row for each instance."""
+    while mapper.inherits is not None and not mapper.concrete:
+        mapper = mapper.inherits
+    return mapper
 
 
 def create(entity: type[A], key: Key) -> A:

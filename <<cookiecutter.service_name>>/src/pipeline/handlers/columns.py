@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from datetime import UTC, date, datetime, timedelta
-from decimal import Decimal
+from decimal import ROUND_HALF_UP, Context, Decimal
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, cast
 from uuid import UUID
@@ -37,6 +37,8 @@ _EXACT: dict[type[sa.types.TypeEngine[Any]], type] = {
 _BITS: dict[type[Any], int] = {sa.SmallInteger: 15, sa.Integer: 31, sa.BigInteger: 63}
 _IMMUTABLE = (sa.types.Numeric, sa.types.DateTime, sa.Enum, sa.String)
 _NO_OFFSET = timedelta(0)
+_ROUNDING = Context(prec=1_100, rounding=ROUND_HALF_UP)
+"""Rounds as PostgreSQL does, whose declared precision is at most 1,000 digits."""
 _STATE = "_sa_instance_state"
 """The attribute of a row in which SQLAlchemy has its state."""
 
@@ -65,6 +67,8 @@ def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
             lambda value: by_text.get(value, value) if isinstance(value, str) else value,
             lambda value: isinstance(value, members),
         )
+    if isinstance(kind, postgresql.TIMESTAMP) and kind.precision not in (None, 6):
+        return None  # the database rounds it
     if isinstance(kind, sa.DateTime) and kind.timezone:
         return Column(
             lambda value: value.astimezone(UTC) if isinstance(value, datetime) else value,
@@ -79,9 +83,12 @@ def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
         scale = -kind.scale
         step, limit = Decimal(1).scaleb(scale), Decimal(1).scaleb((kind.precision or 0) + scale)
         return Column(
-            lambda value: Decimal(value).quantize(step),
+            lambda value: _rounded(value, step),
             lambda value: (
-                type(value) is Decimal and value.as_tuple().exponent == scale and abs(value) < limit
+                type(value) is Decimal
+                and value.as_tuple().exponent == scale
+                and value.copy_abs() < limit
+                and (value or not value.is_signed())
             ),
         )
     if isinstance(kind, sa.Uuid) and not kind.as_uuid:
@@ -101,6 +108,12 @@ def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
     if (exact or is_text) and getattr(kind, "collation", None) is None:
         return Column(None, exact and (lambda value: type(value) is exact))
     return None
+
+
+def _rounded(value: Any, step: Decimal) -> Decimal:
+    """Return a number as the database rounds it, which takes a float by its text and has no -0."""
+    exact = Decimal(str(value) if isinstance(value, float) else value)
+    return _ROUNDING.add(_ROUNDING.quantize(exact, step), 0)
 
 
 def is_as_stored(row: Any) -> bool:

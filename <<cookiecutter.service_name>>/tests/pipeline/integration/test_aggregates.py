@@ -1,6 +1,7 @@
 """Rows that handlers change: locked for the whole batch at once, created by one, told in order."""
 
 import asyncio
+import decimal
 import gc
 import random
 import weakref
@@ -18,7 +19,7 @@ from sqlalchemy.dialects.postgresql import CITEXT
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate, Event, Handlers, Transaction
-from pipeline.handlers.aggregate import Loads
+from pipeline.handlers.aggregate import Loads, record_key
 from pipeline.handlers.rows import Rows
 
 from .bank import Bank
@@ -35,6 +36,67 @@ class Balance(Aggregate, Base):
     account: Mapped[str] = mapped_column(Text, primary_key=True)
     currency: Mapped[str] = mapped_column(Text, primary_key=True)
     amount: Mapped[int] = mapped_column(default=0)
+
+
+class Priced(Aggregate, Base):
+    """A row whose key the database rounds."""
+
+    __tablename__ = "aggregates_priced"
+
+    price: Mapped[Decimal] = mapped_column(sa.Numeric(38, 2), primary_key=True)
+    messages: Mapped[int] = mapped_column(default=0)
+
+
+class Vehicle(Aggregate, Base):
+    """A row of which some have a part in another table, or more columns."""
+
+    __tablename__ = "aggregates_vehicle"
+    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "any"}  # noqa: RUF012
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    kind: Mapped[str] = mapped_column(Text)
+
+
+class Van(Vehicle):
+    """One with a part in another table."""
+
+    __tablename__ = "aggregates_van"
+    __mapper_args__ = {"polymorphic_identity": "van"}  # noqa: RUF012
+
+    id: Mapped[str] = mapped_column(sa.ForeignKey("aggregates_vehicle.id"), primary_key=True)
+    load: Mapped[int] = mapped_column(default=0)
+
+
+class Bus(Vehicle):
+    """One with more columns."""
+
+    __mapper_args__ = {"polymorphic_identity": "bus"}  # noqa: RUF012
+
+    seats: Mapped[int | None] = mapped_column()
+
+
+class Ship(Aggregate, Base):
+    """A row that is loaded with the parts in other tables."""
+
+    __tablename__ = "aggregates_ship"
+    __mapper_args__ = {  # noqa: RUF012
+        "polymorphic_on": "kind",
+        "polymorphic_identity": "any",
+        "with_polymorphic": "*",
+    }
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    kind: Mapped[str] = mapped_column(Text)
+
+
+class Ferry(Ship):
+    """One with a part in another table."""
+
+    __tablename__ = "aggregates_ferry"
+    __mapper_args__ = {"polymorphic_identity": "ferry"}  # noqa: RUF012
+
+    id: Mapped[str] = mapped_column(sa.ForeignKey("aggregates_ship.id"), primary_key=True)
+    cars: Mapped[int] = mapped_column(default=0)
 
 
 class Exchanged(Event, type="deposited"):
@@ -540,3 +602,82 @@ def test_a_key_that_the_database_compares_otherwise_is_refused_at_registration(
 
     with pytest.raises(TypeError, match=r"Odd\.account"):
         Handlers().on(Deposited, topic="deposits", consumer="odd", loads=Odd.by("account"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0.025",
+        "-0.025",
+        "0.015",
+        "-0.001",
+        "-0.00",
+        "2",
+        "1e3",
+        "12345678901234567890123456789.005",
+    ],
+)
+async def test_keys_are_rounded_as_the_database_does(db: asyncpg.Connection, text: str) -> None:
+    expected = await db.fetchval("SELECT $1::text::numeric(38, 2)::text", text)
+    with decimal.localcontext(prec=3, rounding=decimal.ROUND_FLOOR):
+        assert record_key(Priced, (Decimal(text),)) == expected
+    assert record_key(Priced, (2.675,)) == "2.68", "as its text is"
+
+
+async def test_keys_that_the_database_rounds_to_one_are_one_row(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    handlers, prices = Handlers(), ("0.025", "0.03", "-0.001", "0")
+
+    @handlers.on(Deposited, topic="deposits", consumer="priced")
+    async def priced(event: Deposited, tx: Transaction) -> None:
+        row = await tx.load_or_create(Priced, Decimal(prices[event.amount]))
+        row.messages += 1
+        tx.publish(BalanceTold(amount=row.messages), of=row)
+
+    desk = await new_desk(handlers, topic="deposits")
+    await desk.apply(*(Deposit(n, account=str(n)) for n in range(4)))
+    assert await desk.backlog() == []
+    rows = await db.fetch("SELECT price::text, messages FROM aggregates_priced ORDER BY price")
+    assert [tuple(row) for row in rows] == [("0.00", 2), ("0.03", 2)]
+    keys = await db.fetch("SELECT convert_from(key, 'UTF8') FROM pipeline.outbox ORDER BY id")
+    assert [row[0] for row in keys] == ["0.03", "0.03", "0.00", "0.00"]
+
+
+@pytest.mark.parametrize("uses_session", [False, True], ids=["", "in a session of its own"])
+@pytest.mark.parametrize(
+    ("entity", "row", "name"),
+    [(Vehicle, Van, "load"), (Vehicle, Bus, "seats"), (Van, Van, "load"), (Ship, Ferry, "cars")],
+)
+async def test_a_row_in_several_tables_is_loaded_whole_and_locked(
+    new_desk: NewDesk,
+    db: asyncpg.Connection,
+    entity: type[Any],
+    row: type[Any],
+    name: str,
+    *,
+    uses_session: bool,
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic="deposits", consumer="count")
+    async def count(event: Deposited, tx: Transaction) -> None:
+        if uses_session:
+            await tx.session.execute(sa.text("SELECT 1"))
+        found = await tx.load(entity, "it")
+        if found is None:
+            tx.add(row(id="it", version=0, **{name: 1}))
+        else:
+            setattr(found, name, getattr(found, name) + 1)
+            await db.execute("SET lock_timeout = '50ms'")
+            with pytest.raises(asyncpg.LockNotAvailableError):
+                table = row.__mapper__.base_mapper.local_table.name
+                await db.execute(f"SELECT FROM {table} FOR NO KEY UPDATE")
+
+    desk = await new_desk(handlers, topic="deposits")
+    await desk.apply(Deposit(0))
+    for n in (1, 3):
+        await desk.apply(Deposit(n), Deposit(n + 1), start=n)
+    assert await desk.backlog() == []
+    table = row.__table__.name
+    assert await db.fetchval(f"SELECT {name} FROM {table}") == 5
