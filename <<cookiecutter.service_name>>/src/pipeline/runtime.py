@@ -17,6 +17,7 @@ from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
+from pipeline.handlers.registry import Handlers
 from pipeline.observe import exporters, logs, metrics
 from pipeline.observe.health import Health, serving
 from pipeline.observe.watchdog import heartbeat, watch_calls
@@ -137,9 +138,17 @@ async def serve(
         health=health,
         stopping=stopping,
     )
+    for topic, entity, names in service.handlers.rivals() if is_consuming else ():
+        log.warning(
+            "the consumers %s of topic %s load %s: events of one key keep their order only within a"
+            " consumer; let one consumer change these rows",
+            ", ".join(names),
+            topic,
+            entity,
+        )
     try:
-        shares = is_consuming and not any(one.own_transaction for one in service.handlers)
-        await retention.start(service.name, service.metadata, migrations, shares=shares)
+        handlers = service.handlers if is_consuming else Handlers()
+        await retention.start(service.name, service.metadata, migrations, handlers.sharing)
         if stopping.is_set():
             return
         if is_consuming and topics:

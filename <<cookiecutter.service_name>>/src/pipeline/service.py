@@ -14,7 +14,7 @@ from pipeline.apply.encryption import Encryption
 from pipeline.apply.writer import Writer
 from pipeline.errors import StoreUnavailable, summarize_error
 from pipeline.events.event import Unpublishable, declared_events, is_final
-from pipeline.handlers.registry import Handlers
+from pipeline.handlers.registry import TIMEOUT, Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
@@ -89,6 +89,15 @@ class Service:
                 f"a decorator above that of {name} would never be used: the function was registered"
                 " before. Write @handlers… above all others"
             )
+        for one in self.handlers:
+            # The default of a handler is cut off by a shorter limit of the transaction.
+            is_longer = one.timeout > settings.transaction_timeout and one.timeout != TIMEOUT
+            if is_longer and one.mode != "call":
+                yield (
+                    f"timeout= of consumer {one.consumer!r} has {one.timeout:g} s, and"
+                    f" PIPELINE_TRANSACTION_TIMEOUT ends its transaction after"
+                    f" {settings.transaction_timeout:g} s: shorten the first or raise the second"
+                )
         if unread := self.handlers.demanding - self.handlers.topics:
             yield f"demands_types=True of {min(unread)!r}: no handler reads this topic"
 

@@ -17,6 +17,9 @@ from .policy import Policy
 from .staging import CALLS, REQUESTS
 from .transaction import EventBatch, Transaction
 
+TIMEOUT = 5.0
+"""Default time-out of a handler in seconds."""
+
 E = TypeVar("E", bound=Event)
 Function = Callable[[E, Transaction], Awaitable[object]]
 BatchFunction = Callable[[EventBatch[E]], Awaitable[None]]
@@ -67,7 +70,7 @@ class Handlers:
         gaps: Gaps | None = None,
         policy: Policy = Policy(),  # noqa: B008  # it is frozen
         mode: Literal["immediate", "deferred"] = "immediate",
-        timeout: float = 5.0,
+        timeout: float = TIMEOUT,
         takes_old: bool = False,
         own_transaction: bool = False,
     ) -> Callable[[Function[E]], Function[E]]:
@@ -129,7 +132,7 @@ class Handlers:
         loads: Declared = None,
         policy: Policy = Policy(),  # noqa: B008  # it is frozen
         mode: Literal["immediate", "deferred"] = "immediate",
-        timeout: float = 5.0,
+        timeout: float = TIMEOUT,
         takes_old: bool = False,
     ) -> Callable[[BatchFunction[E]], BatchFunction[E]]:
         """Register a coroutine function that takes many events at once, an `EventBatch`.
@@ -274,6 +277,28 @@ class Handlers:
     def codec(self, topic: str) -> Codec:
         """Return the topic's codec."""
         return self.codecs.get(topic, CLOUD_EVENTS)
+
+    def sharing(self, table: str) -> list[str]:
+        """Return the consumers that load rows of a table and have no `own_transaction`.
+
+        If none loads them, and none has `own_transaction`, any of them may add rows: return all.
+        """
+        found = [one for one in self if one.mode != "call"]
+        loading = [one for one in found if any(each.table == table for each in one.loads)]
+        if not loading and any(one.own_transaction for one in found):
+            return []
+        return sorted({one.consumer for one in loading or found if not one.own_transaction})
+
+    def rivals(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Yield a topic, the name of a class, and the consumers of the topic that load its rows, if
+        there are several."""
+        consumers: dict[tuple[str, type[Any]], set[str]] = {}
+        for one in self:
+            for loads in one.loads if one.topic != REQUESTS else ():
+                consumers.setdefault((one.topic, loads.entity), set()).add(one.consumer)
+        for (topic, entity), names in consumers.items():
+            if len(names) > 1:
+                yield topic, entity.__name__, sorted(names)
 
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""

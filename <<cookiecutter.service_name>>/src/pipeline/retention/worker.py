@@ -59,27 +59,28 @@ class RetentionWorker:
         service: str,
         declared: MetaData,
         migrations: ScriptDirectory | None,
-        *,
-        shares: bool,
+        sharing: Callable[[str], Collection[str]],
     ) -> None:
         """Return when the schema is checked and partitions are there, or when the process stops.
 
-        `declared` are the service's tables: warns of those without a migration, and, if all of its
-        messages share transactions (`shares`), of keys that would then be equal. No other part may
-        begin before: columns or partitions may be missing. Raises `NotMigrated`.
+        `declared` are the service's tables: warns of those without a migration, and of keys that
+        are equal for all messages of a transaction if `sharing` returns consumers for their table.
+        No other part may begin before: columns or partitions may be missing. Raises `NotMigrated`.
         """
 
         async def begin(connection: asyncpg.Connection) -> None:
             await revisions.check(connection, service, migrations)
             for one in await revisions.lacking(connection, declared, migrations):
                 log.warning("%s: %s", one, revisions.WRITE_MIGRATION)
-            for one in await revisions.sharing(connection, declared) if shares else ():
-                log.warning(
-                    "%s is part of a unique key, and equal for all messages of a transaction: these"
-                    " are tried one by one; register the handlers that add such rows with"
-                    " own_transaction=True",
-                    one,
-                )
+            for table, one in await revisions.sharing(connection, declared):
+                if consumers := sharing(table):
+                    log.warning(
+                        "%s is part of a unique key, and equal for all messages of a transaction:"
+                        " these are tried one by one; register the handlers that add such rows"
+                        " with own_transaction=True, which these consumers lack: %s",
+                        one,
+                        ", ".join(consumers),
+                    )
             await self._prepare(connection, warns=True)
 
         self._health.not_ready(_PART, "schema and partitions are not checked yet")

@@ -4,6 +4,7 @@ On an older schema the code would fail later, at some statement. A newer one is 
 of a release works with the code of the previous one.
 """
 
+import json
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -66,21 +67,27 @@ SELECT schema, name, array_agg(field ORDER BY place) AS fields
  GROUP BY schema, name ORDER BY min(place)
 """
 
-# Messages of a transaction get the same value of such a default.
+# Messages of a transaction get the same value of such a default, of the database or SQLAlchemy's.
+# What an index of expressions depends on are the columns in them.
 _SHARING = r"""
-SELECT format('%s of %s (default %s)', attname, relname, expression)
-  FROM unnest($1::text[], $2::text[]) AS declared (schema, name)
+SELECT fullname, format('%s of %s (default %s)', attname, relname, expression)
+  FROM unnest($1::text[], $2::text[], $3::text[]) AS declared (schema, name, fullname)
   JOIN pg_namespace AS space ON nspname = COALESCE(schema, nspname)
   JOIN pg_class AS relation ON relnamespace = space.oid AND relname = name
   JOIN pg_index ON indrelid = relation.oid
   JOIN pg_attribute ON attrelid = indrelid
-   AND attnum = ANY ((indkey::smallint[])[0:indnkeyatts - 1])
-  JOIN pg_attrdef ON adrelid = indrelid AND adnum = attnum,
-       LATERAL pg_get_expr(adbin, adrelid) AS expression
+   AND (attnum = ANY ((indkey::smallint[])[0:indnkeyatts - 1])
+        OR indexprs IS NOT NULL AND EXISTS (
+               SELECT FROM pg_depend
+                WHERE classid = 'pg_class'::regclass AND objid = indexrelid
+                  AND refclassid = classid AND refobjid = indrelid AND refobjsubid = attnum))
+  LEFT JOIN pg_attrdef ON adrelid = indrelid AND adnum = attnum,
+       LATERAL COALESCE($4::text::json -> fullname ->> attname, pg_get_expr(adbin, adrelid))
+            AS expression
  WHERE indisunique
    AND expression ~* '\m((now|transaction_timestamp|txid_current|pg_current_xact_id)\('
                      '|current_(time|date)|localtime)'
- GROUP BY indrelid, relname, attnum, attname, expression ORDER BY 1
+ GROUP BY fullname, indrelid, relname, attnum, attname, expression ORDER BY 2
 """
 
 WRITE_MIGRATION = (
@@ -239,11 +246,21 @@ async def lacking(
     return found
 
 
-async def sharing(connection: asyncpg.Connection, declared: sa.MetaData) -> list[str]:
-    """Return the columns of unique keys whose default is the same for all rows of a transaction."""
+async def sharing(connection: asyncpg.Connection, declared: sa.MetaData) -> list[tuple[str, str]]:
+    """Return the columns of unique keys whose default is the same for all rows of a transaction,
+    each after the name of its table."""
     tables = declared.tables.values()
-    names = [table.schema for table in tables], [table.name for table in tables]
-    return [row[0] for row in await connection.fetch(_SHARING, *names)]
+    names = [[table.schema, table.name, table.fullname] for table in tables]
+    defaults = {
+        table.fullname: {
+            column.name: str(column.default.arg)
+            for column in table.columns
+            if isinstance(column.default, sa.ColumnDefault) and column.default.is_clause_element
+        }
+        for table in tables
+    }
+    arrays = [list(each) for each in zip(*names, strict=True)] or [[], [], []]
+    return [tuple(row) for row in await connection.fetch(_SHARING, *arrays, json.dumps(defaults))]
 
 
 async def applied_revisions(connection: asyncpg.Connection) -> list[str]:

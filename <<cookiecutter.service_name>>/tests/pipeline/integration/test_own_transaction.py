@@ -1,19 +1,24 @@
 """Consumers whose records have a transaction each."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 
 import asyncpg
+import pytest
 import sqlalchemy as sa
 from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
-from pipeline import Handlers, Transaction
+from pipeline import Aggregate, Handlers, Service, Transaction
 from pipeline.apply.attempt import Memory
 from pipeline.consume.gathering import Gatherer
 from pipeline.consume.partition_source import PartitionBatch
+from pipeline.observe.health import Health
+from pipeline.runtime import Part, serve
 from pipeline.servers import revisions
+from pipeline.settings import Settings
 
 from .desk import Desk, NewDesk
 from tests.contract.bank import Base, Deposit, Deposited
@@ -123,6 +128,47 @@ async def test_without_it_such_a_message_is_tried_alone_at_once(
     assert await readings(db) == sorted(KEYS)
 
 
+class Daily(Aggregate, Base):
+    """A row with the day of its transaction in a unique index, by SQLAlchemy."""
+
+    __tablename__ = "own_daily"
+    __table_args__ = (sa.Index("own_daily_key", "id", sa.text("timezone('UTC', at)"), unique=True),)
+
+    id: Mapped[str] = mapped_column(Text, primary_key=True)
+    at: Mapped[datetime] = mapped_column(sa.DateTime(timezone=True), default=sa.func.now())
+
+
 async def test_keys_with_the_time_of_a_transaction_are_found(db: asyncpg.Connection) -> None:
     found = await revisions.sharing(db, Base.metadata)
-    assert [one for one in found if "own_" in one] == ["at of own_reading (default now())"]
+    assert [one for one in found if "own_" in one[0]] == [
+        ("own_daily", "at of own_daily (default CURRENT_TIMESTAMP)"),
+        ("own_reading", "at of own_reading (default now())"),
+    ]
+
+
+def test_consumers_are_named_that_share_transactions_over_such_a_table() -> None:
+    handlers, daily = Handlers(), Daily.by("account")
+    handlers.on(Deposited, topic=TOPIC, consumer="heard")(add_heard)
+    assert handlers.sharing("own_reading") == ["heard"]
+    handlers.on(Deposited, topic=TOPIC, consumer="reading", own_transaction=True)(add_reading)
+    assert handlers.sharing("own_reading") == []
+    handlers.on(Deposited, topic=TOPIC, consumer="daily", loads=daily)(add_heard)
+    assert handlers.sharing("own_reading") == []
+    assert handlers.sharing("own_daily") == ["daily"]
+
+
+async def test_the_start_names_what_a_batch_would_share(
+    settings: Callable[..., Settings], db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    handlers, stopping = Handlers(), asyncio.Event()
+    for consumer in ("daily", "rival"):
+        handlers.on(Deposited, topic=TOPIC, consumer=consumer, loads=Daily.by("account"))(add_heard)
+    service = Service("bank", handlers=handlers, metadata=Base.metadata)
+    stopping.set()
+    with caplog.at_level("WARNING"):
+        await serve(
+            service, settings(), Part.CONSUME, health=Health(stall_after=60.0), stopping=stopping
+        )
+    assert "own_daily (default CURRENT_TIMESTAMP) is part of a unique key" in caplog.text
+    assert "which these consumers lack: daily, rival" in caplog.text
+    assert f"the consumers daily, rival of topic {TOPIC} load Daily" in caplog.text

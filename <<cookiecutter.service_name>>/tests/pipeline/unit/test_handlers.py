@@ -2,11 +2,14 @@
 
 from collections.abc import Awaitable, Callable
 from functools import partial, wraps
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NewType, TypeVar
 
 import pytest
+from pydantic import Field, create_model
 from sqlalchemy import Text
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.dialects.postgresql import TIME, TIMESTAMP
+from sqlalchemy.ext.declarative import ConcreteBase
+from sqlalchemy.orm import DeclarativeBase, Mapped, configure_mappers, mapped_column
 
 from pipeline import (
     Aggregate,
@@ -26,10 +29,11 @@ from pipeline import (
     Tombstone,
     Transaction,
 )
-from pipeline.handlers.aggregate import create, key_of
+from pipeline.handlers.aggregate import create, key_of, locking
 from pipeline.handlers.columns import primary_key
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.staging import CALLS
+from pipeline.retry.workers import BacklogWorkers
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 
@@ -283,6 +287,67 @@ def test_a_field_whose_type_could_never_match_the_key_is_refused() -> None:
         Handlers().on(BookedByName, topic="a", consumer="b", loads=Seat.by("flight", "seat"))
 
 
+Price = NewType("Price", int)
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [str | None, Annotated[str, Field(min_length=1)] | None, int | str, Annotated[str, "a"]],
+)
+def test_each_type_that_a_field_may_have_must_match_the_key(annotation: Any) -> None:
+    seen = create_model("Seen", __base__=Booked, __cls_kwargs__={"type": "seen"}, seat=annotation)
+    with pytest.raises(TypeError, match=r"Seen\.seat is str, and Seat\.number holds int"):
+        Handlers().on(seen, topic="a", consumer="b", loads=Seat.by("flight", "seat"))
+
+
+@pytest.mark.parametrize("annotation", [int | None, Annotated[int, "a"] | None, Price])
+def test_a_field_that_may_be_none_or_is_of_any_type_is_taken(annotation: Any) -> None:
+    seen = create_model("Seen", __base__=Booked, __cls_kwargs__={"type": "seen"}, seat=annotation)
+    Handlers().on(seen, topic="a", consumer="b", loads=Seat.by("flight", "seat"))(note)
+
+
+@pytest.mark.parametrize("kind", [TIMESTAMP(True, precision=0), TIMESTAMP(precision=3), TIME()])
+def test_keys_whose_time_the_database_rounds_are_refused(kind: Any) -> None:
+    class Local(DeclarativeBase):
+        """Tables of this test."""
+
+    class Timed(Aggregate, Local):
+        """A row with a time in its key."""
+
+        __tablename__ = "timed"
+
+        flight: Mapped[Any] = mapped_column(kind, primary_key=True)
+
+    with pytest.raises(TypeError, match="can't be the key of events"):
+        Handlers().on(Booked, topic="a", consumer="b", loads=Timed.by("flight"))
+
+
+def test_a_class_whose_rows_can_not_be_locked_is_refused() -> None:
+    class Local(DeclarativeBase):
+        """Tables of this test."""
+
+    class General(Aggregate, ConcreteBase, Local):
+        """A row."""
+
+        __tablename__ = "general"
+        __mapper_args__ = {"polymorphic_identity": "any", "concrete": True}  # noqa: RUF012
+
+        flight: Mapped[str] = mapped_column(Text, primary_key=True)
+
+    class Special(General):
+        """A row of another table."""
+
+        __tablename__ = "special"
+        __mapper_args__ = {"polymorphic_identity": "special", "concrete": True}  # noqa: RUF012
+
+        flight: Mapped[str] = mapped_column(Text, primary_key=True)
+        version: Mapped[int] = mapped_column()
+
+    configure_mappers()
+    with pytest.raises(TypeError, match=r"General is loaded from a selectable of several tables"):
+        locking(General)
+
+
 def test_gaps_that_make_no_sense_are_refused() -> None:
     handlers = Handlers()
     with pytest.raises(TypeError, match="a class that has the mixin Sequenced"):
@@ -486,3 +551,24 @@ def test_a_service_whose_calls_would_never_be_made_does_not_start() -> None:
     service = Service("tests", handlers=handlers, metadata=Base.metadata)
     with pytest.raises(Misconfigured, match="'tell' is an effect, and no worker would make its"):
         service.check(SETTINGS)
+
+
+def test_a_handler_that_may_take_longer_than_its_transaction_is_refused_at_the_start() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="hasty", timeout=8.0)(note)
+    handlers.add(Handler(Freed, CALLS, "tell", (), note, Policy(), "call", timeout=60.0))
+    service = Service("tests", handlers=handlers, metadata=Base.metadata, workers=[BacklogWorkers])
+    service.check(SETTINGS)
+    handlers.on(Freed, topic="a", consumer="slow", timeout=8.5)(note)
+    with pytest.raises(Misconfigured, match=r"'slow' has 8\.5 s, and PIPELINE_TRANS"):
+        service.check(SETTINGS)
+
+
+def test_consumers_of_a_topic_that_load_one_class_are_found() -> None:
+    handlers = Handlers()
+    handlers.on(Freed, topic="a", consumer="one", loads=Row.by("flight"))(note)
+    handlers.on(Booked, topic="a", consumer="one", loads=Row.by("flight"))(note)
+    handlers.on(Freed, topic="b", consumer="two", loads=Row.by("flight"))(note)
+    assert list(handlers.rivals()) == []
+    handlers.on(Booked, topic="a", consumer="three", loads=[Row.by("flight")])(note)
+    assert list(handlers.rivals()) == [("a", "Row", ["one", "three"])]
