@@ -88,7 +88,7 @@ def column_of(kind: sa.types.TypeEngine[Any]) -> Column | None:
                 type(value) is Decimal
                 and value.as_tuple().exponent == scale
                 and value.copy_abs() < limit
-                and (value or not value.is_signed())
+                and not (value == 0 and value.is_signed())
             ),
         )
     if isinstance(kind, sa.Uuid) and not kind.as_uuid:

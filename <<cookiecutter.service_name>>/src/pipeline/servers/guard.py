@@ -112,12 +112,13 @@ class Guard:
         """Raise `HandlerFault` for a call that ends the transaction or a part of it."""
         raise self.note(f"{call} in a handler: {_USE_BEGIN_NESTED}")
 
-    def check(self, text: str) -> HandlerFault | None:
-        """Return and note the fault of statements that end the transaction or a part of it, or
-        whose effect would outlive the message."""
+    def check(self, text: str, *, controls: bool = True) -> HandlerFault | None:
+        """Return and note the fault of statements whose effect would outlive the message and, with
+        `controls`, of those that end the transaction or a part of it."""
         for statement in code_of(text).split(";"):
             found = _REFUSED.match(statement)
-            if found and (place := found.lastindex) and (place != 3 or self._shares):
+            place = (found and found.lastindex) or 0
+            if found and place > (not controls) and (place != 3 or self._shares):
                 words = " ".join(found[place].split())
                 return self.note(f"{words} in a handler: {_REASONS[place - 1]}")
         return None
@@ -157,12 +158,22 @@ class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no 
         if guard and not guard.was_cancelled and not self.is_closed():
             guard.note(f"connection.close() in a handler: {_USE_BEGIN_NESTED}")
 
-    def prepare(self, query: str, **options: Any) -> Any:
+
+def _checking(name: str) -> Callable[..., Any]:
+    original = getattr(GuardedConnection, name)
+    # SQLAlchemy rolls back by `execute`, which the query log has, but not what is prepared.
+    controls = name in ("prepare", "cursor")
+
+    @wraps(original)
+    def method(self: GuardedConnection, *args: Any, **options: Any) -> Any:
         guard = CURRENT_GUARD.get()
-        # What SQLAlchemy prepares was checked before. No query log has what is prepared.
-        if guard and not guard.under_way and (fault := guard.check(query)):
-            raise fault
-        return super().prepare(query, **options)
+        if guard and not guard.under_way:  # SQLAlchemy's statements were checked before
+            text = args[0] if args else next(iter(options.values()))
+            if fault := guard.check(text, controls=controls):
+                raise fault
+        return original(self, *args, **options)
+
+    return method
 
 
 def _refusing(name: str) -> Callable[..., Any]:
@@ -179,6 +190,8 @@ def _refusing(name: str) -> Callable[..., Any]:
 
 
 for _name in vars(asyncpg.Connection):
+    if _name.startswith(("execute", "fetch", "prepare", "cursor")):
+        setattr(GuardedConnection, _name, _checking(_name))
     if _name.startswith(("add_", "remove_", "set_", "reset_")):
         setattr(GuardedConnection, _name, _refusing(_name))
 

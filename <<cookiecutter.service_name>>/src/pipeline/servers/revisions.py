@@ -82,7 +82,7 @@ SELECT fullname, format('%s of %s (default %s)', attname, relname, expression)
                 WHERE classid = 'pg_class'::regclass AND objid = indexrelid
                   AND refclassid = classid AND refobjid = indrelid AND refobjsubid = attnum))
   LEFT JOIN pg_attrdef ON adrelid = indrelid AND adnum = attnum,
-       LATERAL COALESCE($4::text::json -> fullname ->> attname, pg_get_expr(adbin, adrelid))
+       LATERAL COALESCE($4::text::json -> fullname ->> attname::text, pg_get_expr(adbin, adrelid))
             AS expression
  WHERE indisunique
    AND expression ~* '\m((now|transaction_timestamp|txid_current|pg_current_xact_id)\('
