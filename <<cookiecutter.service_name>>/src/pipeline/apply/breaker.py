@@ -1,7 +1,8 @@
 """The breaker: it opens when a consumer fails for many keys with one error type."""
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
@@ -22,14 +23,16 @@ class FailedMessage(NamedTuple):
     consumer: str
     order_key: bytes
     error: BaseException
-    last_error: str | None = None
-    """The error of its previous attempt, as `policy.described` returns it."""
+    is_repeated: bool = False
+    """Whether it has failed before, which says nothing about the consumer."""
 
 
 class Paused(Exception):
     """A batch waits, and nothing of it is stored."""
 
     reason: str
+    after: float | None = None
+    """Seconds until it is worth while to try again, if that is known."""
 
 
 class BreakerOpen(Paused):
@@ -43,7 +46,11 @@ class _Consumer:
     kind: type[BaseException]
     keys: set[bytes] = field(default_factory=set)
     probe_at: float = 0.0
+    """When workers may probe."""
+    read_at: float = 0.0
+    """When a reader may probe; workers, which try what has failed, must not use up its turns."""
     is_open: bool = False
+    text: str = ""
 
 
 class Breaker:
@@ -65,6 +72,25 @@ class Breaker:
         """Consumers for which it is open, and whose next probe is not due."""
         now = monotonic()
         return {name for name, one in self._failing.items() if one.is_open and now < one.probe_at}
+
+    @contextmanager
+    def probe(self, consumers: Iterable[str]) -> Iterator[None]:
+        """Apply a reader's batch, which is the probe of consumers for which it is open.
+
+        Raises `BreakerOpen` if another reader has made it within the pause.
+        """
+        now = monotonic()
+        probed = [self._failing[name] for name in self.open.intersection(consumers)]
+        for state in probed:
+            if now < state.read_at:
+                refused = BreakerOpen(state.text)
+                refused.after = state.read_at - now
+                raise refused
+        for state in probed:
+            state.read_at = now + self._pause
+        yield
+        for state in probed:  # nothing has failed: what follows may be the probe
+            state.read_at = now
 
     def forget_idle(self) -> None:
         """Close it for consumers that this process does not probe any more."""
@@ -92,13 +118,12 @@ class Breaker:
         counted: those messages are at fault.
         """
         failed: dict[str, BaseException] = {}
-        for consumer, order_key, error, last_error in failures:
+        for consumer, order_key, error, is_repeated in failures:
             if consumer in succeeded:
                 continue
             failed[consumer], kind = error, type(as_raised(error))
-            same = f"{kind.__qualname__}:", f"{type(error).__qualname__}:"  # by version 1.0.0, too
-            if last_error is not None and last_error.startswith(same):
-                continue  # a retry repeats its error, which says nothing about the consumer
+            if is_repeated:
+                continue
             state = self._failing.get(consumer)
             if state is None or (state.kind is not kind and not state.is_open):
                 state = self._failing[consumer] = _Consumer(kind)
@@ -112,12 +137,12 @@ class Breaker:
     def _open(self, state: "_Consumer", consumer: str, error: BaseException) -> None:
         state.probe_at = monotonic() + self._pause
         kind = type(as_raised(error)).__qualname__
-        text = (
+        state.text = text = (
             f"{consumer} fails with {kind} for at least {self._limit} keys in a row:"
             " its messages are paused, and retried until one succeeds"
         )
         if not state.is_open:
-            state.is_open = True
+            state.is_open, state.read_at = True, state.probe_at
             log.error("breaker: %s", text, exc_info=error)
             metrics.set_breaker(consumer, is_open=True)
         self._health.not_ready(f"breaker of {consumer}", text)

@@ -194,7 +194,7 @@ def observed(failed: Sequence[tuple[Item, BaseException]]) -> list[FailedMessage
     are nobody's fault.
     """
     return [
-        FailedMessage(item.consumer, item.order_key, error, item.last_error)
+        FailedMessage(item.consumer, item.order_key, error, item.history.attempts > 0)
         for item, error in failed
         if not isinstance(error, Park | Reject) and not is_nobodys(error)
     ]

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import suppress
+from time import monotonic
 
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 3.0
 """Time-out of requests on which no record waits: committing offsets, leaving the group."""
+
+_LEAVING_SECONDS = 1.0
+"""Time that is left of a rebalance for joining the group again, once the readers have stopped."""
 
 _FETCH_BYTES = 4 * 1024 * 1024
 """Largest fetch of a partition: several batches of small records. The last batch of each fetch is
@@ -154,11 +158,15 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         await self._stop_readers(self._settings.transaction_timeout)
 
     async def _stop_readers(self, grace: float | None) -> None:
+        begun = monotonic()
         readers = list(self._readers.values())
         await asyncio.gather(*(reader.stop(grace) for reader in readers))
         self._commit_offsets()
         if self._committing is not None:
-            await asyncio.wait({self._committing}, timeout=_ANSWER_SECONDS)
+            # The group waits no longer for its members; offsets in Kafka are for tools.
+            left = self._settings.kafka_session_timeout - _LEAVING_SECONDS - (monotonic() - begun)
+            limit = max(0.0, min(left, _ANSWER_SECONDS))
+            await asyncio.wait({self._committing}, timeout=limit)
         self._readers.clear()
         metrics.partitions_assigned.set(0)
         self._committed.clear()

@@ -75,7 +75,7 @@ class Gatherer:
             return False  # those of other consumers must not wait for a turn
         ready = _Ready(batch, memory, loop.time(), loop.create_future())
         self._ready.append(ready)
-        self._begin_soon()
+        self._begin_at()
         try:
             return await ready.applied
         finally:
@@ -85,11 +85,8 @@ class Gatherer:
                 ready.task.cancel()
                 await asyncio.wait({ready.task})
 
-    def _begin_soon(self) -> None:
-        """Call `_begin` when every batch that is ready by now has been handed over."""
-        self._begin_at(0.0)
-
-    def _begin_at(self, time: float) -> None:
+    def _begin_at(self, time: float = 0.0) -> None:
+        """Call `_begin` then, or when every batch that is ready by now has been handed over."""
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
@@ -137,7 +134,7 @@ class Gatherer:
                 for one in taken:
                     one.memory.handed |= memory.handed
             _resolve(taken, is_applied=is_applied)
-            self._begin_soon()
+            self._begin_at()
 
         task.add_done_callback(end)
 

@@ -16,6 +16,7 @@ from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.item import Item, order_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, Move, Slot
+from pipeline.apply.source import without_decision
 from pipeline.handlers.policy import DEFERRED, DIED, Decision, ProcessDied, undecided
 from pipeline.observe import metrics
 
@@ -28,6 +29,8 @@ class PartitionBatch:
     batch: Batch
     deaths: int = 0
     """Processes that have died over the batch. If any, its messages are parked as suspects."""
+    begun: Callable[[], None] = lambda: None
+    """Called when its transaction has begun, which no longer waits for others then."""
 
     @property
     def move(self) -> Move:
@@ -87,13 +90,20 @@ class PartitionSource:
         return readable, failed
 
     @property
+    def judged(self) -> set[str]:
+        """Consumers and decoders that the breaker may judge by it."""
+        called = without_decision(self, self.decisions)
+        return {item.consumer for item in called} | {one.consumer for one in self.decoded[1]}
+
+    @property
     def patience(self) -> float:
         """A minute: a revocation of the partition ends the wait."""
         return 60.0
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the positions. Raises `PositionMoved`."""
-        self.begun()
+        for begun in (self.begun, *(part.begun for part in self.parts)):
+            begun()
         return await positions.move_positions(connection, [part.move for part in self.parts])
 
     async def find(self, connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:

@@ -105,7 +105,8 @@ class Reader:
                 log.warning("%s: %s; reading the position again", self._part, moved)
             except Exception as error:
                 if not self._stopping.is_set():
-                    await self._block(self._blocked_by(error))
+                    after = error.after if isinstance(error, Paused) else None
+                    await self._block(self._blocked_by(error), after or self._settings.retry_pause)
 
     async def _locate(self) -> None:
         """Read the stored position, and make the client fetch from there."""
@@ -140,13 +141,14 @@ class Reader:
         memory = Memory()
         # Not with others while its records may kill the process; a full batch gains nothing.
         shares = self._has_begun and len(part.batch.records) < self._pace.limit
-        self._is_applying = True
+        source, breaker = PartitionSource([part]), self._consume.breaker
         try:
-            if not (shares and await self._gatherer.apply(part, memory)):
-                attempts = self._attempts("the consume transaction")
-                results = await self._consume.apply(PartitionSource([part]), attempts, memory)
-                self._gatherer.learn(part, results)
-                self._pace.learn(results)
+            with breaker.probe(source.judged if breaker.open else ()):
+                if not (shares and await self._gatherer.apply(part, memory)):
+                    attempts = self._attempts("the consume transaction")
+                    results = await self._consume.apply(source, attempts, memory)
+                    self._gatherer.learn(part, results)
+                    self._pace.learn(results)
         finally:
             self._is_applying = False
         self._move_to(part.batch.end)
@@ -181,7 +183,11 @@ class Reader:
         if not deaths:
             batch = await attempts(resolve_batch, batch, self._consume.claims)
         self._left = [record for record in records if record.offset >= batch.end]
-        return PartitionBatch(self._slot, batch, deaths)
+        return PartitionBatch(self._slot, batch, deaths, self._begun)
+
+    def _begun(self) -> None:
+        """Note that a transaction has begun, for whose end `stop` waits."""
+        self._is_applying = True
 
     async def _read_alone(self, start: int, record: ConsumerRecord, deaths: int) -> Batch:
         if not self._stored_position.is_deadly:
@@ -279,8 +285,8 @@ class Reader:
             return Blocked(position, "Kafka failed", text)
         return Blocked(position, "unexpected error", text, error)
 
-    async def _block(self, blocked: Blocked) -> None:
-        """Report why the partition is blocked, and pause before the next attempt."""
+    async def _block(self, blocked: Blocked, pause: float) -> None:
+        """Report why the partition is blocked, and pause for so many seconds."""
         partition = self._partition
         if str(self._blocked) != str(blocked):
             log.error(
@@ -299,7 +305,7 @@ class Reader:
         # the other partitions.
         with suppress(Exception):
             self._client.pause(partition)
-        await sleep_or_event(self._stopping, self._settings.retry_pause)
+        await sleep_or_event(self._stopping, pause)
         with suppress(Exception):
             self._client.resume(partition)
 

@@ -502,7 +502,7 @@ async def test_rejections_open_no_breaker(new_desk: NewDesk) -> None:
     assert not desk.consume.breaker.open
 
 
-async def test_retries_that_fail_as_they_did_before_do_not_look_like_a_bad_deployment(
+async def test_retries_that_fail_do_not_look_like_a_bad_deployment(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     bank, _ = await bank_with(new_desk)
@@ -516,13 +516,20 @@ async def test_retries_that_fail_as_they_did_before_do_not_look_like_a_bad_deplo
     rows = await desk.backlog()
     assert {row["attempts"] for row in rows} == {2}
     assert desk.health.reasons == {"process": "no part has reported yet"}
-    # A deployment that is bad in another way spends no attempt of theirs.
+    # Nor do those that fail in another way: first attempts show what a deployment does.
     bank.refused, bank.errors = set(), {n: KeyError(n) for n in range(20)}
-    for _ in range(3):
-        await desk.make_due()
-        await desk.work_off()
-    assert "breaker of deposit" in desk.health.reasons
-    assert sum(row["attempts"] == 3 for row in await desk.backlog()) < 5
+    await desk.make_due()
+    await desk.work_off()
+    assert {row["attempts"] for row in await desk.backlog()} == {3}
+    assert not desk.consume.breaker.open
+    # While it is open they spend none.
+    bank.errors = {n: KeyError(n) for n in range(30)}
+    with pytest.raises(BreakerOpen):
+        await desk.apply(*(Deposit(n, account=str(n)) for n in range(20, 30)))
+    desk.let_probe("deposit")
+    await desk.make_due()
+    await desk.work_off()
+    assert {row["attempts"] for row in await desk.backlog()} == {3}
 
 
 async def test_an_invalid_payload_is_dead_at_once_and_its_neighbours_are_applied(
