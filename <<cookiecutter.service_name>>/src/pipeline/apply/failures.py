@@ -12,6 +12,8 @@ a reason to look closer, and nothing else. `ladder.py` has the steps.
     deadlock, lock time-out       the transaction is repeated    waits, spends no attempt
     lost connection               the transaction is repeated    waits, spends no attempt;
                                                                  the third counts
+    the same, in an outage        the transaction is repeated    likewise, if others have
+                                                                 committed since the last one
     of a class of servers         as of a statement              as of a statement; of the
                                                                  classes 53 and 58: waits
 
@@ -36,6 +38,7 @@ from pipeline.errors import (
 )
 from pipeline.handlers.policy import (
     LOCKED_OUT,
+    LOST,
     Decision,
     Park,
     Reject,
@@ -69,6 +72,8 @@ class RolledBack(Exception):
     """The messages whose call has failed: one, or those that a handler of batches has had."""
     is_lost = False
     """Whether its connection was lost."""
+    is_of_outage = False
+    """Whether an outage was the cause, and nobody else shows that the database was well."""
 
     def __init__(
         self,
@@ -89,6 +94,13 @@ class RolledBack(Exception):
     def may_be_outage(self) -> bool:
         """Whether the cause may be that the database can't be used now."""
         return self.is_lost or self.has_timed_out or may_be_outage(self.error)
+
+    @property
+    def why(self) -> str:
+        """The reason, for metrics."""
+        if is_contention(self.error):
+            return LOCKED_OUT
+        return LOST if self.is_lost else self.reason
 
     @property
     def is_certain(self) -> bool:
@@ -173,11 +185,11 @@ def decide_isolated(item: Item, failure: RolledBack, outcome: BatchOutcome) -> N
 def decide_alone(item: Item, failure: RolledBack) -> Decision:
     """Return the decision on a message that was alone in its transaction."""
     error, policy, history = failure.error, item.handler.policy, item.history
-    if failure.is_lost:
+    if failure.is_lost and not failure.is_of_outage:
         return policy.disconnected(error, history)
     if is_contention(error):
         return policy.after_failure(error, history, reason=LOCKED_OUT, is_free=True)
-    if is_of_resources(error) or isinstance(error, StoreUnavailable):
+    if failure.is_of_outage or is_of_resources(error) or isinstance(error, StoreUnavailable):
         return policy.after_failure(error, history, reason=failure.reason, is_free=True)
     return _after_failure(item, failure)
 

@@ -23,6 +23,7 @@ from pipeline.handlers.policy import UNDECIDED, Decision, undecided
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.sessions import AT_WORK, DONE
 from pipeline.handlers.staging import Outbox
+from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import CURRENT_GUARD, HandlerFault
@@ -108,7 +109,10 @@ class ConsumeTransactions:
         self._careful_until = {False: 0.0, True: 0.0}
         """Until when transactions begin with short runs; True: those of lanes."""
         self._catalog = Catalog()
-        self._probe = Probe(settings, name=f"{group}-probe")
+        self._probe = Probe(settings, engine, name=f"{group}-probe")
+        self._lost: set[bytes] = set()
+        """Marker keys of messages over which, alone, a connection was lost since another one was
+        applied."""
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[Self]:
@@ -153,6 +157,9 @@ class ConsumeTransactions:
                     if was_outage and not result.is_lost:
                         left.append((piece, rung))  # nothing counts
                     elif item := self._alone(piece, memory, result):
+                        result.is_of_outage = was_outage and item.key in self._lost
+                        if result.is_lost:
+                            self._lost.add(item.key)
                         memory.decisions[item.key] = decide_alone(item, result)
                         self.breaker.observe(observed([(item, result.error)]))
                         left.append((piece, rung))  # no handler is called any more
@@ -258,12 +265,14 @@ class ConsumeTransactions:
             except Exception as error:
                 cause = failure_of(error).error
                 failure = rolled_back_by(error, attempt, source)
-                self.turns.learn(failure.error if failure else cause, source, decisions)
+                blamed = failure.error if failure else cause
+                self.turns.learn(blamed, source, decisions, attempt.rows.locked)
                 if failure is None:
                     await connection.invalidate()
                     raise cause  # noqa: B904  # it is the error, or wrapped in it
                 level = logging.WARNING if isinstance(cause, HandlerFault) else logging.DEBUG
                 log.log(level, "a transaction was rolled back: %s", describe_error(failure.error))
+                metrics.rolled_back(failure.why)
                 self._careful_until[source.has_lease] = monotonic() + _CAREFUL_SECONDS
                 await attempt.roll_back(discards=failure.may_be_outage)
                 traceback.clear_frames(error.__traceback__)
@@ -271,6 +280,8 @@ class ConsumeTransactions:
             except BaseException:
                 await connection.invalidate()  # it may be in the middle of a statement
                 raise
+        if result.applied:
+            self._lost.clear()
         self.breaker.succeeded(result.succeeded)
         self.signals.committed(result)
         result.report(self.group)

@@ -7,11 +7,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import islice
 from time import monotonic
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.errors import leaves, sqlstate_of
+from pipeline.handlers.rows import Place
 from pipeline.servers.database import autocommitting
 
 from .item import Item
@@ -54,10 +56,17 @@ class Turns:
                         await turn.enter_async_context(self._turn_of_all())
             yield
 
-    def learn(self, error: BaseException, source: Source, decisions: Collection[bytes]) -> None:
+    def learn(
+        self,
+        error: BaseException,
+        source: Source,
+        decisions: Collection[bytes],
+        locked: Collection[Place] = (),
+    ) -> None:
         """Let the source's consumers take turns for a while if the error is a deadlock.
 
-        Log what a person can do about it, and about a lock that was not granted in time.
+        Log what a person can do about it, and about a lock that was not granted in time. `locked`
+        are the rows that the transaction has locked.
         """
         codes = {sqlstate_of(one) for one in leaves(error)}
         items = without_decision(source, decisions)
@@ -71,11 +80,14 @@ class Turns:
             )
         if _DEADLOCK in codes:
             if not self.are_needed(items):
+                rows = ", ".join(f"{one.__name__} {key!r}" for one, key in islice(locked, 5))
                 log.warning(
-                    "transactions of %s deadlock: they take turns for %.0f s; declare the rows of"
-                    " their handlers by loads= (docs/handlers.md)",
+                    "transactions of %s deadlock: they take turns for %.0f s, which costs time and"
+                    " no order; declare the rows of their handlers by loads= (docs/handlers.md)."
+                    " Locked by then: %s",
                     ", ".join(sorted(consumers)),
                     _SECONDS,
+                    rows or "no row by tx.load or loads=",
                 )
             self._until |= dict.fromkeys(consumers, monotonic() + _SECONDS)
 

@@ -23,6 +23,7 @@ _Value = float | Mapping[str, int] | None
 """A number, or numbers by outcome; None: there is nothing to report."""
 
 CONSUMER = "pipeline.consumer"
+REASON = "pipeline.reason"
 OUTCOME = "pipeline.outcome"
 TYPE = cloudevents.CLOUDEVENTS_EVENT_TYPE
 PROCESS = names.MessagingOperationTypeValues.PROCESS.value
@@ -41,6 +42,9 @@ _meter = metrics.get_meter("pipeline")
 _messages = _meter.create_counter("pipeline.messages", "{message}", "By consumer and outcome.")
 conflicts = _meter.create_counter(
     "pipeline.conflicts", "{conflict}", "Writers that found a row changed by another one."
+)
+_rolled_back = _meter.create_counter(
+    "pipeline.transactions.rolled_back", "{transaction}", "Applied again in parts, by reason."
 )
 retention_failures = _meter.create_counter(
     "pipeline.retention.failures", "{round}", "Rounds of retention that were not finished."
@@ -183,6 +187,12 @@ def processed(topic: str, consumer: str, outcome: str, count: int, group: str) -
         OUTCOME: outcome,
     }
     record(_messages.add, count, attributes)
+
+
+def rolled_back(reason: str) -> None:
+    """Count a consume transaction that failed: `failed` is a call, `transaction failed` a statement
+    of the engine, the flush or the COMMIT; `locked out`, `connection lost`, `takes too long`."""
+    record(_rolled_back.add, 1, {REASON: reason})
 
 
 def received(topic: str, group: str, count: int) -> None:

@@ -3,15 +3,16 @@
 import asyncio
 from uuid import uuid4
 
-from pipeline.errors import is_infrastructure, sqlstate_of
+import asyncpg
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pipeline.errors import as_raised, is_infrastructure
 from pipeline.settings import Settings
 
 from .database import autocommitting, create_engine
 
 _SECONDS = 5.0
 """Time limit of a probe: an answer that comes later is none."""
-_TOO_MANY_CONNECTIONS = "53300"
-"""PostgreSQL's code: a server without room for the probe serves the connections that it has."""
 _WRITE = """
 INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
                               headers, hash_version, reason, attempts, waited, holds)
@@ -24,9 +25,10 @@ DELETE FROM pipeline.backlog WHERE key = '\\x{key}'
 class Probe:
     """Tells whether the database can be written, one question after the other."""
 
-    def __init__(self, settings: Settings, *, name: str) -> None:
-        """`name` is that of its connections."""
+    def __init__(self, settings: Settings, pool: AsyncEngine, *, name: str) -> None:
+        """`name` is that of its connections; those of the pool are used if there is no room."""
         self._engine = create_engine(settings, name=name, is_pooled=False)
+        self._pool = pool
         self._asking = asyncio.Lock()
 
     async def write(self) -> None:
@@ -35,12 +37,18 @@ class Probe:
         Raises what prevents it if that is an outage.
         """
         try:
-            async with (
-                self._asking,
-                asyncio.timeout(_SECONDS),
-                autocommitting(self._engine) as driver,
-            ):
-                await driver.execute(_WRITE.format(key=uuid4().hex))
+            async with self._asking, asyncio.timeout(_SECONDS):
+                try:
+                    await _write(self._engine)
+                except Exception as error:
+                    if not isinstance(as_raised(error), asyncpg.TooManyConnectionsError):
+                        raise
+                    await _write(self._pool)  # the server may serve those that it has
         except Exception as error:
-            if is_infrastructure(error) and sqlstate_of(error) != _TOO_MANY_CONNECTIONS:
+            if is_infrastructure(error):
                 raise
+
+
+async def _write(engine: AsyncEngine) -> None:
+    async with autocommitting(engine) as driver:
+        await driver.execute(_WRITE.format(key=uuid4().hex))

@@ -1,23 +1,29 @@
 """What counts is what committed: the message that is at fault, and no other, spends an attempt."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
+from uuid import uuid4
 
 import asyncpg
 import pytest
 import sqlalchemy as sa
+from sqlalchemy import make_url
 
 from pipeline import Event, Handlers, Policy, Reject, Transaction
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
 from pipeline.errors import is_infrastructure
+from pipeline.observe import metrics
+from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.probe import Probe
 from pipeline.settings import Settings
 
 from .bank import Bank
 from .desk import Desk, NewDesk
+from .grantees import PASSWORD
 from tests.contract.bank import Account, Deposit, Deposited, histories
 from tests.servers.waiting import eventually
 
@@ -154,6 +160,75 @@ async def test_a_message_over_which_connections_die_is_at_fault_at_the_third(
         *((lost, 0, 1), (lost, 0, 2), ("failed", 1, 0)),
         *((lost, 1, 1), (lost, 1, 2), ("failed", 2, 0)),
     ]
+
+
+@pytest.mark.parametrize("others_commit", [False, True])
+async def test_a_connection_lost_in_an_outage_counts_only_if_others_have_committed_between(
+    new_desk: NewDesk, db: asyncpg.Connection, database_url: str, others_commit: bool
+) -> None:
+    name = database_url.rsplit("/", 1)[1]
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    goes_down = asyncio.Event()
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        if event.amount == POISON:
+            if goes_down.is_set():
+                await db.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+            await tx.session.execute(sa.text(ENDS_ITS_CONNECTION))
+        tx.session.add(add_to(Account(event.account), event))
+
+    desk = await new_desk(bank.handlers, topic="asked")
+    await desk.apply(*deposits(POISON))
+    goes_down.set()
+    seen = []
+    for other in range(10, 13):
+        await desk.make_due()
+        desk.health.forget("backlog")
+        trying = asyncio.create_task(desk.lanes.work_off())
+        await eventually(lambda: "read-only" in desk.health.reasons.get("backlog", ""))
+        await db.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        await trying
+        [row] = await desk.backlog()
+        seen.append((row["attempts"], row["losses"]))
+        if others_commit:
+            await desk.apply(*deposits(other))
+    assert seen == ([(0, 1), (0, 2), (1, 0)] if others_commit else [(0, 1)] * 3)
+    assert row["waits"]
+
+
+async def test_a_server_without_room_for_the_probe_is_well_only_if_others_commit(
+    settings: Callable[..., Settings], db: asyncpg.Connection, database_url: str
+) -> None:
+    role = f"crowd_{uuid4().hex[:8]}"
+    await db.execute(f"""
+        CREATE ROLE {role} LOGIN PASSWORD '{PASSWORD}' CONNECTION LIMIT 1;
+        GRANT USAGE ON SCHEMA pipeline TO {role};
+        GRANT ALL ON ALL TABLES IN SCHEMA pipeline TO {role};
+        GRANT ALL ON ALL SEQUENCES IN SCHEMA pipeline TO {role}
+    """)
+    url = make_url(database_url).set(username=role, password=PASSWORD)
+    crowded = settings(database_url=url.render_as_string(hide_password=False))
+    pool = create_engine(crowded, name="crowd")
+    sessions = f"SELECT count(*) FROM pg_stat_activity WHERE usename = '{role}'"
+    try:
+        probe = Probe(crowded, pool, name="probe")
+        async with autocommitting(pool) as driver:
+            await driver.execute("SELECT")
+        await probe.write()  # the pool has the only connection
+        await pool.dispose()
+        dsn = url.set(drivername="postgresql").render_as_string(hide_password=False)
+        await eventually(lambda: _is_none(db, sessions))
+        other = await asyncpg.connect(dsn)
+        with pytest.raises(sa.exc.DBAPIError, match="too many connections") as raised:
+            await probe.write()
+        assert is_infrastructure(raised.value)
+        await other.close()
+        await eventually(lambda: _is_none(db, sessions))
+        await probe.write()
+    finally:
+        await pool.dispose()
+        await db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 async def test_a_message_that_idles_until_the_server_ends_its_session_stops_no_other(
@@ -344,7 +419,7 @@ async def test_what_spends_no_attempt_says_nothing_about_the_deaths_over_a_messa
 async def test_the_probe_leaves_nothing_and_tells_whether_the_database_can_be_written(
     settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:
-    probe = Probe(settings(), name="probe")
+    probe = Probe(settings(), create_engine(settings(), name="pool"), name="probe")
     await asyncio.gather(*(probe.write() for _ in range(3)))
     assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
     name = await db.fetchval("SELECT current_database()")
@@ -450,3 +525,23 @@ async def test_locks_open_no_breaker(new_desk: NewDesk) -> None:
     await desk.work_off()
     assert {row["reason"] for row in await desk.backlog()} == {"locked out"}
     assert not desk.consume.breaker.open
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        (RAISE.format("22023"), "failed"),
+        (RAISE.format("55P03"), "locked out"),
+        (ENDS_ITS_CONNECTION, "connection lost"),
+    ],
+)
+async def test_transactions_that_are_rolled_back_are_counted_by_reason(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch, statement: str, reason: str
+) -> None:
+    counted = Counter[str]()
+    monkeypatch.setattr(metrics, "rolled_back", lambda reason: counted.update([reason]))
+    desk = await bank_whose_handler_executes(new_desk, statement)
+    await desk.apply(*deposits(1, 2))
+    assert not counted
+    await desk.apply(*deposits(POISON, 4))
+    assert set(counted) == {reason}

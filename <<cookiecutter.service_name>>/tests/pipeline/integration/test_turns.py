@@ -14,7 +14,7 @@ from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 
 from .bank import Bank
 from .desk import Desk, NewDesk
-from tests.contract.bank import Deposit, histories
+from tests.contract.bank import Account, Deposit, histories
 from tests.servers.waiting import PATIENCE, eventually
 
 WAITS = """
@@ -88,10 +88,10 @@ async def test_who_is_cancelled_while_waiting_leaves_the_turn_to_others(
 
 
 async def test_a_turn_whose_connection_is_lost_fails_no_transaction(
-    desks: Sequence[Desk], db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    desks: Sequence[Desk], db: asyncpg.Connection
 ) -> None:
-    monkeypatch.setattr(turns, "_TAKE", turns._TAKE.replace("'5s'", "'100ms'"))
     first, second = desks
+    first.consume.turns._longest = "100ms"
     async with await turn_of(first), await turn_of(second):
         pass  # the server has ended the first one's session
     await first.apply(Deposit(1))
@@ -111,7 +111,10 @@ async def test_a_consumer_that_has_not_deadlocked_waits_for_no_turn(
         (record,) = caplog.records
         assert "a handler that waits itself for a lock of Python" in record.getMessage()
         caplog.clear()
-        desk.consume.turns.learn(DEADLOCK, source, ())
+        locked = [(Account, ("ada",)), (Account, ("bob",))]
+        desk.consume.turns.learn(DEADLOCK, source, (), locked)
         desk.consume.turns.learn(DEADLOCK, source, ())
     (record,) = caplog.records
-    assert "deposit deadlock: they take turns for 600 s; declare the rows" in record.getMessage()
+    text = record.getMessage()
+    assert "deposit deadlock: they take turns for 600 s, which costs time and no order" in text
+    assert text.endswith("Locked by then: Account ('ada',), Account ('bob',)")

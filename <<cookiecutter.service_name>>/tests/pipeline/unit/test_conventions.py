@@ -99,6 +99,7 @@ metrics.handled({("track", "parcel.scanned.v1"): 0.002})
 metrics.published("routes", 4)
 metrics.published("routes", 3, LookupError())
 metrics.received("scans", "parcel-tracker", 9)
+metrics.rolled_back("failed")
 with traces.sending("routes", 1, 5, []):
     pass
 with traces.sending("routes", 1, 5, []) as operation:
@@ -197,6 +198,7 @@ BOUNDED = {
     "messaging.system",
     "pipeline.consumer",
     "pipeline.outcome",
+    "pipeline.reason",
 }
 """Of metrics: named by configuration or by code; no ids, no keys, no offsets."""
 
