@@ -95,6 +95,8 @@ SELECT current, oldest, since, held.lanes
   FROM (SELECT array_agg(lane) AS lanes FROM held) AS held, pipeline.inbox_generation
 """
 
+_EXTEND = _HOLD.replace("OF backlog_lane", "OF backlog_lane SKIP LOCKED")
+
 # A row that was decided has no marker, as one that was not tried.
 _OVERTAKEN = """
 SELECT read.order_key
@@ -225,6 +227,11 @@ async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:
     if lost := {*lease.lanes}.difference(held or ()):
         raise LaneLost("; ".join(f"backlog lane {lane} was taken over" for lane in sorted(lost)))
     return Generations(*generations)
+
+
+async def extend(connection: asyncpg.Connection, lease: Lease) -> None:
+    """Extend the lease of those of the lanes that no transaction has locked."""
+    await connection.execute(_EXTEND, lease.lanes, lease.tokens, lease.seconds)
 
 
 async def overtaken(

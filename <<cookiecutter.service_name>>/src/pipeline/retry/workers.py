@@ -5,7 +5,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -314,7 +314,9 @@ class BacklogWorkers:
             where = f"{row['topic']}/{row['partition']} at offset {row['offset']}"
             log.warning("%s, for %s, is tried alone: %s", where, row["consumer"], row["error"])
         failed, undone = beforehand(lease, self._handlers, row)
-        async with self._consume.alone() as consume:
+        async with AsyncExitStack() as alone:
+            async with in_background(self._extend(lease)):
+                consume = await alone.enter_async_context(self._consume.alone())
             await self._apply(consume, failed)
             if failed.unhandleable[0].decision.is_dead:
                 return
@@ -336,10 +338,18 @@ class BacklogWorkers:
         self, consume: ConsumeTransactions, source: LaneSource
     ) -> Sequence[BatchOutcome]:
         attempts = replace(self._attempts("handling rows"), waits_for_stores=False)
-        results = await consume.apply(source, attempts)
+        async with in_background(self._extend(source.lease)):
+            results = await consume.apply(source, attempts)
         if source.items and not source.assumed:  # otherwise no handler is called
             self._pace.learn(results)
         return results
+
+    async def _extend(self, lease: Lease) -> None:
+        """Extend the lease while its transaction waits for others of this process."""
+        while True:
+            await asyncio.sleep(lease.seconds / 3)
+            with suppress(Exception):  # it is tried again in time
+                await self._query("extending a lease", partial(lanes.extend, lease=lease))
 
     @property
     def consumers(self) -> set[str]:
