@@ -38,6 +38,7 @@ from pipeline.errors import (
 from pipeline.events.event import Unpublishable, payload_of
 from pipeline.events.message import marker_key
 from pipeline.events.payload import payload_hash
+from pipeline.handlers.policy import MOST_LOSSES
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.staging import REQUESTS
 from pipeline.observe import metrics
@@ -172,7 +173,7 @@ class Receiver(ConsumeTransactions):
 
     async def _receive(self, source: RequestSource, retrying: Attempts) -> BatchOutcome:
         """Apply the request. Raises what its handler has raised, or `Unavailable`."""
-        memory, attempts, is_repeated = Memory(), 0, False
+        memory, attempts, losses, is_repeated = Memory(), 0, 0, False
         while True:
             result = await retrying(self.transact, source, BATCH, memory)
             match result:
@@ -180,11 +181,16 @@ class Receiver(ConsumeTransactions):
                     return result
                 case Repeat():
                     pass
-                case RolledBack(error=error) if result.is_lost or is_contention(error):
+                case RolledBack(error=error) if is_contention(error) or (
+                    result.is_lost and losses < MOST_LOSSES - 1
+                ):
+                    losses += result.is_lost
                     await asyncio.sleep(pause(attempts))
                 case RolledBack() if await self._was_outage(result, retrying):
                     pass
-                case RolledBack(error=error) if is_of_the_database(error) and not is_repeated:
+                case RolledBack(error=error) if is_of_the_database(error) and not (
+                    is_repeated or result.is_lost
+                ):
                     is_repeated = True  # another may have inserted the same row meanwhile
                 case RolledBack(error=Retry() | Park() as error):
                     raise Unavailable(str(error), after=error.after) from error

@@ -371,6 +371,24 @@ async def test_a_request_during_an_outage_is_applied_when_that_ends_in_time(
             await receiver.engine.dispose()
 
 
+async def test_a_request_over_which_connections_die_is_not_repeated_until_its_deadline(
+    bank: Bank, settings: Callable[..., Settings], db: asyncpg.Connection
+) -> None:
+    calls = 0
+
+    @bank.handlers.on(Named, topic=None, consumer="open")
+    async def open_account(event: Named, tx: Transaction) -> None:
+        nonlocal calls
+        calls += 1
+        await tx.session.execute(sa.text("SELECT pg_terminate_backend(pg_backend_pid())"))
+
+    async with open_receiver(bank.service, settings()) as receiver:
+        with pytest.raises(Unavailable, match=r"repeat it with its key"):
+            await receiver.receive(Named(account="ada"), key="1", consumer="open", seconds=PATIENCE)
+    assert calls == 3
+    assert await stored(db) == NOTHING
+
+
 async def test_a_request_is_answered_once_wherever_its_process_or_its_connection_is_lost(
     bank: Bank, receiver: Receiver, settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:

@@ -24,7 +24,7 @@ _SHORTEST_FOR_MIGRATION, _LONGEST_FOR_MIGRATION = 1.0, 3_600.0
 """Delays in seconds, in between as long as the message has waited."""
 _TRACEBACK = 20_000
 """Characters of a traceback that are kept."""
-_MOST_LOSSES = 3
+MOST_LOSSES = 3
 """Losses of its connection after which a message has failed."""
 
 
@@ -181,7 +181,7 @@ class Policy:
         The third loss in a row is its failure.
         """
         history = history._replace(losses=history.losses + 1)
-        if history.losses >= _MOST_LOSSES:
+        if history.losses >= MOST_LOSSES:
             return self.after_failure(error, history, reason="failed")
         return Decision(LOST, history, _SHORTEST_FOR_MIGRATION, error=described(error))
 
