@@ -24,7 +24,7 @@ from pipeline.handlers.transaction import Transaction
 from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
 from pipeline.observe.watchdog import CALLS
-from pipeline.servers.guard import in_context
+from pipeline.servers.service_code import call_service
 
 from .registration import Call, Effect
 
@@ -114,14 +114,12 @@ class Caller:
                         ):  # the process was stopped, and the time-out has not fired yet
                             raise TimeoutError
                     called = replace(called, is_made=True)
-                    result = await in_context(handler.function(item.event, call))
+                    result = await call_service(handler.function(item.event, call))
                     if isawaitable(result):
                         raise TypeError("the function has returned a coroutine or a task: await it")
             return replace(called, result=result, kept=_kept(result, item))
-        except asyncio.CancelledError as error:
-            if task.cancelling():
-                raise
-            return replace(called, error=error)
+        except asyncio.CancelledError:
+            raise
         except BaseException as error:  # sys.exit() too, and the panic of a library
             return replace(called, error=_as_handlers_own(error, handler, limit))
         finally:
@@ -140,7 +138,7 @@ async def _has_happened(item: Item, call: Call) -> bool:
     ask = Effect.of(item).ask
     assert ask is not None
     try:
-        answer: object = await ask(item.event, call)
+        answer: object = await call_service(ask(item.event, call))
     except Exception as error:
         if not isinstance(as_decision(error), NOT_DONE):
             raise

@@ -42,6 +42,16 @@ for spans and metrics. The rest is left for closing connections to servers that 
 Running = Consumer | BacklogWorkers | Relay
 
 
+class Cancelled(Exception):
+    """Parts of the process were cancelled, and not by the engine."""
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        super().__init__(
+            f"code of the service has cancelled a task of the engine ({', '.join(parts)}): the"
+            " process ends, and the next one tries alone what this one was handling"
+        )
+
+
 class Part(Flag):
     """What a process does."""
 
@@ -54,8 +64,8 @@ async def run(
 ) -> None:
     """Run until SIGTERM or SIGINT, then finish what is begun within the shutdown grace.
 
-    Raises `Misconfigured`, `NotMigrated`, `RemembersTooLittle`, `CannotListen`, and any error with
-    which a part has failed.
+    Raises `Misconfigured`, `NotMigrated`, `RemembersTooLittle`, `CannotListen`, `Cancelled`, and
+    any error with which a part has failed.
     """
     service.check(settings)
     migrations = revisions.load_migrations()
@@ -227,15 +237,16 @@ async def _run_until(
 ) -> None:
     """Run until one fails or the process stops; then stop one group after the other.
 
-    Each has so many seconds before it is cancelled.
+    Each has so many seconds before it is cancelled. Raises `Cancelled` if one was cancelled before.
     """
     running = [
-        (seconds, [(one, asyncio.create_task(one.run())) for one in group])
+        (seconds, [(one, asyncio.create_task(one.run(), name=type(one).__name__)) for one in group])
         for seconds, group in groups
     ]
     tasks = [task for _, group in running for _, task in group]
     stop = asyncio.create_task(stopping.wait())
     await asyncio.wait({stop, *others, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    cancelled = [task.get_name() for task in (*others, *tasks) if task.cancelled()]
     stop.cancel()
     for seconds, group in running:
         for one, _ in group:
@@ -246,6 +257,8 @@ async def _run_until(
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
             raise outcome
+    if cancelled:
+        raise Cancelled(cancelled)
 
 
 class _Signals(Signals):

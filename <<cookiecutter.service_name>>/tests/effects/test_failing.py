@@ -1,5 +1,6 @@
 """What the functions of an effect may raise or return, however odd: it is that call's."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -33,6 +34,25 @@ async def test_what_would_end_the_process_is_the_failure_of_the_effect_that_rais
     assert [(row["reason"], row["error"]) for row in rows] == [
         ("attempts used up", f"{kind.__name__}: ")
     ] * 2
+
+
+async def test_a_call_that_cancels_its_task_fails_and_the_worker_goes_on(
+    new_calling_desk: NewDesk,
+) -> None:
+    async def cancel() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.Event().wait()
+
+    outside, desk = await desk_of(new_calling_desk, policy=Policy(attempts=1))
+    outside.waits = {1: cancel}
+    await desk.apply(Deposit(1), Deposit(2, "bob"))
+    await desk.call()
+    (row,) = await desk.backlog()
+    assert row["reason"] == "attempts used up"
+    assert row["error"].startswith("CancelledItself: ")
+    assert sorted(outside.calls) == [1, 2]
 
 
 async def asked_after_a_lost_call(

@@ -14,7 +14,8 @@ from pipeline.handlers.policy import FOLLOWER
 from pipeline.handlers.sessions import SharedSession
 from pipeline.handlers.transaction import EventBatch, Transaction
 from pipeline.observe.traces import Current
-from pipeline.servers.guard import HandlerFault, in_context
+from pipeline.servers.guard import HandlerFault
+from pipeline.servers.service_code import call_service
 from pipeline.servers.tasks import TimeSlice
 
 from .attempt import Attempt
@@ -196,11 +197,9 @@ async def _handle(items: Sequence[Item], attempt: Attempt, gap: int) -> str | No
         if handler.gaps is not None:
             await note_applied(item, attempt.rows)
         return result_as_json(result)
-    except asyncio.CancelledError as error:
-        is_cancelled = attempt.task is None or attempt.task.cancelling() > 0
-        if is_cancelled:
-            raise
-        raise CallFailed(items, error, attempt.context) from error
+    except asyncio.CancelledError:
+        is_cancelled = True
+        raise
     except BaseException as error:  # also sys.exit(), and the panic of an extension module
         if attempt.deadline.is_over:
             attempt.is_cut_off = True
@@ -250,7 +249,7 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     attempt.context = current.context
     try:
         with current, attempt.deadline.within(handler.timeout):
-            return await in_context(handler.function(attempt.event_of(item), tx), attempt.guard)
+            return await call_service(handler.function(attempt.event_of(item), tx), attempt.guard)
     finally:
         tx.end()
         if item.called is None:
@@ -273,7 +272,7 @@ async def _call_with_batch(run: Sequence[Item], attempt: Attempt) -> None:
     failure = None
     try:
         with attempt.deadline.within(handler.timeout):
-            await in_context(handler.function(EventBatch(calls)), attempt.guard)
+            await call_service(handler.function(EventBatch(calls)), attempt.guard)
     except BaseException as error:
         failure = error
         raise

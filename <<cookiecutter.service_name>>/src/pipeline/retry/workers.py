@@ -28,7 +28,7 @@ from pipeline.observe.health import Health
 from pipeline.schema import LANES
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
-from pipeline.servers.tasks import in_background, sleep_or_event
+from pipeline.servers.tasks import end, in_background, sleep_or_event
 
 from . import lanes
 from .lane_source import LaneSource, beforehand, is_full, is_suspect, read_rows, take
@@ -94,9 +94,14 @@ class BacklogWorkers:
     async def run(self) -> None:
         """Work until `stop`."""
         counting = in_background(measure(self._engine)) if self.counts else nullcontext()
-        async with counting, asyncio.TaskGroup() as group:
-            for _ in range(self.number):
-                group.create_task(self._work())
+        async with counting:
+            workers = [asyncio.create_task(self._work()) for _ in range(self.number)]
+            try:
+                # Not a group of tasks, which would ignore that one was cancelled.
+                for worker in asyncio.as_completed(workers):
+                    await worker
+            finally:
+                await end(*workers)
 
     async def work_off(self, lanes: int = 1) -> int:
         """Handle what is due in so many lanes, as `run` does.

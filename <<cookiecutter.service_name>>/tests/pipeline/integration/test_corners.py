@@ -239,7 +239,8 @@ async def test_who_kills_in_a_lane_is_found_by_the_second_death(
     killer = amounts[60]
 
     async def die() -> None:
-        working.cancel()  # unasked, as by a loop that is torn down
+        # From outside, as by a loop that is torn down.
+        asyncio.get_running_loop().call_soon(working.cancel)
         await asyncio.Event().wait()
 
     bank.waits = {killer: die}

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import asyncpg
@@ -16,7 +17,7 @@ from pipeline.settings import Settings
 from .bank import Bank
 from .desk import Desk, NewDesk
 from tests.contract.bank import Deposit, Deposited, histories
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 EXITS = [KeyboardInterrupt, GeneratorExit, SystemExit]
 
@@ -63,6 +64,94 @@ async def test_decisions_out_of_groups_of_tasks_are_decisions_and_open_no_breake
     rows = await desk.backlog()
     assert [row["reason"] for row in rows] == ["rejected"] * 25
     assert rows[7]["error"] == "Reject: not 7"
+
+
+async def _cancel_and_wait() -> None:
+    _cancel()
+    await asyncio.Event().wait()
+
+
+async def _cancel_and_return() -> None:
+    _cancel()
+
+
+async def _cancel_and_raise() -> None:
+    _cancel()
+    raise ValueError("of its own")
+
+
+async def _swallow_cancellation() -> None:
+    with suppress(asyncio.CancelledError):
+        await _cancel_and_wait()
+
+
+async def _await_cancelled() -> None:
+    cancelled = asyncio.get_running_loop().create_future()
+    cancelled.cancel()
+    await cancelled
+
+
+def _cancel() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+@pytest.mark.parametrize("in_batches", [False, True], ids=["", "in batches"])
+async def test_a_handler_that_cancels_its_task_fails_and_its_neighbours_do_not(
+    new_desk: NewDesk, in_batches: bool
+) -> None:
+    handlers = Handlers()
+    does = [_cancel_and_wait, _cancel_and_return, _cancel_and_raise]
+    does += [_swallow_cancellation, _await_cancelled]
+
+    async def act(event: Deposited) -> None:
+        if event.amount < len(does):
+            await does[event.amount]()
+
+    if in_batches:
+
+        @handlers.on_batch(Deposited, topic="deposits", consumer="cancelling")
+        async def cancelling_in_batches(batch: EventBatch[Deposited]) -> None:
+            for event, _ in batch:
+                await act(event)
+
+    else:
+
+        @handlers.on(Deposited, topic="deposits", consumer="cancelling")
+        async def cancelling(event: Deposited, tx: Transaction) -> None:
+            await act(event)
+
+    desk = await new_desk(handlers, topic="deposits", breaker_keys=100)
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    await desk.apply(*(Deposit(n, account=str(n)) for n in range(len(does) + 1)))
+    await desk.work_off()  # each alone
+    errors = {row["offset"]: row["error"].partition(":")[0] for row in await desk.backlog()}
+    itself = "CancelledItself"
+    assert errors == {0: itself, 1: itself, 2: "ValueError", 4: itself}
+    assert task.cancelling() == before
+
+
+async def test_a_worker_that_code_of_the_service_has_cancelled_ends_them_all(
+    ledger: tuple[Bank, Desk],
+) -> None:
+    bank, desk = ledger
+
+    async def cancel(task: asyncio.Task[None]) -> None:
+        task.cancel()
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="cancelled", mode="deferred")
+    async def cancelled(event: Deposited, tx: Transaction) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        await asyncio.create_task(cancel(task))
+        await asyncio.Event().wait()
+
+    await desk.apply(Deposit(1))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(desk.lanes.run(), PATIENCE)
 
 
 class Response:
