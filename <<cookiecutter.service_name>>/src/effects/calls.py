@@ -137,8 +137,12 @@ async def _has_happened(item: Item, call: Call) -> bool:
     """Return whether an earlier call took place, as `ask` reports."""
     ask = Effect.of(item).ask
     assert ask is not None
+
+    async def asked() -> object:
+        return await ask(item.event, call)  # any awaitable
+
     try:
-        answer: object = await call_service(ask(item.event, call))
+        answer = await call_service(asked())
     except Exception as error:
         if not isinstance(as_decision(error), NOT_DONE):
             raise
@@ -155,8 +159,7 @@ def _kept(result: object, item: Item) -> object:
     try:
         kept = result_as_json(result)
     except TypeError as error:
-        consumer, id = item.consumer, item.message.id
-        log.warning("%s: call %r was made; its result is not stored: %s", consumer, id, error)
+        log.warning("%s: the call was made; its result is not stored: %s", item.name, error)
         return None
     return kept and pydantic_core.from_json(kept)
 

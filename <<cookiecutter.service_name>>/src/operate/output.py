@@ -1,10 +1,8 @@
 """Output of commands: JSON for programs; tables, fields and sentences for people."""
 
-import json
 import os
 import re
 import sys
-import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -16,15 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.redaction import redact
+from pipeline.redaction import harmless, redact
 
 from .errors import OutputFailed
 
 Content = dict[Literal["text", "hex"], str] | None
 """Bytes, as `text` if they are UTF-8, else as `hex`."""
 
-_INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
-"""Categories of characters that control a terminal, or change how others are displayed."""
 _STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}
 """Styles on a terminal of cells that hold only one of these words."""
 
@@ -112,18 +108,6 @@ def print_fields(fields: Mapping[str, object], *texts: str) -> None:
 def one_line(text: str) -> str:
     """Return a text as one line, with invisible characters escaped as in JSON."""
     return harmless(text.replace("\n", "\\n"))
-
-
-def harmless(text: str) -> str:
-    """Return a text, or JSON, with the characters escaped that are not visible."""
-    if text.isprintable():
-        return text
-    return "".join(one if is_visible(one) else json.dumps(one)[1:-1] for one in text)
-
-
-def is_visible(letter: str) -> bool:
-    """Return whether a character is displayed, or is a tab or an end of line."""
-    return letter in "\n\t" or unicodedata.category(letter) not in _INVISIBLE
 
 
 def format_time(time: datetime) -> str:

@@ -42,7 +42,7 @@ from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
 from .errors import ACCESS_DENIED, OutputFailed, Refused, Unavailable
-from .output import harmless, standard_streams, write
+from .output import standard_streams, write
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class Invocation:
         """Ask a question. Raises `typer.Abort` unless the answer is yes, and `Refused` without a
         terminal that gives one."""
         try:
-            typer.confirm(harmless(question), abort=True, err=True)
+            typer.confirm(redaction.harmless(question), abort=True, err=True)
         except typer.Abort:
             if sys.stdin.isatty():
                 raise

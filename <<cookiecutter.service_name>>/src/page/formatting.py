@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
 
-from operate.output import Content, format_time, harmless, is_visible
-from pipeline.redaction import HIDDEN
+from operate.output import Content, format_time
+from pipeline.redaction import HIDDEN, harmless, is_visible
 
 LONGEST = 20_000
 """Longest payload, in characters, that is shown whole; only the number of the rest is shown."""

@@ -46,7 +46,10 @@ class _Server(uvicorn.Server):
 async def serve(service: Service, settings: Settings, chosen: PageSettings) -> None:
     """Serve the page until SIGTERM or SIGINT. Raises `CannotListen`."""
     logs.configure(
-        level=settings.log_level, json=settings.log_json, loggers=service.loggers(settings)
+        level=settings.log_level,
+        json=settings.log_json,
+        loggers=service.loggers(settings),
+        queues=True,
     )
     engine = create_engine(settings, name=f"{service.name}-page")
     page = Page(service, settings, chosen, engine)

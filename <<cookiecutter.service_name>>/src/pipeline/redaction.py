@@ -1,11 +1,13 @@
-"""Removes secrets from every text that leaves the process.
+"""Removes secrets from every text that leaves the process, and what would control a terminal.
 
-They are recognised in three ways: those of the environment by their value; fields that an event's
-model marks by their name, wherever a text quotes the payload; credentials in URLs by their form.
+Secrets are recognised in three ways: those of the environment by their value; fields that an
+event's model marks by their name, wherever a text quotes the payload; credentials in URLs by their
+form.
 """
 
 import json
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from threading import Lock
@@ -15,6 +17,8 @@ from urllib.parse import quote, unquote
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
+_INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp"}
+"""Categories of characters that control a terminal, or change how others are displayed."""
 HIDDEN = "**********"
 """Replaces a secret; the same as pydantic's."""
 _SHORTEST = 8
@@ -205,3 +209,15 @@ def _end_of_value(text: str, start: int) -> int:
         if depth <= 0:
             return token.end()
     return len(text)
+
+
+def harmless(text: str) -> str:
+    """Return a text, or JSON, with the characters escaped that are not visible."""
+    if text.isprintable():
+        return text
+    return "".join(one if is_visible(one) else json.dumps(one)[1:-1] for one in text)
+
+
+def is_visible(letter: str) -> bool:
+    """Return whether a character is displayed, or is a tab or an end of line."""
+    return letter in "\n\t" or unicodedata.category(letter) not in _INVISIBLE

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 _CONSUMER_SHARE, _RELAY_SHARE, _TELEMETRY_SHARE = 0.4, 0.3, 0.2
 """Shares of the shutdown grace: for running batches, then for what the relay has to publish, then
 for spans and metrics. The rest is left for closing connections to servers that don't answer."""
+
+_STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 Running = Consumer | BacklogWorkers | Relay
 
@@ -91,8 +94,12 @@ async def process(
     """
     _collect_seldom(settings.gc_threshold)
     logs.configure(
-        level=settings.log_level, json=settings.log_json, loggers=service.loggers(settings)
+        level=settings.log_level,
+        json=settings.log_json,
+        loggers=service.loggers(settings),
+        queues=True,
     )
+    os.register_at_fork(after_in_child=_leave_signals)
     health = Health(stall_after=settings.hang_timeout)
     with serving(health, host=settings.health_host, port=settings.health_port) as port:
         metrics.observe_ready(lambda: health.is_ready)
@@ -282,6 +289,16 @@ class _Signals(Signals):
             self.lanes.wake()
 
 
+def _leave_signals() -> None:
+    """Let a process that a handler has forked end by its signals, and not stop this one.
+
+    The two share the socket that wakes the event loop.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in _STOPPING_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
 def _stopping_on_signals() -> asyncio.Event:
     """Return the event that the first SIGTERM or SIGINT sets; a second ends the process at once.
 
@@ -291,16 +308,15 @@ def _stopping_on_signals() -> asyncio.Event:
     """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
 
     def stop(number: signal.Signals) -> None:
         stopping.set()
-        for either in numbers:
+        for either in _STOPPING_SIGNALS:
             loop.remove_signal_handler(either)
             signal.signal(either, signal.SIG_DFL)
         # Not before: a second signal would be lost.
         log.info("%s: finishing running batches; a second signal kills the process", number.name)
 
-    for number in numbers:
+    for number in _STOPPING_SIGNALS:
         loop.add_signal_handler(number, stop, number)
     return stopping

@@ -9,7 +9,7 @@ from pipeline.events.cloudevents import names_of
 from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, PARKED, Decision, dead
 from pipeline.observe import metrics, traces
-from pipeline.observe.logs import LONGEST_KEY
+from pipeline.observe.logs import LONGEST_KEY, shortened
 
 from .backlog import Row, mismatch_key
 from .encryption import Encryption
@@ -113,7 +113,7 @@ def _log_undecoded(row: Row) -> None:
     place = f"{record.topic}/{record.partition} at offset {record.offset}"
     text = f"{then}: {place}: {decision.reason}: {decision.error}"
     names = {"reason": decision.reason, "letter": row.key.hex()[:16]}
-    names |= {"consumer": row.consumer, "message_id": id or ""}
+    names |= {"consumer": row.consumer, "message_id": shortened(id or "")}
     _write(level, text, record, traceparent, names)
 
 
@@ -138,8 +138,8 @@ def _log(
     level: int, item: Item, then: str, reason: str, *, trace: str | None = None, letter: str = ""
 ) -> None:
     message = item.message
-    names = {"consumer": item.consumer, "message_id": message.id, "message_type": message.type}
-    names |= {"reason": reason, "letter": letter}
+    names = {"message_id": shortened(message.id), "message_type": shortened(message.type)}
+    names |= {"consumer": item.consumer, "reason": reason, "letter": letter}
     trace = trace or item.trace or message.traceparent
     _write(level, f"{item.name}{then}", item.record, trace, names)
 

@@ -3,16 +3,22 @@
 Fields are given by `extra={…}`: identities (topic, offset, message id), never payloads. `logging`
 itself rejects those that are named like an attribute of its records, such as `name`. Everything
 that a line is made of passes `redaction`.
+
+A process that serves writes its lines from a thread of its own: a pipe that nothing reads blocks
+only that thread. Then further lines are dropped, and counted.
 """
 
 import logging
 import math
+import os
+import queue
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from json import dumps, loads
+from logging.handlers import QueueHandler, QueueListener
 from sys import exc_info
 from typing import Any
 
@@ -20,12 +26,16 @@ from aiokafka.errors import KafkaError
 from opentelemetry import trace
 
 from pipeline.errors import describe_error, format_traceback, summarize_error
-from pipeline.redaction import redact, redact_error
+from pipeline.redaction import harmless, redact, redact_error
+
+from . import metrics
 
 log = logging.getLogger(__name__)
 
 LONGEST_KEY = 100
 """Bytes of a message's key that a log line contains, at most."""
+_LONGEST_NAME = 200
+"""Characters of a message's id, or type, that a log line contains."""
 
 _HANDLER = "pipeline"
 _RESERVED = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
@@ -48,12 +58,21 @@ _REPEATING = {"aiokafka", "asyncio", "asyncpg", "opentelemetry", "sqlalchemy", "
 _REPEATING_OURS = "pipeline.servers.retrying"
 _PERIOD = 60.0
 
+_MOST_QUEUED = 10_000
+"""Lines that wait to be written, at most."""
+_STDERR = 2
+_FLUSH_SECONDS = 1.0
+"""Time that the end of the process waits for lines to be written."""
 
-def configure(*, level: str, json: bool | None, loggers: Iterable[str] = ()) -> None:
+
+def configure(
+    *, level: str, json: bool | None, loggers: Iterable[str] = (), queues: bool = False
+) -> None:
     """Send log lines to standard error: from `level` on those of the engine and of `loggers`.
 
     Of all others warnings and errors are sent: libraries log URLs and rows. `json=None` means JSON
-    unless standard error is a terminal. Raises `ValueError` if there is no such level.
+    unless standard error is a terminal. `queues`: a thread writes them, and no caller ever waits.
+    Raises `ValueError` if there is no such level.
     """
     root = logging.getLogger()
     root.setLevel(level.upper())
@@ -64,12 +83,18 @@ def configure(*, level: str, json: bool | None, loggers: Iterable[str] = ()) -> 
         logging.getLogger(name).setLevel(logging.ERROR)
     for former in [handler for handler in root.handlers if handler.name == _HANDLER]:
         root.removeHandler(former)
-    handler = _Handler(sys.stderr)
+        former.close()
+    handler = _QueueHandler() if queues else _StreamHandler(sys.stderr)
     handler.name = _HANDLER
     handler.addFilter(_lower_if_retried)
     handler.addFilter(_Repetitions())
     handler.setFormatter(JsonLines() if is_json(json) else _Readable())
     root.addHandler(handler)
+
+
+def shortened(name: str) -> str:
+    """Return what a log line contains of a message's id or type, which may have any length."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
 
 
 def is_json(json: bool | None) -> bool:
@@ -91,12 +116,73 @@ def _lower_if_retried(record: logging.LogRecord) -> bool:
     return logging.getLogger().isEnabledFor(record.levelno)
 
 
-class _Handler(logging.StreamHandler[Any]):
+class _Handler(logging.Handler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Log which line is lost; the standard handler would print its arguments."""
         if record.name != __name__:
             why, place = type(exc_info()[1]).__name__, f"{record.pathname}:{record.lineno}"
             log.error("a line of %s is lost, %s: %s", record.name, place, why)
+
+
+class _StreamHandler(_Handler, logging.StreamHandler[Any]):
+    pass
+
+
+class _QueueHandler(_Handler, QueueHandler):
+    """Formats records where they are logged, in their span, and has their lines written."""
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[str | None] = queue.Queue(_MOST_QUEUED)
+        super().__init__(self._lines)
+        self._writer = _Writer(self._lines)
+        self._writer.start()
+        self._write: Callable[[str], None] = self._lines.put_nowait
+        os.register_at_fork(after_in_child=self._write_directly)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a line; drop it if there is no room."""
+        try:
+            self._write(f"{self.format(record)}\n")
+        except queue.Full:
+            metrics.log_dropped.add(1)
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Wait until all lines are written, for a second at most."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(
+                lambda: not self._lines.unfinished_tasks, _FLUSH_SECONDS
+            )
+
+    def close(self) -> None:
+        """Flush, and end the thread unless it is blocked."""
+        self.flush()
+        with suppress(queue.Full):
+            self._lines.put_nowait(None)
+        super().close()
+
+    def _write_directly(self) -> None:
+        # A forked process has no thread that writes, and perhaps a queue that is locked for ever.
+        self._lines = queue.Queue()
+        self._write = self._writer.handle
+
+
+class _Writer(QueueListener):
+    """Writes lines from its thread to standard error.
+
+    It needs no lock of `sys.stderr`, which would keep the interpreter from ending while a write is
+    blocked.
+    """
+
+    def handle(self, line: Any) -> None:
+        """Write a line. One that can't be written, as to a closed pipe, is counted as dropped."""
+        data = line.encode("utf-8", "backslashreplace")
+        try:
+            while data:
+                data = data[os.write(_STDERR, data) :]
+        except OSError:
+            metrics.log_dropped.add(1)
 
 
 class _Repetitions(logging.Filter):
@@ -148,7 +234,8 @@ class _Readable(logging.Formatter):
         message = _message(record)
         # In one line, whatever a message's id contains.
         line = message if message.isprintable() else repr(message)[1:-1]
-        return "\n".join([f"{head}: {line}{fields}", *_stacks(record).values()])
+        stacks = map(harmless, _stacks(record).values())
+        return "\n".join([f"{head}: {line}{fields}", *stacks])
 
 
 def _stacks(record: logging.LogRecord) -> dict[str, str]:

@@ -50,6 +50,9 @@ retention_failures = _meter.create_counter(
     "pipeline.retention.failures", "{round}", "Rounds of retention that were not finished."
 )
 upcasts = _meter.create_counter("pipeline.upcasts", "{message}", "Converted, by older type.")
+log_dropped = _meter.create_counter(
+    "pipeline.log.dropped", "{line}", "Log lines lost, as nothing reads standard error in time."
+)
 _sent = metric_names.create_messaging_client_sent_messages(_meter)
 _consumed = metric_names.create_messaging_client_consumed_messages(_meter)
 

@@ -6,6 +6,7 @@ Handlers of one process share its event loop and its partitions: one that hangs 
 | ------------------------------------- | -------------------------------- | --------- |
 | the event loop is blocked             | a thread that misses heartbeats  | 1         |
 | no thread of Python runs              | `faulthandler`'s timer           | 1         |
+| the same, and nothing reads the log   | a timer of the kernel            | (SIGALRM) |
 | a call goes on after its cancellation | a task of the event loop         | 70        |
 
 The next process handles the same messages again. Starts without a clean end are counted, at the
@@ -18,11 +19,12 @@ import asyncio
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from .health import Health, ReadinessLog
 
@@ -32,7 +34,10 @@ BEAT = 1.0
 """Seconds between heartbeats."""
 LAST_RESORT = 5.0
 """Seconds after the watchdog's own time-out at which `faulthandler` ends the process: no thread of
-Python runs, or writing the last log line blocks."""
+Python runs. It writes the stack first, which blocks if nothing reads standard error. After the same
+time again the kernel ends the process."""
+_REPORT_SECONDS = 1.0
+"""Time that the reason for the end may take to be written."""
 _LOOP_BLOCKED = 1
 """Exit code, the same as `faulthandler`'s."""
 _CANCELLATION_IGNORED = 70
@@ -57,11 +62,14 @@ async def heartbeat(health: Health) -> None:
         while True:
             health.beat()
             faulthandler.dump_traceback_later(health.stall_after + LAST_RESORT, exit=True)
+            # The default action of its signal needs no thread, no lock and no pipe.
+            signal.setitimer(signal.ITIMER_REAL, health.stall_after + 2 * LAST_RESORT)
             readiness.announce()
             await asyncio.sleep(BEAT)
     finally:
         stopping.set()
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _watch_loop(health: Health, thread: int, stopping: threading.Event) -> None:
@@ -73,10 +81,23 @@ def _watch_loop(health: Health, thread: int, stopping: threading.Event) -> None:
     text = "the event loop has been blocked for %.0f s: PIPELINE_HANG_TIMEOUT ends the process"
     args, stack = (health.seconds_since_beat,), f"Stack (most recent call last):\n{stack}"
     # `log.critical` would give the stack of this thread.
-    log.handle(
-        log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, args, None, sinfo=stack)
-    )
-    os._exit(_LOOP_BLOCKED)
+    record = log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, args, None, sinfo=stack)
+    _end_process(_LOOP_BLOCKED, record)
+
+
+def _end_process(code: int, record: logging.LogRecord) -> NoReturn:
+    """Log the reason and end the process, whether or not anything reads the log."""
+
+    def report() -> None:
+        log.handle(record)
+        logging.shutdown()
+
+    try:
+        reporting = threading.Thread(target=report, name="watchdog's report", daemon=True)
+        reporting.start()
+        reporting.join(_REPORT_SECONDS)
+    finally:
+        os._exit(code)
 
 
 async def watch_calls(stack_of: Callable[[asyncio.Task[Any]], str], hang_timeout: float) -> None:
@@ -86,15 +107,13 @@ async def watch_calls(stack_of: Callable[[asyncio.Task[Any]], str], hang_timeout
         await asyncio.sleep(BEAT)
         ignoring = calls_ignoring_cancellation(hang_timeout)
     task, what = ignoring[0]
-    log.critical(
+    text = (
         "%s is still running %s s after its cancellation (PIPELINE_HANG_TIMEOUT): the process"
-        " exits, and the next process handles the message again. The stack of the call:\n%s",
-        what,
-        hang_timeout,
-        stack_of(task),
+        " exits, and the next process handles the message again. The stack of the call:\n%s"
     )
-    logging.shutdown()
-    os._exit(_CANCELLATION_IGNORED)
+    args = (what, hang_timeout, stack_of(task))
+    record = log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, args, None)
+    _end_process(_CANCELLATION_IGNORED, record)
 
 
 def calls_ignoring_cancellation(seconds: float) -> list[tuple[asyncio.Task[Any], str]]:

@@ -78,3 +78,16 @@ async def test_a_cancellation_is_not_replaced_by_the_need_for_a_session(is_cance
         may_end.set()
         with pytest.raises(NeedsOwnSession, match="ship"):
             await task
+
+
+async def test_a_message_is_named_in_the_log_with_a_bounded_id_and_type() -> None:
+    handlers = Handlers()
+
+    @handlers.on(Placed, topic="orders", consumer="ship")
+    async def ship(event: Placed, tx: Transaction) -> None:
+        """Do nothing."""
+
+    (item,) = (await read(handlers, 0, [record()])).items
+    assert item.name == "ship: placed '1'"
+    message = item.message._replace(id=10_000 * "i", type=10_000 * "t")
+    assert len(item._replace(message=message).name) < 500

@@ -2,7 +2,11 @@ import io
 import json
 import logging
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +24,8 @@ from operate.terminal import run_to_end, serving
 from pipeline import errors
 from pipeline.observe import logs
 from pipeline.redaction import Redactor
+
+from tests.servers.waiting import PATIENCE
 
 RFC3339 = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z"
 log = logging.getLogger("pipeline.test")
@@ -88,6 +94,17 @@ def test_a_message_cannot_forge_a_line_on_the_terminal(terminal: Terminal) -> No
     log.info("id %s", "a\n2026-01-01 forged\x1b[31m", extra={"key": "b\r\nforged"})
     (line,) = terminal.getvalue().splitlines()
     assert "\x1b" not in line
+
+
+def test_a_traceback_cannot_control_the_terminal(terminal: Terminal) -> None:
+    logs.configure(level="INFO", json=None)
+    try:
+        raise LookupError("no parcel \x1b[2J\x9b2J\u202e")
+    except LookupError:
+        log.exception("failed", stack_info=True)
+    written = terminal.getvalue()
+    assert r"LookupError: no parcel \u001b[2J\u009b2J\u202e" in written
+    assert not {"\x1b", "\x9b", "\u202e"} & {*written}
 
 
 @pytest.mark.parametrize("json", [True, False])
@@ -437,3 +454,48 @@ def test_an_error_of_the_system_that_ends_a_process_is_told_with_its_place(
     assert "in fail" in place["exception"]
     assert sentence["message"] == "OSError: [Errno 24] Too many open files"
     assert "exception" not in sentence
+
+
+WRITES = """
+import logging
+from prometheus_client import generate_latest
+from pipeline.observe import exporters, logs
+
+exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+logs.configure(level="INFO", json=False, queues=True)
+for number in range({lines}):
+    logging.getLogger("pipeline").info("%s %s", 1_000 * "x", number)
+print(generate_latest().decode())
+"""
+
+
+@pytest.mark.parametrize(("lines", "is_any_dropped"), [(1_000, False), (30_000, True)])
+def test_a_pipe_that_nothing_reads_blocks_nothing_and_what_is_dropped_is_counted(
+    lines: int, is_any_dropped: bool
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITES.format(lines=lines)],
+        env=os.environ | {"PYTHONPATH": str(Path(logs.__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert ("pipeline_log_dropped" in process.stdout.read()) is is_any_dropped
+            assert process.wait(PATIENCE) == 0
+        finally:
+            process.kill()
+
+
+def test_all_lines_are_written_in_order_before_the_process_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WRITES.format(lines=1_000)],
+        env=os.environ | {"PYTHONPATH": str(Path(logs.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    numbers = [line.rpartition(" ")[2] for line in done.stderr.splitlines()]
+    assert numbers == [str(number) for number in range(1_000)]
