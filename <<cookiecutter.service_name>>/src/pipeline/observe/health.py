@@ -6,16 +6,18 @@ The thread also answers while the event loop is blocked, and reports that it is.
 import errno
 import json
 import logging
+import os
 import re
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -25,7 +27,11 @@ log = logging.getLogger(__name__)
 _REMIND_SECONDS = 60.0
 _PARTS_NAMED = 3
 _POLL_SECONDS = 0.5
-"""Interval at which the server's thread checks whether it has to stop."""
+"""Interval at which the server's thread checks whether it has to stop, and the age of requests."""
+_REQUEST_SECONDS = 10.0
+"""Time limit of a request, from its connection to the end of its answer."""
+MOST_REQUESTS = 32
+"""Requests, and so threads and connections, at once. One too many takes the place of the oldest."""
 
 
 class Health:
@@ -143,18 +149,21 @@ def listen(host: str, port: int, *, what: str, prefix: str) -> tuple[socket.sock
             f"cannot serve {what} on {host}, port {port}: {error.strerror};"
             f" check {prefix}_HOST and {prefix}_PORT"
         ) from error
+    os.register_at_fork(after_in_child=listener.close)  # it must not keep the port
     name = f"[{host}]" if ":" in host else host
     return listener, f"http://{name}:{listener.getsockname()[1]}/"
 
 
 @contextmanager
-def serving(health: Health, *, host: str, port: int) -> Iterator[int]:
+def serving(
+    health: Health, *, host: str, port: int, request_seconds: float = _REQUEST_SECONDS
+) -> Iterator[int]:
     """Serve `/health/live`, `/health/ready` and `/metrics` from a daemon thread; yield the port.
 
-    Port 0 picks a free one. Raises `CannotListen`.
+    Port 0 picks a free one. A connection is closed after `request_seconds`. Raises `CannotListen`.
     """
     try:
-        server = _Server(host, port, health)
+        server = _Server(host, port, health, request_seconds)
     except OSError as error:
         why = f"{error.strerror}; check PIPELINE_HEALTH_HOST and PIPELINE_HEALTH_PORT"
         if error.errno == errno.EADDRINUSE:
@@ -162,6 +171,8 @@ def serving(health: Health, *, host: str, port: int) -> Iterator[int]:
         raise CannotListen(
             f"cannot serve health and metrics on {host}, port {port}: {why}"
         ) from error
+    # A forked process must not keep the port when this one has ended.
+    os.register_at_fork(after_in_child=server.socket.close)
     threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), daemon=True).start()
     try:
         yield server.server_port
@@ -171,8 +182,14 @@ def serving(health: Health, *, host: str, port: int) -> Iterator[int]:
 
 
 class _Server(ThreadingHTTPServer):
-    def __init__(self, host: str, port: int, health: Health) -> None:
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, health: Health, request_seconds: float) -> None:
         self.health = health
+        self._request_seconds = request_seconds
+        self._free = threading.BoundedSemaphore(MOST_REQUESTS)
+        self._begun: dict[socket.socket, float] = {}
+        """When each request began, the oldest one first."""
         self.scrape = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
@@ -181,6 +198,42 @@ class _Server(ThreadingHTTPServer):
         # HTTPServer's resolves our own name, which can take many seconds.
         TCPServer.server_bind(self)
         self.server_port = self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self._end(next(iter([*self._begun]), None))
+            if not self._free.acquire(timeout=_POLL_SECONDS):
+                self.shutdown_request(request)
+                return
+        self._begun[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread can be started
+            self._has_ended(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._has_ended(request)
+
+    def service_actions(self) -> None:
+        latest = time.monotonic() - self._request_seconds
+        for request, begun in [*self._begun.items()]:
+            if begun < latest:
+                self._end(request)
+
+    def _end(self, request: socket.socket | None) -> None:
+        """Make the thread of the request end: nothing arrives any more, and sending fails."""
+        if request is not None:
+            self._begun.pop(request, None)
+            with suppress(OSError):  # it has ended by itself
+                request.shutdown(socket.SHUT_RDWR)
+
+    def _has_ended(self, request: socket.socket) -> None:
+        self._begun.pop(request, None)
+        self._free.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         error = sys.exc_info()[1]

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.observe import health as module
-from pipeline.observe.health import CannotListen, Health, ReadinessLog, serving
+from pipeline.observe.health import (
+    MOST_REQUESTS,
+    CannotListen,
+    Health,
+    ReadinessLog,
+    serving,
+)
 
 from tests.servers.waiting import PATIENCE
 
@@ -266,6 +273,33 @@ def test_a_client_that_says_nothing_does_not_hold_up_the_others(port: int) -> No
         assert answer(port, "/health/live")[0] == 200
 
 
+def test_a_client_that_sends_its_request_byte_by_byte_is_cut_off(health: Health) -> None:
+    with (
+        serving(health, host=HOST, port=0, request_seconds=0.5) as port,
+        socket.create_connection((HOST, port), timeout=PATIENCE) as slow,
+    ):
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 10_000:
+                slow.sendall(b"x")
+                sent += 1
+                assert answer(port, "/health/live")[0] == 200
+        assert 0 < sent < 10_000
+
+
+def test_silent_clients_take_few_threads_and_keep_nobody_out(port: int) -> None:
+    with ExitStack() as stack:
+        for _ in range(4 * MOST_REQUESTS):
+            stack.enter_context(socket.create_connection((HOST, port), timeout=PATIENCE))
+            assert requests_under_way() <= MOST_REQUESTS
+        assert answer(port, "/health/live")[0] == 200
+        assert requests_under_way() <= MOST_REQUESTS
+
+
+def requests_under_way() -> int:
+    return sum("process_request_thread" in one.name for one in threading.enumerate())
+
+
 def test_a_port_in_use_is_told_with_the_setting_to_change(health: Health, port: int) -> None:
     with (
         pytest.raises(CannotListen, match=f"port {port}: the port is in use") as caught,
@@ -386,11 +420,14 @@ asyncio.run(main())
 """
 
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])}
+
+
 def hang(how: str, then: str = "") -> subprocess.CompletedProcess[str]:
     """Run a process in which a blocked event loop is ended after two seconds."""
     return subprocess.run(
         [sys.executable, "-c", HANG.format(hang=how, then=then)],
-        env=os.environ | {"PYTHONPATH": str(Path(module.__file__).parents[2])},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -414,6 +451,31 @@ def test_a_process_in_which_no_thread_runs_any_more_ends_all_the_same() -> None:
     done = hang("sum(itertools.repeat(0))")
     assert done.returncode == 1
     assert "in block_the_loop" in done.stderr
+
+
+UNREAD = """
+import logging
+from pipeline.observe import logs
+
+logs.configure(level="INFO", json=True, queues=True)
+for _ in range(1_000):
+    logging.getLogger("pipeline").info(1_000 * "x")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("time.sleep(60)", 1), ("sum(itertools.repeat(0))", -signal.SIGALRM)]
+)
+def test_a_process_that_hangs_ends_even_if_nothing_reads_its_log(how: str, code: int) -> None:
+    program = HANG.format(hang=how, then="").replace("LAST_RESORT = 0.5", "LAST_RESORT = 3")
+    program = program.replace('logs.configure(level="INFO", json=True)\n', UNREAD)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=ENVIRONMENT, stderr=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.wait(PATIENCE) == code
+        finally:
+            process.kill()
 
 
 def test_a_process_whose_loop_turns_lives_and_what_it_does_after_the_loop_is_not_watched() -> None:
