@@ -31,6 +31,7 @@ from pipeline.errors import (
     describe_error,
     format_traceback,
     is_infrastructure,
+    is_of_a_server,
     sqlstate_of,
     summarize_error,
 )
@@ -317,7 +318,7 @@ def naming_servers(settings: Settings) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, KafkaError):
             server = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
-        elif is_infrastructure(error):
+        elif is_of_a_server(error):
             server = f"{settings.postgresql} (PIPELINE_DATABASE_URL)"
         else:
             raise

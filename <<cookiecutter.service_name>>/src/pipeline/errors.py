@@ -1,5 +1,6 @@
 """Errors: whether servers, the database or a message are at fault, and their text."""
 
+import errno
 import re
 import traceback
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ _INFRASTRUCTURE = (
 """Error codes of PostgreSQL (Appendix A) or the beginnings of some: a class has two characters."""
 _CONTENTION = ("40001", "40P01", "55P03", "57014")
 _OF_SERVERS = ("08", "25", "53", "57", "58", "XX")
+_OF_THE_PROCESS = (errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 _OF_RESOURCES = ("53", "58")
 """Classes of errors: insufficient resources, and system error."""
 MISSING = (
@@ -124,6 +126,17 @@ def _is_infrastructure(error: BaseException) -> bool:
         is_bare = type(error) is asyncpg.InternalClientError
         return not is_bare or str(error).startswith("cannot switch to state")
     return isinstance(error, sqlalchemy.exc.TimeoutError | OSError | KafkaError)
+
+
+def is_of_a_server(error: BaseException) -> bool:
+    """Return whether `is_infrastructure` is true, and no file, disk or descriptor is to blame.
+
+    Those are the process's own, as where a migration opens a file that is missing.
+    """
+    return is_infrastructure(error) and not any(
+        isinstance(one, OSError) and (one.filename is not None or one.errno in _OF_THE_PROCESS)
+        for one in leaves(error)
+    )
 
 
 def lacks_partition(error: BaseException) -> bool:

@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
-from pipeline.errors import StoreUnavailable, describe_error, is_infrastructure, summarize_error
+from pipeline.errors import (
+    StoreUnavailable,
+    describe_error,
+    is_infrastructure,
+    is_of_a_server,
+    summarize_error,
+)
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +85,10 @@ class Attempts:
         assert error is not None
         if isinstance(error, StoreUnavailable):  # its text has the address
             reason = summarize_error(error)
-        else:
+        elif is_of_a_server(error):
             reason = f"{self.server}: {describe_error(error)}"
+        else:
+            reason = describe_error(error)
         self.report(reason)
         if state.attempt_number == 1:
             log.warning("%s failed, trying again: %s", self.what, reason)

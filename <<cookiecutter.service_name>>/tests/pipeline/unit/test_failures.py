@@ -1,6 +1,7 @@
 """Whose fault an error is, and how infrastructure is tried again."""
 
 import asyncio
+import errno
 import gc
 import logging
 import re
@@ -261,6 +262,38 @@ async def test_attempts_leave_nothing_to_the_collector() -> None:
         assert freed() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionRefusedError(111, "refused"), "PostgreSQL at db: ConnectionRefusedError"),
+        (TimeoutError(), "PostgreSQL at db: TimeoutError"),
+        (asyncpg.CannotConnectNowError("starting up"), "PostgreSQL at db: CannotConnectNow"),
+        (OSError("Multiple exceptions: refused, refused"), "PostgreSQL at db: OSError"),
+        # A Unix socket that is missing. The error has no name of a file.
+        (FileNotFoundError(2, "No such file"), "PostgreSQL at db: FileNotFoundError"),
+        (FileNotFoundError(2, "No such file", "rates.csv"), "FileNotFoundError"),
+        (PermissionError(13, "denied", "/var/rates"), "PermissionError"),
+        (OSError(errno.ENOSPC, "No space left on device"), "OSError"),
+        (OSError(errno.EMFILE, "Too many open files"), "OSError"),
+    ],
+)
+async def test_only_errors_of_a_server_and_of_the_way_to_it_get_its_name(
+    error: Exception, reason: str
+) -> None:
+    reasons: list[str] = []
+    attempts = Attempts(
+        "working", "PostgreSQL at db", unless=lambda: bool(reasons), report=reasons.append
+    )
+
+    async def work() -> None:
+        if not reasons:
+            raise error
+
+    await attempts(work)
+    (told,) = reasons
+    assert told.startswith(reason)
 
 
 async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:

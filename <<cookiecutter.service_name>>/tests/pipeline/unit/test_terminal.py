@@ -34,6 +34,11 @@ def lines(number: int, code: int = 0) -> None:
     raise typer.Exit(code)
 
 @app.command()
+def read() -> None:
+    with in_a_sentence(), naming_servers(settings):
+        open("rates.csv")
+
+@app.command()
 def fail() -> None:
     raise RuntimeError("\\x9b2J")
 
@@ -99,3 +104,10 @@ def test_an_unexpected_error_is_written_without_characters_that_a_terminal_inter
     ended, _, errors = run("fail")
     assert ended == 1
     assert errors.endswith("RuntimeError: \\u009b2J\n")
+
+
+def test_a_file_that_is_missing_is_no_error_of_postgresql() -> None:
+    ended, _, errors = run("read")
+    assert ended == 1
+    assert errors.startswith("FileNotFoundError: ")
+    assert "rates.csv" in errors
