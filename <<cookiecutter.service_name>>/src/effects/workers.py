@@ -58,6 +58,8 @@ _STORING = 2
 _BURST = 0.1
 """Seconds whose calls an effect with a rate may begin at once."""
 
+_STOPPING_SHARE = 0.3
+"""Share of the shutdown grace for queries, which is less than the process gives the workers."""
 _JOINING = 0.2
 """Seconds after which it is looked again whether the consumer has joined its group."""
 _CONSUMER, _CALLS = "consumer", "calls"
@@ -82,6 +84,8 @@ class EffectWorkers(BacklogWorkers):
         self._alone = asyncio.Lock()
         self._connection = asyncio.Semaphore(1)
         """Held for each query: there are as many workers as lanes, and they share a connection."""
+        self._ends_at: float | None = None
+        """When queries end, by the clock of the event loop, after `stop`."""
         self._under_way: dict[bytes, str] = {}
         """Consumers of the calls that have begun, or are about to, by marker key."""
 
@@ -93,6 +97,16 @@ class EffectWorkers(BacklogWorkers):
         while _CONSUMER in self._health.reasons and not self._stopping.is_set():
             await sleep_or_event(self._stopping, _JOINING)
         await super().run()
+
+    def stop(self) -> None:
+        """Make `run` end after the running transactions.
+
+        What is then sent to PostgreSQL has one time limit, however many lanes are to be released.
+        """
+        if self._ends_at is None:
+            grace = _STOPPING_SHARE * self._settings.shutdown_grace
+            self._ends_at = asyncio.get_running_loop().time() + grace
+        super().stop()
 
     @property
     def consumers(self) -> set[str]:
@@ -145,7 +159,7 @@ class EffectWorkers(BacklogWorkers):
         return None
 
     async def _query(self, what: str, statement: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
-        async with self._connection:
+        async with asyncio.timeout_at(self._ends_at), self._connection:
             return await super()._query(what, statement)
 
     async def _keep(self, lease: Lease) -> None:

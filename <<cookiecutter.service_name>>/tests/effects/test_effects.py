@@ -9,6 +9,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+from sqlalchemy import make_url
 
 from effects import Call, Effects
 from operate.dead import Selection
@@ -20,12 +21,14 @@ from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.staging import CALLS
 from pipeline.observe.watchdog import calls_ignoring_cancellation
 from pipeline.retry.lanes import Lease
+from pipeline.runtime import _run_until
 from pipeline.servers import cluster
 from pipeline.servers.database import autocommitting
 
 from .desk import TOPIC, Desk, NewDesk, Outside, Received, desk_of
 from tests.contract.bank import Account, Deposit, Deposited, histories
 from tests.pipeline.integration.test_backlog import HOLDING, told
+from tests.servers.proxy import proxy
 from tests.servers.waiting import PATIENCE, eventually
 
 
@@ -873,3 +876,37 @@ async def test_workers_that_wait_for_the_consumer_end_with_the_process(
     desk.caller.stop()
     await running
     assert outside.calls == []
+
+
+async def test_a_stop_while_postgresql_hangs_is_over_within_the_grace(
+    new_calling_desk: NewDesk, database_url: str
+) -> None:
+    outside = Outside()
+    begun, hangs, answered = 20, asyncio.Event(), asyncio.Event()
+
+    async def pass_until_it_hangs(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        while data := await reader.read(65_536):
+            if hangs.is_set():
+                await asyncio.Event().wait()
+            writer.write(data)
+
+    url = make_url(database_url)
+    assert url.host
+    ways = (pass_until_it_hangs, pass_until_it_hangs)
+    async with proxy(url.host, url.port or 5432, ways=lambda: ways) as port:
+        through = url.set(host="127.0.0.1", port=port).render_as_string(hide_password=False)
+        desk = await new_calling_desk(
+            outside.handlers, topic=TOPIC, database_url=through, shutdown_grace=5
+        )
+        outside.waits = dict.fromkeys(range(begun), answered.wait)
+        await desk.apply(*(Deposit(number, f"of {number}") for number in range(begun)))
+        stopping = asyncio.Event()
+        running = asyncio.create_task(_run_until(stopping, (), [(2.0, [desk.caller])]))
+        await eventually(lambda: len(outside.calls) == begun)
+        hangs.set()
+        answered.set()
+        stopping.set()
+        # A time limit for each lane, one after the other, would be minutes.
+        await asyncio.wait_for(running, 60)
