@@ -1,5 +1,7 @@
 """Decisions on a message whose handler fails: retried later, parked, or dead."""
 
+import logging
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from pipeline.errors import (
     leaves,
     summarize_error,
 )
+
+log = logging.getLogger(__name__)
 
 _JITTER = 0.1
 """Random share of a delay, so that messages that failed together are not retried together."""
@@ -37,9 +41,17 @@ class _Later(Exception):
     def __init__(self, text: str = "", *, after: float | None = None) -> None:
         super().__init__(text)
         if after is not None:
-            if not is_delay(after):
+            if not isinstance(after, int | float):
                 raise ValueError(f"after is a number of seconds from now, not {after!r}")
-            self.after = after
+            if is_delay(after):
+                self.after = after
+                return
+            # A server may say anything: that is no failure of the call that it has answered.
+            used = "the policy's schedule"
+            if not (isinstance(after, float) and math.isnan(after)):
+                self.after = min(max(0.0, after), _LONGEST)
+                used = f"{self.after:.0f}"
+            log.warning("after=%r is not between 0 s and 100 years: %s is used", after, used)
 
 
 class Retry(_Later):

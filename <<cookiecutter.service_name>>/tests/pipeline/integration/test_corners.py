@@ -342,12 +342,32 @@ async def test_a_process_of_before_the_deployment_leaves_what_it_does_not_know_t
 
 
 @pytest.mark.parametrize("after", [float("nan"), float("inf"), -1.0, "soon"])
-def test_what_is_put_off_is_put_off_by_seconds(after: float) -> None:
-    for kind in (Retry, Park):
-        with pytest.raises(ValueError, match="after is a number of seconds"):
-            kind("busy", after=after)
+def test_a_schedule_is_made_of_seconds(after: float) -> None:
     with pytest.raises(ValueError, match="schedule"):
         Policy(schedule=(after,))
+
+
+CENTURY = 100 * 365 * 86_400.0
+
+
+@pytest.mark.parametrize(
+    ("after", "taken"),
+    [(float("nan"), None), (float("inf"), CENTURY), (9_999_999_999, CENTURY), (-1, 0.0), (30, 30)],
+)
+def test_a_delay_that_is_out_of_bounds_is_the_nearest_one_with_a_warning(
+    after: float, taken: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kind in (Retry, Park):
+        caplog.clear()
+        assert kind("busy", after=after).after == taken
+        told = [record.getMessage().partition(": ")[0] for record in caplog.records]
+        expected = f"after={after!r} is not between 0 s and 100 years"
+        assert told == ([] if after == taken else [expected])
+
+
+def test_a_delay_is_a_number() -> None:
+    with pytest.raises(ValueError, match="after is a number of seconds"):
+        Retry("busy", after="soon")  # type: ignore[arg-type]
 
 
 def test_what_a_death_does_is_one_of_two_things() -> None:
