@@ -47,6 +47,8 @@ class _ServiceCode(Coroutine[Any, Any, T]):
     is the code's own.
     """
 
+    __slots__ = ("_before", "_code", "_own", "_task")
+
     def __init__(self, code: Coroutine[Any, Any, T]) -> None:
         task = asyncio.current_task()
         assert task is not None

@@ -161,6 +161,9 @@ async def strike(event: Struck, tx: Transaction) -> None:
             await asyncio.sleep(60)
     if event.how in EXITS:
         raise EXITS[event.how]
+    if event.how == "cancellation" and (task := asyncio.current_task()):
+        task.cancel()
+        await asyncio.Event().wait()
     if event.how.startswith("task: "):
         await asyncio.create_task(exit_by(EXITS[event.how.removeprefix("task: ")]))
     os.kill(os.getpid(), signal.SIGKILL)

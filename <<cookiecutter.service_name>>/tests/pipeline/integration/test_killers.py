@@ -78,6 +78,8 @@ def struck(how: str) -> Deposit:
         # From the handler itself they are its failure, as anything else is.
         ("immediate", "KeyboardInterrupt", 0),
         ("deferred", "GeneratorExit", 0),
+        ("immediate", "cancellation", 0),
+        ("deferred", "cancellation", 0),
     ],
 )
 async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_by_itself(
