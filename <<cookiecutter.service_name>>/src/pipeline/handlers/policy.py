@@ -48,7 +48,7 @@ class _Later(Exception):
                 return
             # A server may say anything: that is no failure of the call that it has answered.
             used = "the policy's schedule"
-            if not (isinstance(after, float) and math.isnan(after)):
+            if -math.inf <= after <= math.inf:  # a number, and not NaN
                 self.after = min(max(0.0, after), _LONGEST)
                 used = f"{self.after:.0f}"
             log.warning("after=%r is not between 0 s and 100 years: %s is used", after, used)
