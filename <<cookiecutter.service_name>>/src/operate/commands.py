@@ -38,9 +38,8 @@ from .terminal import (
 
 log = logging.getLogger(__name__)
 
-_NO_SCHEMA, _IS_NULL = "3F000", "23502"
-"""PostgreSQL's error codes if no schema of the search path exists, and for a row that has no value
-in a column that is NOT NULL."""
+_NO_SCHEMA = "3F000"
+"""PostgreSQL's error code if no schema of the search path exists."""
 
 _UNPUBLISHABLE = asyncpg.ObjectNotInPrerequisiteStateError, asyncpg.InvalidColumnReferenceError
 """Errors of an update of a table whose rows a publication can't identify."""
@@ -206,18 +205,7 @@ def _upgrade(invocation: Invocation) -> None:
                     "no schema of the role's search_path exists, so that tables can't be created:"
                     " create one, or ALTER ROLE … SET search_path = public"
                 ) from None
-            raise Refused(_describe_failure(error)) from None
-
-
-def _describe_failure(error: DBAPIError) -> str:
-    advice = "correct the migration"
-    if sqlstate_of(error) == _IS_NULL:
-        advice = "give a new column that is not nullable a server_default"
-    statement = " ".join((error.statement or "").split())
-    return (
-        f"a migration failed and its transaction was rolled back: {summarize_error(error)}:"
-        f" {advice}; the statement was: {statement}"
-    )
+            raise Refused(revisions.describe_failure(error)) from None
 
 
 async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) -> bool:

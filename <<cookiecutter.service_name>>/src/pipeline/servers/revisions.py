@@ -13,7 +13,13 @@ import asyncpg
 import sqlalchemy as sa
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pipeline.errors import sqlstate_of, summarize_error
+
+_IS_NULL = "23502"
+"""PostgreSQL's error code for a row that has no value in a column that is NOT NULL."""
 
 ALEMBIC = Path("alembic.ini")
 """Alembic's configuration, in the working directory of a service's processes."""
@@ -304,3 +310,15 @@ async def _known(
     # The table of Alembic leaves out those that others depend on.
     implied = {one.revision for row in known for one in migrations.iterate_revisions(row, "base")}
     return applied - known, known, implied
+
+
+def describe_failure(error: DBAPIError) -> str:
+    """Return why a migration failed, what to do about it, and its statement."""
+    advice = "correct the migration"
+    if sqlstate_of(error) == _IS_NULL:
+        advice = "give a new column that is not nullable a server_default"
+    statement = " ".join((error.statement or "").split())
+    return (
+        f"a migration failed and its transaction was rolled back: {summarize_error(error)}:"
+        f" {advice}; the statement was: {statement}"
+    )
