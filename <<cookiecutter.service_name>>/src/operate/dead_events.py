@@ -8,6 +8,7 @@ from typing import Self
 import asyncpg
 
 from pipeline.handlers.policy import FORGOTTEN
+from pipeline.relay import rejected
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -31,21 +32,6 @@ REASONS: Mapping[str, str] = {
 """What a person should do about an event, by the reason for which it is rejected or waits."""
 
 _LARGEST_ID = 2**63 - 1
-
-_HOLD_SHARD = "SELECT FROM pipeline.outbox_cursor WHERE shard = $1 FOR UPDATE"
-
-_REDRIVE = """
-UPDATE pipeline.outbox_rejected
-   SET died_at = NULL, parked_at = clock_timestamp(), reason = 'redriven', error = NULL
- WHERE id = ANY ($1)
-"""
-
-_DISCARD = """
-UPDATE pipeline.outbox_rejected
-   SET died_at = COALESCE(died_at, clock_timestamp()), discarded_at = clock_timestamp(),
-       discarded_by = $2, discarded_why = $3
- WHERE id = ANY ($1)
-"""
 
 
 class DeadEvents(Store):
@@ -94,15 +80,16 @@ SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text A
         return replace(selection, except_reasons=[FORGOTTEN])
 
     async def _lock(self, number: int) -> None:
-        await self.connection.execute(_HOLD_SHARD, number)
+        await rejected.hold_shard(self.connection, number)
 
     async def _redrive(self, rows: Rows) -> Sequence[int]:
         ids = [row["id"] for row in rows]
-        await self.connection.execute(_REDRIVE, ids)
+        await rejected.redrive(self.connection, ids)
         return ids
 
     async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
-        await self.connection.execute(_DISCARD, [row["id"] for row in rows], operator, why)
+        ids = [row["id"] for row in rows]
+        await rejected.discard(self.connection, ids, operator=operator, why=why)
         return rows
 
     async def _settle(self, some: Sequence[int]) -> list[tuple[Outcome, asyncpg.Record | None]]:

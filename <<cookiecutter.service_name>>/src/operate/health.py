@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from .status import Reading, Status, format_count
+from pipeline.schema import SHARDS
+
+from .status import STALLED, UNSERVED, Reading, Status, format_count
 
 Level = Literal["ok", "warning", "wrong"]
 
@@ -20,8 +22,8 @@ EVENTS_REJECTED: float = 900.0
 """Seconds that an event may wait until its topic accepts it (EventsRejected)."""
 NO_PARTITION_AHEAD: int = 2
 """Days for which the outbox must have partitions (NoPartitionAhead)."""
-STALLED = 60.0
-"""Seconds for which the position of a partition with records to read may stay the same."""
+SCHEDULED_LATE = 60.0
+"""Seconds after which a scheduled event that is due must be in the outbox."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,15 @@ def named(check: str, findings: Iterable[Finding]) -> list[Finding]:
 
 
 def judge(status: Status) -> Iterator[Finding]:
-    """Yield the findings of all checks; for a part that could not be measured only that."""
-    for part, checks in CHECKS.items():
-        if why := status.unknown.get(part):
-            yield Finding("warning", f"not known: {why}", "correct what it names", check=part)
-            continue
+    """Yield each part that is unknown, and what checks find; without unknown parts they are ok."""
+    for part, why in status.unknown.items():
+        advice = "correct the cause, and run `service doctor` again"
+        yield Finding("warning", f"not known: {why}", advice, check=part)
+    for parts, checks in CHECKS.items():
         for check in checks:
-            yield from named(check.__name__.replace("_", " "), check(status))
+            for one in named(check.__name__.replace("_", " "), check(status)):
+                if one.level != "ok" or status.unknown.keys().isdisjoint(parts):
+                    yield one
 
 
 def cluster(status: Status) -> Iterator[Finding]:
@@ -61,14 +65,26 @@ def outbox(status: Status) -> Iterator[Finding]:
     """Events are published soon."""
     if status.outbox_seconds > OUTBOX_LAG:
         shards = status.shards_without_relay
+        relays = f"{shards} shards have no relay"
+        if "relays" in status.unknown:
+            shards, relays = SHARDS, "it is not known whether they have relays"
         yield Finding(
             "wrong" if shards else "warning",
             f"{format_count(status.outbox_events)} events wait, one for"
-            f" {status.outbox_seconds:,.0f} seconds; {shards} shards have no relay",
+            f" {status.outbox_seconds:,.0f} seconds; {relays}",
             "start `service relay`, or `service run` (NoRelayOwner in the runbook)"
             if shards
             else "see `/health/ready` of the relay (OutboxLag in the runbook)",
         )
+
+
+def scheduled(status: Status) -> Iterator[Finding]:
+    """Scheduled events are moved into the outbox when they are due."""
+    late = (status.at - status.next_due).total_seconds() if status.next_due else 0.0
+    if late > SCHEDULED_LATE:
+        found = f"scheduled events are not published: one is due for {late:,.0f} seconds"
+        advice = "start `service relay`, or `service run`; if one runs, see its log"
+        yield Finding("wrong", found, advice)
 
 
 def rejected_events(status: Status) -> Iterator[Finding]:
@@ -121,6 +137,16 @@ def backlog(status: Status) -> Iterator[Finding]:
             )
 
 
+def workers(status: Status) -> Iterator[Finding]:
+    """Workers take what is due."""
+    for name, one in status.backlog.items():
+        if one.unserved > UNSERVED and name in {*status.consumers, ""}:
+            what = "calls" if one.has_calls else "messages"
+            found = f"no worker takes {what} of consumer {name or '(none)'}: one is due for"
+            advice = "start `service run` or `service consume`; if one runs, see its /health/ready"
+            yield Finding("wrong", f"{found} {one.unserved:,.0f} seconds", advice)
+
+
 def consumers(status: Status) -> Iterator[Finding]:
     """Messages wait only for consumers that the service has."""
     for name, one in status.backlog.items():
@@ -133,7 +159,8 @@ def consumers(status: Status) -> Iterator[Finding]:
 def partitions_ahead(status: Status) -> Iterator[Finding]:
     """The outbox has partitions for the next days."""
     until = status.ahead_until
-    if until is None or (until - status.at.date()).days < NO_PARTITION_AHEAD:
+    is_near = until is None or (until - status.at.date()).days < NO_PARTITION_AHEAD
+    if is_near and "memory" not in status.unknown:
         advice = "run `service retention run`, and see why no running service does"
         yield Finding("wrong", f"the outbox has partitions until {until}", advice)
 
@@ -174,31 +201,26 @@ def positions(status: Status) -> Iterator[Finding]:
             )
 
 
-def _stalled(status: Status) -> Iterator[Reading]:
+def _stalled(status: Status, *, has_reader: bool) -> Iterator[Reading]:
     for one in status.readings:
-        since = (status.at - one.moved_at).total_seconds() if one.moved_at else 0.0
-        if one.position is not None and one.lag and since > STALLED:
+        is_without = status.are_readers_known and one.reader is None
+        since = (status.at - one.behind_since).total_seconds() if one.behind_since else 0.0
+        if one.position is not None and one.lag and since > STALLED and has_reader != is_without:
             yield one
 
 
 def readers(status: Status) -> Iterator[Finding]:
     """Every partition that has records to read has a reader."""
-    for one in _stalled(status):
-        if status.are_readers_known and one.reader is None:
-            yield Finding(
-                "wrong",
-                f"{one.topic}/{one.partition} has no reader, and has not moved for over a minute,"
-                f" {one.lag:,} offsets before the end",
-                "start `service run`, or `service consume` (NoConsumer in the runbook)",
-            )
+    for one in _stalled(status, has_reader=False):
+        found = f"{one.topic}/{one.partition} has no reader, and has not moved for over a minute"
+        advice = "start `service run`, or `service consume` (NoConsumer in the runbook)"
+        yield Finding("wrong", f"{found}, {one.lag:,} offsets before the end", advice)
 
 
 def lag(status: Status) -> Iterator[Finding]:
     """Every partition that has records to read moves, and no producer's transaction holds it."""
-    for one in _stalled(status):
+    for one in _stalled(status, has_reader=True):
         topic, partition, start = one.topic, one.partition, one.open_transaction
-        if status.are_readers_known and one.reader is None:
-            continue
         if start is None:
             found = f"{topic}/{partition} has not moved for over a minute, {one.lag:,} offsets"
             advice = "see `/health/ready` of the service"
@@ -218,12 +240,15 @@ def lag(status: Status) -> Iterator[Finding]:
         )
 
 
-CHECKS: Mapping[str, Sequence[Callable[[Status], Iterator[Finding]]]] = {
-    "outbox": (cluster, outbox),
-    "rejected": (rejected_events, dead_events),
-    "backlog": (dead_letters, backlog, consumers),
-    "memory": (partitions_ahead,),
-    "retention": (held_partitions,),
-    "positions": (partitions, positions, readers, lag),
+CHECKS: Mapping[Sequence[str], Sequence[Callable[[Status], Iterator[Finding]]]] = {
+    ("outbox",): (cluster,),
+    ("outbox", "relays"): (outbox,),
+    ("scheduled",): (scheduled,),
+    ("rejected",): (rejected_events, dead_events),
+    ("backlog",): (dead_letters, backlog, workers, consumers),
+    ("memory",): (partitions_ahead,),
+    ("retention",): (held_partitions,),
+    ("positions", "topics"): (partitions, positions),
+    ("positions", "topics", "readers"): (readers, lag),
 }
-"""By the part of the status that they check."""
+"""By the parts of the status that they need to say that all is well."""

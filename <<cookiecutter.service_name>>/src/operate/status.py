@@ -6,15 +6,17 @@ can't be measured is named with the reason, and the others are still measured.
 
 import asyncio
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 
 import asyncpg
 from aiokafka.errors import KafkaError
 
-from pipeline.apply import backlog
+from pipeline.apply import backlog, positions
 from pipeline.errors import describe_error
+from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import maintenance, partitions
 from pipeline.retention.partitions import State
+from pipeline.retry import lanes
 from pipeline.servers import cluster, topics
 from pipeline.service import Service
 from pipeline.settings import Settings
@@ -22,68 +24,12 @@ from pipeline.settings import Settings
 AT_MOST = 10_000
 """The largest exact count; a larger one means that there are more."""
 
+STALLED = 60.0
+"""Seconds for which the position of a partition with records to read may stay the same."""
+UNSERVED = 300.0
+"""Seconds for which a due row of the backlog may wait while no worker holds a lane."""
+
 _SECONDS = 5.0
-
-_POSITIONS = """
-SELECT topic, partition, next_offset AS position, moved_at, duplicates FROM pipeline.position
- WHERE consumer_group = $1 ORDER BY topic, partition
-"""
-
-# Consumers that this service does not have are counted separately, so that they are always found.
-_BACKLOG = """
-SELECT consumer, count(*) - count(died_at) AS waiting, count(died_at) AS dead,
-       COALESCE(extract(epoch FROM clock_timestamp()
-                        - min(received_at) FILTER (WHERE died_at IS NULL)), 0)::float AS oldest
-  FROM ((SELECT consumer, received_at, died_at FROM pipeline.backlog
-          WHERE died_at IS NULL AND consumer = ANY ($2) LIMIT $1)
-        UNION ALL
-        (SELECT consumer, received_at, died_at FROM pipeline.backlog
-          WHERE died_at IS NULL AND consumer <> ALL ($2) LIMIT $1)
-        UNION ALL
-        (SELECT consumer, received_at, died_at FROM pipeline.backlog
-          WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1)) AS few
- GROUP BY consumer
-"""
-
-# Also counts what a relay has published in the quarter of a second since it wrote its cursor.
-_OUTBOX = """
-SELECT count(*) AS count,
-       COALESCE(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest
-  FROM (SELECT created_at
-          FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)
-         WHERE xid >= (SELECT pg_snapshot_xmin(seen) FROM pipeline.outbox_cursor
-                        ORDER BY pg_snapshot_xmin(seen) LIMIT 1)
-           AND NOT pg_visible_in_snapshot(xid, seen)
-           AND (target IS NULL OR id > last_id OR NOT pg_visible_in_snapshot(xid, target))
-         ORDER BY xid LIMIT $1) AS unpublished
-"""
-
-_RELAYS = """
-SELECT owner, array_agg(shard ORDER BY shard) AS shards,
-       COALESCE(published, 0) AS published, relay.lease_until
-  FROM (SELECT shard, CASE WHEN lease_until > clock_timestamp() THEN owner END AS owner
-          FROM pipeline.outbox_cursor) AS cursor
-  LEFT JOIN pipeline.outbox_relay AS relay USING (owner)
- GROUP BY owner, published, relay.lease_until ORDER BY owner NULLS FIRST
-"""
-
-_REJECTED = """
-SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS count,
-       extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest
-  FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_rejected
-         WHERE died_at IS NULL LIMIT $1) AS few
- GROUP BY topic ORDER BY topic
-"""
-
-_DEAD_EVENTS = """
-SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
-                       WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1) AS few
-"""
-
-_SCHEDULED = """
-SELECT (SELECT count(*) FROM (SELECT FROM pipeline.scheduled LIMIT $1) AS few) AS count,
-       (SELECT min(due_at) FROM pipeline.scheduled) AS next_due
-"""
 
 _MEMORY = "SELECT since FROM pipeline.inbox_generation"
 
@@ -102,6 +48,8 @@ class Reading:
     lag: int | None = None
     """Offsets from the position to the end of the topic; None also if it lies beyond the end."""
     moved_at: datetime | None = None
+    behind_since: datetime | None = None
+    """When it moved, or when the first record since was written, by the record's timestamp."""
     duplicates: int = 0
     """Duplicates since the partition was first read."""
     open_transaction: int | None = None
@@ -127,6 +75,9 @@ class Backlog:
     """Seconds since the oldest waiting message was received."""
     is_full: bool = False
     """Whether partitions wait before they store another message to be tried alone."""
+    unserved: float = 0.0
+    """Seconds for which a row is due, if no worker has held a lane for `UNSERVED` seconds."""
+    has_calls: bool = False
 
 
 @dataclass
@@ -245,39 +196,45 @@ class _Measure:
     found: Status
 
     async def positions(self) -> None:
-        rows = await self.connection.fetch(_POSITIONS, self.service.name)
+        rows = await positions.of_group(self.connection, self.service.name)
         self.found.readings = [
-            Reading(**row) for row in rows if row["topic"] in self.service.handlers.topics
+            Reading(**row, behind_since=row["moved_at"])
+            for row in rows
+            if row["topic"] in self.service.handlers.topics
         ]
 
     async def backlog(self) -> None:
         names = sorted(self.service.handlers.consumers)
-        rows = await self.connection.fetch(_BACKLOG, AT_MOST + 1, names)
+        rows = await lanes.count_some(self.connection, AT_MOST + 1)
         self.found.backlog = {name: Backlog() for name in names}
         self.found.backlog |= {name: Backlog(*counts) for name, *counts in rows}
+        for row in await lanes.count_due(self.connection, UNSERVED):
+            one = self.found.backlog.setdefault(row["consumer"], Backlog())
+            one.waiting = max(one.waiting, row["waiting"])
+            one.oldest = max(one.oldest, row["oldest"])
+            one.unserved, one.has_calls = row["unserved"], row["has_calls"]
         for name in names if self.found.is_waiting_cut_off else ():
             self.found.backlog[name].is_full = await backlog.is_full(self.connection, [name])
 
     async def outbox(self) -> None:
         self.found.is_this_cluster = await cluster.is_ours(self.connection)
-        row = await self.connection.fetchrow(_OUTBOX, AT_MOST + 1)
-        self.found.outbox_events, self.found.outbox_seconds = row["count"], row["oldest"]
+        counted = await window.count(self.connection, AT_MOST + 1)
+        self.found.outbox_events, self.found.outbox_seconds = counted
 
     async def relays(self) -> None:
-        for owner, *relay in await self.connection.fetch(_RELAYS):
+        for owner, *relay in await cursor.relays(self.connection):
             if owner is None:
                 self.found.shards_without_relay = len(relay[0])
             else:
                 self.found.relays[owner] = Relay(*relay)
 
     async def rejected(self) -> None:
-        rows = await self.connection.fetch(_REJECTED, AT_MOST + 1)
+        rows, self.found.dead_events = await rejected.count(self.connection, AT_MOST + 1)
         self.found.rejected = [Rejected(**row) for row in rows]
-        self.found.dead_events = await self.connection.fetchval(_DEAD_EVENTS, AT_MOST + 1)
 
     async def scheduled(self) -> None:
-        row = await self.connection.fetchrow(_SCHEDULED, AT_MOST + 1)
-        self.found.scheduled, self.found.next_due = row["count"], row["next_due"]
+        counted = await scheduled.count(self.connection, AT_MOST + 1)
+        self.found.scheduled, self.found.next_due = counted
 
     async def memory(self) -> None:
         self.found.remembered_since = await self.connection.fetchval(_MEMORY)
@@ -305,6 +262,16 @@ class _Measure:
                 one.open_transaction = topic.blocked_at(partition, begins)
                 one.lag = None if begins > end else end - begins
         self.found.readings = [known[place] for place in sorted(known)]
+        since = timedelta(seconds=STALLED)
+        idle = {
+            place: one.moved_at
+            for place, one in known.items()
+            if one.lag and one.moved_at and one.moved_at < self.found.at - since
+        }
+        for place, (offset, time) in (await topics.first_since(self.settings, idle)).items():
+            # One that was read before the position moved has the time of a wrong clock.
+            if offset >= (known[place].position or 0) and time < self.found.at + since:
+                known[place].behind_since = time
         if missing := self.service.handlers.topics.difference(described):
             names = ", ".join(sorted(missing))
             self.found.unknown["topics"] = f"no such topic: {names} (`service topics create`)"

@@ -147,6 +147,12 @@ SELECT next_offset, anchor_offset, anchor_time, anchor_hash
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3
 """
 
+_OF_GROUP = """
+SELECT topic, partition, next_offset AS position, moved_at, duplicates
+  FROM pipeline.position
+ WHERE consumer_group = $1 ORDER BY topic, partition
+"""
+
 _START_AT = """
 INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
 VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
@@ -202,6 +208,12 @@ async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition
         return None
     next_offset, offset, time, hash = row
     return StoredPosition(next_offset, None if offset is None else Anchor(offset, time, hash))
+
+
+async def of_group(connection: asyncpg.Connection, group: str) -> list[asyncpg.Record]:
+    """Return topic, partition, position, time of the last move and duplicates of each position."""
+    rows: list[asyncpg.Record] = await connection.fetch(_OF_GROUP, group)
+    return rows
 
 
 async def start_at(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:

@@ -55,6 +55,15 @@ SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE NOT {lease_ended("$1")}
        pg_postmaster_start_time() AS server
 """
 
+_RELAYS = """
+SELECT owner, array_agg(shard ORDER BY shard) AS shards,
+       COALESCE(published, 0) AS published, relay.lease_until
+  FROM (SELECT shard, CASE WHEN lease_until > clock_timestamp() THEN owner END AS owner
+          FROM pipeline.outbox_cursor) AS cursor
+  LEFT JOIN pipeline.outbox_relay AS relay USING (owner)
+ GROUP BY owner, published, relay.lease_until ORDER BY owner NULLS FIRST
+"""
+
 _GONE = f"""
 SELECT array_agg(DISTINCT owner) AS owners, max(lease_until) AS until
   FROM pipeline.outbox_cursor
@@ -252,6 +261,15 @@ class Cursor:
     def of(self, shards: Iterable[int]) -> dict[int, Progress]:
         """Return the progress of some shards."""
         return {shard: self.progress[shard] for shard in sorted(shards)}
+
+
+async def relays(connection: asyncpg.Connection) -> list[asyncpg.Record]:
+    """Return owner, shards, published events and end of the lease of each relay.
+
+    The first row has no owner if a shard has none.
+    """
+    rows: list[asyncpg.Record] = await connection.fetch(_RELAYS)
+    return rows
 
 
 def grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:

@@ -107,6 +107,34 @@ SELECT NULL, 0, count(*)
  WHERE shard = ANY ($1) AND died_at IS NOT NULL AND discarded_at IS NULL
 """
 
+_COUNT_WAITING = """
+SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS count,
+       extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest
+  FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_rejected
+         WHERE died_at IS NULL LIMIT $1) AS few
+ GROUP BY topic ORDER BY topic
+"""
+
+_COUNT_DEAD = """
+SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
+                       WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1) AS few
+"""
+
+_HOLD_SHARD = "SELECT FROM pipeline.outbox_cursor WHERE shard = $1 FOR UPDATE"
+
+_REDRIVE = """
+UPDATE pipeline.outbox_rejected
+   SET died_at = NULL, parked_at = clock_timestamp(), reason = 'redriven', error = NULL
+ WHERE id = ANY ($1)
+"""
+
+_DISCARD = """
+UPDATE pipeline.outbox_rejected
+   SET died_at = COALESCE(died_at, clock_timestamp()), discarded_at = clock_timestamp(),
+       discarded_by = $2, discarded_why = $3
+ WHERE id = ANY ($1)
+"""
+
 # After a reset, or if an older cursor was restored, an event may be stored already.
 _ADD = f"""
 INSERT INTO pipeline.outbox_rejected ({COLUMNS}, reason, error, died_at)
@@ -250,6 +278,32 @@ class Rejected:
         if _part(topic) in self._health.reasons:
             log.info("relay: no event waits for topic %s any longer", topic)
         self._health.forget(_part(topic))
+
+
+async def hold_shard(connection: asyncpg.Connection, shard: int) -> None:
+    """Lock the shard to the end of the transaction: its relay stores no rejected event."""
+    await connection.execute(_HOLD_SHARD, shard)
+
+
+async def redrive(connection: asyncpg.Connection, ids: Sequence[int]) -> None:
+    """Make dead events wait to be tried again. Call `hold_shard` before."""
+    await connection.execute(_REDRIVE, ids)
+
+
+async def discard(
+    connection: asyncpg.Connection, ids: Sequence[int], *, operator: str, why: str
+) -> None:
+    """Close events, whose rows are kept for a while. Call `hold_shard` before."""
+    await connection.execute(_DISCARD, ids, operator, why)
+
+
+async def count(connection: asyncpg.Connection, most: int) -> tuple[list[asyncpg.Record], int]:
+    """Return by topic why events wait, how many and for how many seconds; and the dead events.
+
+    At most so many of each are counted.
+    """
+    waiting: list[asyncpg.Record] = await connection.fetch(_COUNT_WAITING, most)
+    return waiting, await connection.fetchval(_COUNT_DEAD, most)
 
 
 def _part(topic: str) -> str:

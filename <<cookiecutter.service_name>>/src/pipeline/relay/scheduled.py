@@ -38,6 +38,11 @@ INSERT INTO pipeline.outbox ({COLUMNS})
 SELECT {COLUMNS} FROM due ORDER BY due_at, scheduled_at, name
 """
 
+_COUNT = """
+SELECT (SELECT count(*) FROM (SELECT FROM pipeline.scheduled LIMIT $1) AS few) AS count,
+       (SELECT min(due_at) FROM pipeline.scheduled) AS next_due
+"""
+
 _LIST = """
 SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type, event_id,
        COALESCE(datalength, octet_length(payload)) AS size
@@ -89,6 +94,12 @@ class Waiting:
 async def waiting(connection: asyncpg.Connection, limit: int) -> list[Waiting]:
     """Return scheduled events, the next to be due first."""
     return [Waiting(**row) for row in await connection.fetch(_LIST, limit)]
+
+
+async def count(connection: asyncpg.Connection, most: int) -> tuple[int, datetime | None]:
+    """Return how many events are scheduled, up to a number, and when the first is due."""
+    found, next_due = await connection.fetchrow(_COUNT, most)
+    return found, next_due
 
 
 async def cancel(connection: asyncpg.Connection, names: list[str]) -> list[str]:

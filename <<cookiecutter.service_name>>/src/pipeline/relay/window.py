@@ -111,6 +111,19 @@ SELECT {COLUMNS}
     at_most="$7",
 )
 
+# Also counts what a relay has published in the quarter of a second since it wrote its cursor.
+_COUNT = """
+SELECT count(*) AS count,
+       COALESCE(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest
+  FROM (SELECT created_at
+          FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)
+         WHERE xid >= (SELECT pg_snapshot_xmin(seen) FROM pipeline.outbox_cursor
+                        ORDER BY pg_snapshot_xmin(seen) LIMIT 1)
+           AND NOT pg_visible_in_snapshot(xid, seen)
+           AND (target IS NULL OR id > last_id OR NOT pg_visible_in_snapshot(xid, target))
+         ORDER BY xid LIMIT $1) AS unpublished
+"""
+
 _NOW = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS snapshot"
 
 
@@ -146,6 +159,12 @@ async def is_as_seen(
     return now["server"] == server and all(
         one.target is None and one.seen == now["snapshot"] for one in progress
     )
+
+
+async def count(connection: asyncpg.Connection, most: int) -> tuple[int, float]:
+    """Return how many events are not published, up to a number, and the oldest one's seconds."""
+    found, oldest = await connection.fetchrow(_COUNT, most)
+    return found, oldest
 
 
 async def fresh(

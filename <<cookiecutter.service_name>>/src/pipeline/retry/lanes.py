@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import asyncpg
 
@@ -11,8 +11,11 @@ from pipeline.apply.item import Item
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
 from pipeline.handlers.policy import DIED, GAP, REDRIVEN
+from pipeline.schema import LANES
 from pipeline.servers.database import lease_ended
 
+_FIRST = 100
+"""Rows of each lane and consumer that `count_due` reads."""
 _DEMOTED = 10_000
 """Rows of a key whose `due_at` one statement clears at most, so that it does not take long."""
 
@@ -199,6 +202,52 @@ SELECT consumer, count(*) FILTER (WHERE died_at IS NULL),
 """
 
 
+_COUNT_SOME = """
+SELECT consumer, count(*) - count(died_at) AS waiting, count(died_at) AS dead,
+       COALESCE(extract(epoch FROM clock_timestamp()
+                        - min(received_at) FILTER (WHERE died_at IS NULL)), 0)::float AS oldest
+  FROM ((SELECT consumer, received_at, died_at FROM pipeline.backlog
+          WHERE died_at IS NULL LIMIT $1)
+        UNION ALL
+        (SELECT consumer, received_at, died_at FROM pipeline.backlog
+          WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1)) AS few
+ GROUP BY consumer
+"""
+
+
+# Reads the first rows of each lane and consumer by the index, however many others there are. The
+# lanes of calls have workers of their own: one that holds or has just released a lane serves all.
+_COUNT_DUE = """
+WITH RECURSIVE of_lane AS MATERIALIZED (
+    SELECT lane, lane >= $2 AS has_calls,
+           max(GREATEST(lease_until, released_at)) OVER (PARTITION BY lane >= $2)
+           > clock_timestamp() - $3::interval AS is_served
+      FROM pipeline.backlog_lane
+), part AS (
+    SELECT of_lane.*, (SELECT consumer FROM pipeline.backlog b
+                        WHERE b.lane = of_lane.lane AND due_at IS NOT NULL
+                        ORDER BY consumer LIMIT 1) AS consumer
+      FROM of_lane
+    UNION ALL
+    SELECT lane, has_calls, is_served,
+           (SELECT b.consumer FROM pipeline.backlog b
+             WHERE b.lane = part.lane AND b.consumer > part.consumer AND due_at IS NOT NULL
+             ORDER BY b.consumer LIMIT 1)
+      FROM part WHERE consumer IS NOT NULL
+)
+SELECT part.consumer, count(*) AS waiting,
+       extract(epoch FROM clock_timestamp() - min(received_at))::float AS oldest,
+       COALESCE(extract(epoch FROM clock_timestamp()
+                        - min(due_at) FILTER (WHERE NOT is_served)), 0)::float AS unserved,
+       bool_or(has_calls) AS has_calls
+  FROM part CROSS JOIN LATERAL (
+       SELECT received_at, due_at FROM pipeline.backlog b
+        WHERE b.lane = part.lane AND b.consumer = part.consumer AND due_at IS NOT NULL
+        ORDER BY due_at LIMIT $1) AS first
+ GROUP BY part.consumer
+"""
+
+
 async def claim(
     connection: asyncpg.Connection,
     owner: str,
@@ -285,6 +334,24 @@ async def settle(
 async def count(connection: asyncpg.Connection) -> dict[str, tuple[int, int, float]]:
     """Return per consumer: waiting messages, dead letters, seconds since the oldest was stored."""
     return {consumer: tuple(numbers) for consumer, *numbers in await connection.fetch(_COUNT)}
+
+
+async def count_some(connection: asyncpg.Connection, most: int) -> list[asyncpg.Record]:
+    """Return per consumer what `count` returns, of so many waiting and so many dead rows."""
+    rows: list[asyncpg.Record] = await connection.fetch(_COUNT_SOME, most)
+    return rows
+
+
+async def count_due(connection: asyncpg.Connection, idle: float) -> list[asyncpg.Record]:
+    """Return per consumer what is known of its first rows that are or become due in each lane.
+
+    `waiting`: their number; `oldest`: seconds since the oldest was stored; `unserved`: seconds for
+    which the first is due, 0 if a worker has held a lane of its kind in the last `idle` seconds;
+    `has_calls`: whether they are calls.
+    """
+    limit = timedelta(seconds=idle)
+    rows: list[asyncpg.Record] = await connection.fetch(_COUNT_DUE, _FIRST, 2 * LANES, limit)
+    return rows
 
 
 async def schedule_heads(

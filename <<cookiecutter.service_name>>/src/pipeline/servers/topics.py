@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import NamedTuple
 
 from aiokafka import TopicPartition
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
@@ -52,6 +54,37 @@ class Topic:
         """Return where a producer's open transaction keeps a reader from going on, if it does."""
         stable = self.stable[partition]
         return stable if stable <= position < self.end[partition] else None
+
+
+class First(NamedTuple):
+    """A record, with the time that its producer or broker has given it."""
+
+    offset: int
+    timestamp: datetime
+
+
+async def first_since(
+    settings: Settings, times: Mapping[tuple[str, int], datetime]
+) -> dict[tuple[str, int], First]:
+    """Return the first record of each topic and partition with that time or a later one, if any.
+
+    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
+    """
+    if not times:
+        return {}
+    wanted = {
+        TopicPartition(*place): max(0, int(time.timestamp() * 1_000))
+        for place, time in times.items()
+    }
+    async with asyncio.timeout(2 * _ANSWER_SECONDS), clients.offsets_client(settings) as client:
+        found = await client.offsets_for_times(wanted)
+    return {
+        (place.topic, place.partition): First(
+            one.offset, datetime.fromtimestamp(one.timestamp / 1_000, UTC)
+        )
+        for place, one in found.items()
+        if one
+    }
 
 
 async def describe(settings: Settings, names: Iterable[str]) -> Topics:

@@ -285,3 +285,19 @@ async def test_rows_that_wait_for_an_open_breaker_are_not_looked_at(
     for plan in asked.plans:
         assert plan.scanned == set()
         assert plan.blocks < len(consumers) * 64 * 5
+
+
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+async def test_the_rows_of_one_consumer_are_counted_by_index_beside_many_of_another(
+    flooded: asyncpg.Connection, mode: str
+) -> None:
+    await flooded.execute(
+        "UPDATE pipeline.backlog SET consumer = 'other' WHERE \"offset\" % 8000 = 0"
+    )
+    await flooded.execute(f"SET plan_cache_mode = {mode}")
+    asked = Explaining(flooded)
+    found = {row["consumer"]: row["waiting"] for row in await lanes.count_due(asked, 300.0)}
+    assert found == {"deposit": 32 * 100, "other": 5}
+    assert (only(asked).indexes, only(asked).scanned) == ({"backlog_due_idx"}, set())
+    # Each row that is read, and the way to the first one of each lane and consumer.
+    assert only(asked).blocks < 2 * 32 * 100 + 2 * (96 + 32 + 5) * 5

@@ -12,6 +12,7 @@ import pytest
 from operate import dead, dead_commands, dead_events
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
+from pipeline.relay import rejected
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -208,7 +209,7 @@ class Stopped:
 
     async def execute(self, statement: str, *arguments: object) -> None:
         await self._connection.execute(statement, *arguments)
-        if statement == dead_events._HOLD_SHARD:
+        if statement == rejected._HOLD_SHARD:
             await eventually(self._connection.is_closed)
 
 
@@ -248,7 +249,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     last = [row["shard"] for row in await db.fetch(shards)][-1]
     blocker = await connect()
     async with blocker.transaction():
-        await blocker.execute(dead_events._HOLD_SHARD, last)
+        await blocker.execute(rejected._HOLD_SHARD, last)
         killed = await start(*line)
         await eventually(lambda: _somebody_waits(db, blocker.get_server_pid()))
         await killed.kill()
@@ -459,13 +460,13 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     await bury(db, 3)
     await db.execute("UPDATE pipeline.outbox_rejected SET key = 'ada'")
     lose = "SELECT pg_terminate_backend(pg_backend_pid()) WHERE $1::bigint[] = ARRAY[3::bigint]"
-    changes = dead_events._REDRIVE
-    monkeypatch.setattr(dead_events, "_REDRIVE", lose)
+    changes = rejected._REDRIVE
+    monkeypatch.setattr(rejected, "_REDRIVE", lose)
     done = await service("events", "redrive", "3", "--yes")
     assert done.exit_code == 1
     assert "redriven 0 of 1; run it again to continue" in done.stderr
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(dead_events, "_REDRIVE", changes)
+    monkeypatch.setattr(rejected, "_REDRIVE", changes)
     done = await service("events", "redrive", "--all", "--yes", "--wait", "0")
     assert done.stderr.splitlines() == ["redriven 2 of 3", "redriven 3 of 3"]
 

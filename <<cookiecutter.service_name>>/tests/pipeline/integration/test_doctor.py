@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
@@ -75,6 +75,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def ago(**span: float) -> int:
+    """Return a time in the past as a record has it, in milliseconds."""
+    return round((datetime.now(UTC) - timedelta(**span)).timestamp() * 1_000)
+
+
 def with_argument(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> None:
     """Let a check of the server have another threshold."""
     checks = [
@@ -112,9 +117,9 @@ def examine(bank: Bank, settings: Callable[..., Settings], direct_url: str) -> E
             return not any("NotCoordinatorForGroup" in one.found for one in found)
 
         await eventually(are_found)
-        return {
+        return {  # the first of each check
             one.check: one
-            for one in found
+            for one in reversed(found)
             if one.level != "ok"
             and (
                 one.check not in OF_DECLARED or of.balances in one.found or of.deposits in one.found
@@ -379,7 +384,7 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
     examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer, kafka: str
 ) -> None:
     for amount in (1, 2, 3):
-        await Deposit(amount).send(producer, bank.deposits)
+        await Deposit(amount, timestamp=ago(hours=2)).send(producer, bank.deposits)
     await db.execute(
         "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)"
         " VALUES ($1, $2, 0, 1, now() - interval '1 h')",
@@ -400,6 +405,37 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
     assert await examine() == {}
 
 
+async def test_a_record_that_has_just_come_to_an_idle_partition_is_no_lag(
+    examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer
+) -> None:
+    await Deposit(1, timestamp=ago(hours=80)).send(producer, bank.deposits)
+    await Deposit(2).send(producer, bank.deposits)
+    await db.execute(
+        "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)"
+        " VALUES ($1, $2, 0, 1, now() - interval '3 days')",
+        bank.name,
+        bank.deposits,
+    )
+    assert await examine() == {}
+
+
+async def test_a_record_that_waits_for_over_a_minute_is_lag(
+    examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer
+) -> None:
+    for timestamp in (ago(hours=80), ago(minutes=2), None):
+        await Deposit(1, timestamp=timestamp).send(producer, bank.deposits)
+    read = (
+        "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)"
+        " VALUES ($1, $2, 0, $3, now() - interval '3 days')"
+        " ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET next_offset = $3"
+    )
+    await db.execute(read, bank.name, bank.deposits, 1)
+    assert (await examine())["readers"].level == "wrong"
+    # A record before the position that is of a later time: its clock was wrong.
+    await db.execute(read, bank.name, bank.deposits, 2)
+    assert (await examine())["readers"].level == "wrong"
+
+
 @asynccontextmanager
 async def _open_transaction(kafka: str, topic: str) -> AsyncIterator[None]:
     """Hold a transaction open that has sent an event."""
@@ -418,12 +454,14 @@ async def test_a_transaction_that_keeps_a_partition_from_being_read_is_told(
     db: asyncpg.Connection,
     producer: AIOKafkaProducer,
     kafka: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await Deposit(1).send(producer, bank.deposits)
     async with running(bank.service) as health, _open_transaction(kafka, bank.deposits):
         await Deposit(2).send(producer, bank.deposits)
         await eventually(position_reaches(db, bank.deposits, 1))
         await db.execute("UPDATE pipeline.position SET moved_at = now() - interval '1 h'")
+        monkeypatch.setattr(health, "STALLED", -60.0)
         found = (await examine())["open transactions"]
         assert health.is_ready
         async with _connected(settings()) as connection:
@@ -445,7 +483,7 @@ async def test_who_reads_is_not_known_while_a_group_shares_out_its_partitions(
     producer: AIOKafkaProducer,
     kafka: str,
 ) -> None:
-    await Deposit(1).send(producer, bank.deposits)
+    await Deposit(1, timestamp=ago(hours=2)).send(producer, bank.deposits)
     await db.execute(
         "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)"
         " VALUES ($1, $2, 0, 0, now() - interval '1 h')",
@@ -682,7 +720,8 @@ async def test_without_kafka_the_other_checks_are_made(
 ) -> None:
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     found = await examine(kafka_bootstrap_servers=f"127.0.0.1:{unused_tcp_port}")
-    assert found.keys() == {"kafka", "cluster"}
+    assert found.keys() == {"kafka", "topics", "cluster"}
+    assert found["topics"].found.startswith("not known: Kafka at 127.0.0.1:")
     assert "PIPELINE_KAFKA_BOOTSTRAP_SERVERS" in found["kafka"].advice
 
 

@@ -21,7 +21,7 @@ from pipeline.apply.item import Item
 from pipeline.apply.positions import Anchor, Generations, Move, Slot
 from pipeline.events.codec import CloudEvents
 from pipeline.observe.health import Health
-from pipeline.relay import window
+from pipeline.relay import rejected, window
 from pipeline.relay.cursor import Cursor
 from pipeline.relay.rejected import Rejected, Rejection
 from pipeline.relay.window import Progress
@@ -356,8 +356,8 @@ async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
     chunk = dead_events.DeadEvents.chunk_statement("dead")
     ids = await asked.fetch(chunk, *everything, shard, 1_000)
     assert 50 < len(ids) < 1_000
-    await asked.execute(dead_events._REDRIVE, [row["id"] for row in ids])
-    await asked.execute(dead_events._DISCARD, [row["id"] for row in ids], "ann", "a test")
+    await asked.execute(rejected._REDRIVE, [row["id"] for row in ids])
+    await asked.execute(rejected._DISCARD, [row["id"] for row in ids], "ann", "a test")
     await dead_events.DeadEvents(asked, patience=5)._stored([row["id"] for row in ids])
     chosen, redrive, discard, became = asked.plans
     assert (chosen.indexes, chosen.scanned) == ({"outbox_rejected_dead_idx"}, set())

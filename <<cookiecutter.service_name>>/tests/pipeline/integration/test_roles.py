@@ -22,7 +22,7 @@ from operate.dead_letters import DeadLetters
 from pipeline.apply import backlog, inbox, limits, positions
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
-from pipeline.relay import rejected, relay, scheduled, window
+from pipeline.relay import cursor, rejected, relay, scheduled, window
 from pipeline.retention import archive, days, generations, maintenance, partitions
 from pipeline.retention.archive import Archive
 from pipeline.retention.maintenance import make_ahead, run_retention
@@ -70,6 +70,9 @@ BY_OTHERS = {
 BY_A_PERSON = (
     *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
     *(staging.CANCEL, scheduled._LIST, backlog._ADD),
+    *(rejected._HOLD_SHARD, rejected._REDRIVE, rejected._DISCARD),
+    *(positions._OF_GROUP, lanes._COUNT_SOME, lanes._COUNT_DUE, window._COUNT, cursor._RELAYS),
+    *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, scheduled._COUNT),
     *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )
 
@@ -271,9 +274,9 @@ async def test_who_knows_an_archive_and_may_drop_nothing_tells_those_who_drop(
 
 async def test_an_operator_may_judge_events_that_kafka_refuses(granted: Roles) -> None:
     async with granted.connected("operator") as connection, connection.transaction():
-        await connection.execute(dead_events._HOLD_SHARD, 0)
-        await connection.execute(dead_events._REDRIVE, [])
-        await connection.execute(dead_events._DISCARD, [], "somebody", "a test")
+        await connection.execute(rejected._HOLD_SHARD, 0)
+        await connection.execute(rejected._REDRIVE, [])
+        await connection.execute(rejected._DISCARD, [], "somebody", "a test")
 
 
 async def test_a_service_may_schedule_cancel_and_claim(granted: Roles) -> None:
