@@ -192,13 +192,14 @@ async def redrive(
         everything = await filters.select(store, ids)
         selection = store.redrivable(everything)
         groups = _without_excluded(await store.count("dead", everything), selection)
-        redriven: Sequence[Any] = ()
+        number, followed = 0, list[Any]()
         if _is_confirmed(invocation, "Redrive", groups, confirmation, "dead"):
-            redriven = await _count_changes("redriven", groups, store.redrive(selection))
-            became = await store.follow(redriven, wait) if wait else None
+            chunks = store.redrive(selection)
+            number = await _count_changes("redriven", groups, chunks, followed if wait else None)
+            became = await store.follow(followed, wait) if wait else None
     if invocation.as_json:
         counts, died = (became.counts, became.died) if became else (None, None)
-        done = {"found": _total(groups), "redriven": len(redriven)}
+        done = {"found": _total(groups), "redriven": number}
         print_json(done | {"became": counts, "died": died})
     elif became:
         counted = [f"{number:,} {name}" for name, number in became.counts.items() if number]
@@ -234,12 +235,12 @@ async def discard(
         await _check_state(store, state, ids)
         selection = await filters.select(store, ids)
         groups = await store.count(state, selection)
-        discarded: Sequence[Any] = ()
+        number = 0
         if _is_confirmed(invocation, "Discard", groups, confirmation, state):
             chunks = store.discard(selection, operator=by, why=because, state=state)
-            discarded = await _count_changes("discarded", groups, chunks)
+            number = await _count_changes("discarded", groups, chunks)
     if invocation.as_json:
-        print_json({"found": _total(groups), "discarded": len(discarded)})
+        print_json({"found": _total(groups), "discarded": number})
 
 
 async def _check_state(store: Store, state: State, ids: Sequence[str] | None) -> None:
@@ -303,21 +304,25 @@ def _total(groups: Sequence[Entry]) -> int:
 
 
 async def _count_changes(
-    verb: str, groups: Sequence[Entry], chunks: AsyncIterator[Sequence[Any]]
-) -> Sequence[Any]:
-    """Return everything that chunks have changed; report its number, from time to time, too."""
-    changed: list[Any] = []
-    reported, found = 0, _total(groups)
+    verb: str,
+    groups: Sequence[Entry],
+    chunks: AsyncIterator[Sequence[Any]],
+    kept: list[Any] | None = None,
+) -> int:
+    """Return how many rows chunks have changed, and report it; append the chunks to `kept`."""
+    changed, reported, found = 0, 0, _total(groups)
     try:
         async for some in chunks:
-            changed += some
-            if len(changed) - reported >= PROGRESS:
-                reported = len(changed)
+            changed += len(some)
+            if kept is not None:
+                kept += some
+            if changed - reported >= PROGRESS:
+                reported = changed
                 write(f"{verb} {reported:,} of {found:,}", err=True)
     except BaseException:
-        write(f"{verb} {len(changed):,} of {found:,}; run it again to continue", err=True)
+        write(f"{verb} {changed:,} of {found:,}; run it again to continue", err=True)
         raise
-    write(f"{verb} {len(changed):,} of {found:,}", err=True)
+    write(f"{verb} {changed:,} of {found:,}", err=True)
     return changed
 
 

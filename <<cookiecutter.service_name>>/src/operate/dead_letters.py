@@ -105,7 +105,10 @@ class DeadLetters(Store):
     reasons = REASONS
     outcomes = ("waiting", "dead", "applied", "duplicate", "gone")
     hint = "see `service dead list --waiting`, and whether the service runs."
-    listed = ("id", "since", "attempts", "reason", "consumer", "type", "topic", "offset", "key")
+    listed = (
+        *("id", "since", "attempts", "reason", "consumer"),
+        *("type", "topic", "offset", "holds", "key"),
+    )
 
     source = """(
 SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS why,
@@ -117,7 +120,11 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         discarded_at, holds"""
     detail = """timestamp, round(waited) AS waited, deaths, losses, encode(hash, 'hex') AS hash,
         traceparent, traceback, encode(remembered_hash, 'hex') AS remembered_hash, discarded_by,
-        discarded_why, headers, value"""
+        discarded_why, headers, value, CASE WHEN holds THEN (
+            SELECT count(*) FROM pipeline.backlog AS b
+             WHERE b.order_key = letter.order_key AND b.died_at IS NULL
+               AND (b.sequence, b.partition, b."offset")
+                   > (letter.sequence, letter.partition, letter."offset")) END AS held"""
     order = 'order_key, sequence, partition, "offset"'
     chunk = 'key, order_key, lane, consumer, source, id, topic, partition, "offset"'
 

@@ -4,16 +4,19 @@ import asyncio
 import getpass
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
+from weakref import ref
 
 import asyncpg
 import pytest
 
 from operate import dead, dead_commands
+from operate.commands import command_line
 from operate.dead import Selection, State
 from operate.dead_letters import REASONS, DeadLetters, Redriven
 from pipeline import CloudEvents, Codec, Handlers, Message, PayloadFields, Plain, Policy, Reject
@@ -933,3 +936,40 @@ async def test_what_can_not_be_meant_is_refused(
     assert done.exit_code in (1, 2)
     assert said in complaint(done)
     assert isinstance(done.exception, SystemExit), "and no traceback"
+
+
+async def test_list_says_whether_a_letter_holds_its_key_and_show_how_many_messages(
+    ledger: tuple[Bank, Desk], commands: Callable[..., Command]
+) -> None:
+    bank, desk = ledger
+    service = commands(command_line(bank.service), "dead")
+    await bury(desk, Deposit(1, "ada"), holds=True)
+    await bury(desk, Deposit(2, "bob"))
+    await desk.apply(Deposit(3, "ada"), Deposit(4, "ada"), Deposit(5, "bob"))
+    (bobs, adas) = await letters(desk)
+    names, *lines = (await service("list")).stdout.splitlines()
+    listed = {line.split()[0]: line[names.index("holds") :].split()[0] for line in lines[:2]}
+    assert listed == {adas.id: "yes", bobs.id: "no"}
+    assert json.loads((await service("show", adas.id, "--json")).stdout)["held"] == 2
+    assert re.search("^held +2$", (await service("show", adas.id)).stdout, re.MULTILINE)
+    assert json.loads((await service("show", bobs.id, "--json")).stdout)["held"] is None
+
+
+async def test_changes_are_counted_and_not_kept() -> None:
+    class Changed:
+        """A row that was changed."""
+
+    rows: list[ref[Changed]] = []
+
+    async def chunks() -> AsyncIterator[list[Changed]]:
+        for number in range(3):
+            one = Changed()
+            rows.append(ref(one))
+            chunk = [one]
+            del one
+            yield chunk
+            del chunk
+            assert [row() for row in rows[:number]] == [None] * number
+
+    assert await dead_commands._count_changes("discarded", [{"count": 3}], chunks()) == 3
+    assert len(rows) == 3
