@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http import HTTPStatus
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 _REDRIVE_SECONDS = 2.0
 """Longest time, in seconds, that an answer waits for the outcome of a redrive."""
+_FOLLOWED = 1_000
+"""Largest number of redriven entries whose outcome is reported."""
 
 
 class Actions:
@@ -98,13 +101,16 @@ class Actions:
         async with autocommitting(self._engine) as connection:
             store = kind.of(connection, self._service, self._settings)
             with _logged(f"redrive {store.name}s", operator, search[:1_000]):
-                chunks = store.redrive(store.redrivable(selection))
-                redriven = [one async for some in chunks for one in some]
-                if not redriven:
+                number, followed = 0, list[Any]()
+                async for some in store.redrive(store.redrivable(selection)):
+                    number += len(some)
+                    followed += some[: _FOLLOWED - len(followed)]
+                if not number:
                     raise Refused(f"no {store.name} was redriven: none of them is dead any more")
-            became = await store.follow(redriven, _REDRIVE_SECONDS)
+            became = await store.follow(followed, _REDRIVE_SECONDS)
         counts = ", ".join(f"{name}: {one:,}" for name, one in became.counts.items() if one)
-        note = [f"Redriven: {len(redriven):,}. Result so far: {counts}."]
+        of = f" of the first {len(followed):,}" if number > len(followed) else ""
+        note = [f"Redriven: {number:,}. Result so far{of}: {counts}."]
         note += [f"{one['id']} is dead again: {one['reason']}" for one in became.died[:5]]
         return self._templates.note(operator, "\n".join(note))
 
