@@ -83,7 +83,7 @@ def scheduled(status: Status) -> Iterator[Finding]:
     late = (status.at - status.next_due).total_seconds() if status.next_due else 0.0
     if late > SCHEDULED_LATE:
         found = f"scheduled events are not published: one is due for {late:,.0f} seconds"
-        advice = "start `service relay`, or `service run`; if one runs, see its log"
+        advice = "start `service relay`, or `service run`; if one runs, see its /health/ready"
         yield Finding("wrong", found, advice)
 
 
