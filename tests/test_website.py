@@ -129,11 +129,15 @@ def test_every_page_fits_the_screen_and_loads_nothing_from_elsewhere(
             tab.goto(page.as_uri())
             if overflows(tab):
                 wide.append(page.relative_to(site).as_posix())
-        tab.set_content(f'<p class="content" style="width: {2 * width}px">')
-        finds_one = overflows(tab)
+        tab.set_content(f'<!doctype html><p style="width: {2 * width}px">')
+        finds_wide_page = overflows(tab)
+        text = f'<p style="width: {2 * width}px">'
+        tab.set_content(f'<!doctype html><div class="content" style="overflow: auto">{text}</div>')
+        finds_wide_text = overflows(tab)
         browser.close()
     assert wide == []
-    assert finds_one
+    assert finds_wide_page
+    assert finds_wide_text
     assert len(asked) > 2 * len(list(pages()))
     assert [url for url in asked if not url.startswith((f"{site.as_uri()}/", "data:"))] == []
 
