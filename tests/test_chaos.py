@@ -813,7 +813,15 @@ async def test_who_ignores_that_it_is_asked_to_end_is_noted(
 
 
 NO_EFFECT = " took no effect"
-IN_VAIN = ("cut", "halfopen", "terminate", "locked", "rotation", "replay", "scheduled")
+IN_VAIN: tuple[schedule.Kind, ...] = (
+    "cut",
+    "halfopen",
+    "terminate",
+    "locked",
+    "rotation",
+    "replay",
+    "scheduled",
+)
 
 
 async def test_a_fault_that_takes_no_effect_is_tried_again_and_then_not_counted(
