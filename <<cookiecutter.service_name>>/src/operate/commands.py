@@ -9,7 +9,6 @@ import typer
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy.exc import DBAPIError
 
 from pipeline.errors import is_infrastructure, sqlstate_of, summarize_error
 from pipeline.relay import scheduled
@@ -196,7 +195,7 @@ def _upgrade(invocation: Invocation) -> None:
     with in_a_sentence(), naming_servers(invocation.settings):
         try:
             command.upgrade(config, "heads")
-        except DBAPIError as error:
+        except Exception as error:
             state = sqlstate_of(error) or ""
             if is_infrastructure(error) or state.startswith(ACCESS_DENIED):
                 raise
@@ -205,7 +204,9 @@ def _upgrade(invocation: Invocation) -> None:
                     "no schema of the role's search_path exists, so that tables can't be created:"
                     " create one, or ALTER ROLE … SET search_path = public"
                 ) from None
-            raise Refused(revisions.describe_failure(error)) from None
+            if failure := revisions.describe_failure(error):
+                raise Refused(failure) from None
+            raise
 
 
 async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) -> bool:

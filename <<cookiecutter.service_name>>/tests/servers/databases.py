@@ -20,6 +20,14 @@ from pipeline.testing.databases import with_alembic
 HOME = Path(__file__).with_name("alembic")
 """Working directory of the tests' processes: its `alembic.ini` names the engine's migrations."""
 
+WAITING_TO_MIGRATE = """
+SELECT count(*) FROM pg_stat_activity
+ WHERE datname = current_database() AND application_name = 'migrations'
+   AND state = 'idle' AND query = 'COMMIT;'
+"""
+"""Counts the processes that have found the lock of migrations taken, and wait without a transaction
+for their next attempt."""
+
 
 def migrations_of_the_engine(*others: str) -> Config:
     """Return Alembic's configuration for the engine's branch, and those in other locations."""

@@ -1,23 +1,31 @@
 """Migrations: the engine's revisions, a branch of their own, and what `migrations/env.py` calls."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from alembic import context, op
 from alembic.util import CommandError
 from pydantic import ValidationError
-from sqlalchemy import MetaData, text
+from sqlalchemy import MetaData, event, text
 from sqlalchemy.engine import Connection
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from pipeline.schema import SCHEMA
 from pipeline.servers import revisions
-from pipeline.servers.database import connect_args
+from pipeline.servers.database import autocommitting, connect_args, keep_alive
 from pipeline.settings import Settings, mistakes
 
 _LOCK = 0x1B0C4
+_PAUSE_SECONDS = 0.5
+"""Time between two attempts to lock."""
+_UNLIMITED = """
+SELECT set_config(name, '0', true) FROM pg_settings
+ WHERE name IN ('idle_in_transaction_session_timeout', 'transaction_timeout')
+"""
+"""The transaction of the lock is idle for as long as the migrations last."""
 
 
 def run(metadata: MetaData, service: str | None = None) -> None:
@@ -29,9 +37,7 @@ def run(metadata: MetaData, service: str | None = None) -> None:
     """
     service = context.config.attributes.get("service", service)
     if context.is_offline_mode():
-        context.configure(dialect_name="postgresql", service=service, **options(metadata))
-        with context.begin_transaction():
-            context.run_migrations()
+        _run_migrations(metadata, service, dialect_name="postgresql")
     else:
         asyncio.run(_run_online(metadata, service))
 
@@ -46,22 +52,48 @@ async def _run_online(metadata: MetaData, service: str | None) -> None:
         poolclass=NullPool,
         connect_args=connect_args(settings, name="migrations"),
     )
-    async with engine.connect() as connection:
+    event.listen(engine.sync_engine, "connect", keep_alive)
+    async with _locked(engine), engine.connect() as connection:
+        if service:
+            try:
+                *found, _ = (await connection.execute(text(revisions.DATABASE))).one()
+                revisions.must_fit(service, *found)
+            except revisions.WrongDatabase as error:
+                raise CommandError(str(error)) from None
+            # Alembic begins no transactions, and ends none, on a connection that is in one.
+            await connection.rollback()
         await connection.run_sync(_migrate, metadata, service)
         await connection.commit()
     await engine.dispose()
 
 
+@asynccontextmanager
+async def _locked(engine: AsyncEngine) -> AsyncIterator[None]:
+    """Lock out other processes that migrate: the second waits, and finds nothing to do.
+
+    The lock has a connection of its own, as migrations may commit. Its transaction must not have a
+    snapshot, for which CREATE INDEX CONCURRENTLY would wait, and a process that waits has none.
+    """
+    async with autocommitting(engine) as driver:
+        while True:
+            async with driver.transaction(isolation="read_committed"):
+                if await driver.fetchval("SELECT pg_try_advisory_xact_lock($1)", _LOCK):
+                    # In the simple protocol, which closes the result above, and its snapshot.
+                    await driver.execute(_UNLIMITED)
+                    yield
+                    return
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+
 def _migrate(connection: Connection, metadata: MetaData, service: str | None) -> None:
-    # Of two processes that migrate at once, the second waits and finds nothing to do.
-    connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
-    if service:
-        try:
-            *found, _ = connection.execute(text(revisions.DATABASE)).one()
-            revisions.must_fit(service, *found)
-        except revisions.WrongDatabase as error:
-            raise CommandError(str(error)) from None
-    context.configure(connection=connection, service=service, **options(metadata))
+    _run_migrations(metadata, service, connection=connection)
+
+
+def _run_migrations(metadata: MetaData, service: str | None, **target: Any) -> None:
+    # A migration that commits must not leave its revision to the transaction of a later one.
+    context.configure(
+        transaction_per_migration=True, service=service, **target, **options(metadata)
+    )
     with context.begin_transaction():
         context.run_migrations()
 

@@ -67,7 +67,7 @@ def create_engine(settings: Settings, *, name: str, is_pooled: bool = True) -> A
         | {"command_timeout": _COMMAND_SECONDS, "timeout": _CONNECT_SECONDS}
         | {"connection_class": GuardedConnection},
     )
-    sa.event.listen(engine.sync_engine, "connect", _keep_alive)
+    sa.event.listen(engine.sync_engine, "connect", keep_alive)
     sa.event.listen(engine.sync_engine, "checkout", _refuse_if_closed)
     _watch_statements(engine.sync_engine)
     return engine
@@ -140,7 +140,7 @@ def _refuse(text: str, connection: Any) -> None:
         (CURRENT_GUARD.get() or guard).refuse(text)
 
 
-def _keep_alive(connection: Any, _: object) -> None:
+def keep_alive(connection: Any, _: object) -> None:
     """Enable TCP keepalive, as asyncpg does not: github.com/MagicStack/asyncpg/issues/606."""
     link = connection.driver_connection._transport.get_extra_info("socket")
     if link.family in (socket.AF_INET, socket.AF_INET6):

@@ -5,6 +5,7 @@ of a release works with the code of the previous one.
 """
 
 import json
+import traceback
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.errors import sqlstate_of, summarize_error
+from pipeline.errors import describe_error, sqlstate_of
 
+_LONGEST_STATEMENT = 500
+"""Characters of a statement that an error quotes."""
 _IS_NULL = "23502"
 """PostgreSQL's error code for a row that has no value in a column that is NOT NULL."""
 
@@ -312,13 +315,23 @@ async def _known(
     return applied - known, known, implied
 
 
-def describe_failure(error: DBAPIError) -> str:
-    """Return why a migration failed, what to do about it, and its statement."""
+def describe_failure(error: Exception) -> str | None:
+    """Return where a migration failed and what to do, in three lines; None if none failed."""
+    frames = traceback.walk_tb(error.__traceback__)
+    of_migrations = [one for one in frames if "down_revision" in one[0].f_globals]
+    if not of_migrations:
+        return None
+    frame, line = of_migrations[-1]
+    place = f"{frame.f_code.co_filename}, line {line}"
+    if isinstance(error, DBAPIError) and error.statement:
+        statement = " ".join(error.statement.split())
+        cut = "…" if len(statement) > _LONGEST_STATEMENT else ""
+        place += f", in the statement: {statement[:_LONGEST_STATEMENT]}{cut}"
     advice = "correct the migration"
     if sqlstate_of(error) == _IS_NULL:
         advice = "give a new column that is not nullable a server_default"
-    statement = " ".join((error.statement or "").split())
     return (
-        f"a migration failed and its transaction was rolled back: {summarize_error(error)}:"
-        f" {advice}; the statement was: {statement}"
+        f"the migration {frame.f_globals['revision']} failed, and its transaction was rolled back:"
+        f" {describe_error(error)}\n  at {place}\n  {advice}, and run `service migrate` again;"
+        " migrations before it, and what it committed itself, stay"
     )

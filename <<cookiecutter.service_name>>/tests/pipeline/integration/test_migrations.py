@@ -21,7 +21,11 @@ from pipeline import migrations, schema
 from pipeline.handlers.staging import StagedEvent
 
 from tests.contract.bank import Base
-from tests.servers.databases import empty_database, migrations_of_the_engine
+from tests.servers.databases import (
+    WAITING_TO_MIGRATE,
+    empty_database,
+    migrations_of_the_engine,
+)
 from tests.servers.waiting import eventually
 
 COLUMNS = Path(migrations.__file__).with_name("columns.json")
@@ -167,14 +171,12 @@ async def test_processes_that_upgrade_at_once_wait_for_each_other(url: str, conf
     # Alembic's context is one a process: what two processes do at once is done by their lock.
     connection = await asyncpg.connect(url.replace("+asyncpg", ""))
     try:
-        async with connection.transaction():
-            await connection.execute("SELECT pg_advisory_xact_lock($1)", migrations._LOCK)
-            task = asyncio.create_task(upgrade(config))
-            while not await connection.fetchval(
-                "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'advisory'"
-            ):
-                assert not task.done(), "it did not wait"
-            assert await tables(url) == []
+        await connection.execute("SELECT pg_advisory_lock($1)", migrations._LOCK)
+        task = asyncio.create_task(upgrade(config))
+        while not await connection.fetchval(WAITING_TO_MIGRATE):
+            assert not task.done(), "it did not wait"
+        assert await tables(url) == []
+        await connection.execute("SELECT pg_advisory_unlock($1)", migrations._LOCK)
         await task
     finally:
         await connection.close()

@@ -19,7 +19,13 @@ from pipeline.testing.databases import with_alembic
 
 from .bank import Bank
 from .processes import starting
-from tests.servers.databases import HOME, administer, empty_database, url_of
+from tests.servers.databases import (
+    HOME,
+    WAITING_TO_MIGRATE,
+    administer,
+    empty_database,
+    url_of,
+)
 from tests.servers.processes import Start
 from tests.servers.waiting import eventually
 
@@ -139,6 +145,18 @@ async def start(
         database_url=direct_url,
         database_pooler=False,
         kafka_bootstrap_servers=kafka,
+    ) as one:
+        yield one
+
+
+@pytest.fixture
+async def start_migrate(unborn: Bank, direct_url: str, folder: Path) -> AsyncIterator[Start]:
+    """Start `migrate`, which needs no Kafka."""
+    async with starting(
+        unborn,
+        database_url=direct_url,
+        database_pooler=False,
+        kafka_bootstrap_servers="unused:9092",
     ) as one:
         yield one
 
@@ -434,28 +452,115 @@ async def test_migrate_without_a_schema_in_the_search_path_says_so(
     ("statement", "error", "advice"),
     [
         (
-            "ALTER TABLE wallet ADD colour text NOT NULL",
-            'column "colour" of relation "wallet" contains null values',
+            "ALTER TABLE drawer ADD colour text NOT NULL",
+            'column "colour" of relation "drawer" contains null values',
             "give a new column that is not nullable a server_default",
         ),
-        ("ALTER TABLE walet ADD colour text", 'relation "walet" does not exist', "correct the"),
-        ("ALTER TABLE wallet ADD CHECK (cents > 5)", "is violated by some row", "correct the"),
+        ("ALTER TABLE draer ADD colour text", 'relation "draer" does not exist', "correct the"),
+        ("ALTER TABLE drawer ADD CHECK (cents > 5)", "is violated by some row", "correct the"),
     ],
 )
 async def test_a_migration_that_fails_says_what_to_correct(
-    start: Start, folder: Path, db: asyncpg.Connection, statement: str, error: str, advice: str
+    start_migrate: Start,
+    folder: Path,
+    db: asyncpg.Connection,
+    statement: str,
+    error: str,
+    advice: str,
 ) -> None:
-    await db.execute("INSERT INTO wallet (id, cents, version) VALUES ('ada', 1, 1)")
+    await db.execute("CREATE TABLE drawer AS SELECT 1 AS cents")
     add(folder, "service_0001", None)
     add(folder, "service_0002", "service_0001", statement=statement)
-    migrate = await start("migrate", cwd=folder)
+    migrate = await start_migrate("migrate", cwd=folder)
     assert await migrate.ended() == 1, migrate.output
-    assert "Refused: a migration failed and its transaction was rolled back: " in migrate.output
-    for text in (error, advice, statement):
-        assert text in " ".join(migrate.output.split())
+    failed, at, what_to_do = migrate.output.splitlines()[-3:]
+    assert failed.startswith("Refused: the migration service_0002 failed, and its transaction")
+    assert error in failed
+    assert at.endswith(f"/service_0002.py, line 9, in the statement: {statement}")
+    assert advice in what_to_do
     assert "Traceback" not in migrate.output
     applied = await db.fetch("SELECT version_num FROM alembic_version")
-    assert "service_0001" not in {row["version_num"] for row in applied}
+    assert "service_0001" in {row["version_num"] for row in applied}
+
+
+async def test_a_migration_whose_code_fails_says_where(
+    start_migrate: Start, folder: Path, db: asyncpg.Connection
+) -> None:
+    add(folder, "service_0001", None)
+    path = folder / "versions" / "service_0001.py"
+    path.write_text(path.read_text("utf-8") + "    op.execute(draer)\n", "utf-8")
+
+    migrate = await start_migrate("migrate", cwd=folder)
+
+    assert await migrate.ended() == 1, migrate.output
+    failed, at, what_to_do = migrate.output.splitlines()[-3:]
+    assert failed.endswith("was rolled back: NameError: name 'draer' is not defined")
+    assert at == f"  at {path}, line 10"
+    assert "correct the migration" in what_to_do
+    assert "Traceback" not in migrate.output
+
+
+async def test_a_long_statement_of_a_migration_is_cut(
+    start_migrate: Start, folder: Path, db: asyncpg.Connection
+) -> None:
+    add(folder, "service_0001", None, statement=f"INSERT INTO draer VALUES ({'7' * 10_000})")
+
+    migrate = await start_migrate("migrate", cwd=folder)
+
+    assert await migrate.ended() == 1, migrate.output
+    assert "in the statement: INSERT INTO draer VALUES (777" in migrate.output
+    assert len(migrate.output) < 2_000
+    assert "correct the migration" in migrate.output.splitlines()[-1]
+
+
+CONCURRENTLY = """
+revision, down_revision = "service_0002", "service_0001"
+branch_labels, depends_on = None, None
+
+from alembic import op
+
+
+def upgrade() -> None:
+    with op.get_context().autocommit_block():
+        op.execute("DROP INDEX CONCURRENTLY IF EXISTS drawer_cents_idx")
+        op.create_index("drawer_cents_idx", "drawer", ["cents"], postgresql_concurrently=True)
+"""
+
+
+async def test_an_index_is_made_concurrently_while_another_process_waits_to_migrate(
+    start_migrate: Start, folder: Path, db: asyncpg.Connection, direct_url: str
+) -> None:
+    add(folder, "service_0001", None)
+    (folder / "versions" / "service_0002.py").write_text(CONCURRENTLY, "utf-8")
+    add(folder, "service_0003", "service_0002", statement="ALTER TABLE draer ADD colour text")
+    other = await asyncpg.connect(direct_url.replace("+asyncpg", ""))
+    try:
+        await db.execute("CREATE TABLE drawer (cents integer)")
+        writing = db.transaction()
+        await writing.start()
+        await db.execute("INSERT INTO drawer VALUES (1)")
+        one, two = (
+            await start_migrate("migrate", cwd=folder),
+            await start_migrate("migrate", cwd=folder),
+        )
+        indexing = "SELECT count(*) = 1 FROM pg_stat_progress_create_index"
+        await eventually(lambda: other.fetchval(indexing))
+        await eventually(lambda: other.fetchval(f"SELECT ({WAITING_TO_MIGRATE}) = 1"))
+        # Nobody waits for the table.
+        await other.execute("INSERT INTO drawer VALUES (2)")
+        assert one.is_running
+        assert two.is_running
+        await writing.commit()
+
+        assert [await one.ended(), await two.ended()] == [1, 1], one.output + two.output
+        for process in (one, two):
+            assert "the migration service_0003 failed" in process.output
+        index = "SELECT indisvalid FROM pg_index WHERE indexrelid = 'drawer_cents_idx'::regclass"
+        assert await other.fetchval(index)
+        applied = await other.fetch("SELECT version_num FROM alembic_version")
+        assert "service_0002" in {row["version_num"] for row in applied}
+    finally:
+        await other.close()
 
 
 async def test_a_newer_schema_may_lack_what_this_code_no_longer_needs(
