@@ -8,9 +8,10 @@ and latency are of an older engine is refused.
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,18 @@ def released() -> list[dict[str, str]]:
     """Return version, commit and day of each release, the oldest first."""
     listed: list[dict[str, str]] = json.loads(RELEASES.read_text("utf-8"))
     return listed
+
+
+def unlisted(listed: Sequence[Mapping[str, str]], changelog: str) -> list[str]:
+    """Return the changelog's newest version, if it has a day and is not listed.
+
+    So it is at the commit of a release, which the next commit lists.
+    """
+    newest = re.search(r"(?m)^## (\S+) \((.+)\)$", changelog)
+    assert newest is not None
+    version, day = newest.groups()
+    is_listed = version in {one["version"] for one in listed}
+    return [] if is_listed or day == "unreleased" else [version]
 
 
 def require_figures(report: Mapping[str, Any], root: Path = ROOT) -> None:
