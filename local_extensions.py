@@ -36,6 +36,9 @@ IMPORTED = frozenset(IMPORTS.read_text("utf-8").split())
 BUILT = frozenset({"build", "demo", "dist", "test"})
 """Folders and commands that a service gets after its generation."""
 
+RECORD = Path.cwd() / ".cookiecutter.json"
+"""Answers of the service that `make update` runs in."""
+
 TAKEN = BUILT | {
     path.stem if path.suffix == ".py" else path.name
     for folder in (".", "dev", "src", "tests")
@@ -200,9 +203,30 @@ def mistakes(answers: Mapping[str, object]) -> list[str]:
         answer = answers[question]
         # In YAML, yes, no, on, off and numbers are not text.
         rule = check(answer) if isinstance(answer, str) else "must be text, in quotes in YAML"
-        if rule:
-            found.append(f"{question} {rule}; it is {answer!r}.")
+        if not rule:
+            continue
+        sentence = f"{question} {rule}; it is {answer!r}."
+        if rule in OF_LIBRARIES and _recorded().get(question) == answer:
+            print(f"warning: {sentence} The service has this name already and keeps it.")
+        else:
+            found.append(sentence)
     return found
+
+
+def _recorded() -> Mapping[str, object]:
+    """Return the answers of the service that is updated; none if a service is generated."""
+    try:
+        recorded: Mapping[str, object] = json.loads(RECORD.read_text("utf-8"))["cookiecutter"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return recorded
+
+
+OF_LIBRARIES = (
+    "must not be the name of a library that the service uses",
+    "must not be the name of a module that a library of the service has or imports",
+)
+"""Rules that gain names with the libraries of a new version: services that have them keep them."""
 
 
 def _service_name(answer: str) -> str | None:
@@ -212,7 +236,7 @@ def _service_name(answer: str) -> str | None:
             f"letter, of at most {LONGEST_NAME} characters"
         )
     if answer in LIBRARIES:
-        return "must not be the name of a library that the service uses"
+        return OF_LIBRARIES[0]
     return None
 
 
@@ -229,7 +253,7 @@ def _package_name(answer: str) -> str | None:
     if answer in TAKEN:
         return "must not be the name of another folder or module of the service"
     if answer in IMPORTED or answer.replace("_", "-") in LIBRARIES:
-        return "must not be the name of a module that a library of the service has or imports"
+        return OF_LIBRARIES[1]
     return None
 
 

@@ -214,6 +214,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     git(path, "checkout", "--quiet", "--orphan", "other")
     edit(path / "CHANGELOG.md", (r"(?m)^- \*\*Handlers\.\*\*.*\n", ""))
     edit(raw / "README.md", (r"(?m)^## Tests$", "## Testing"))
+    edit(path / "imports.txt", (r"(?m)^redis\n", ""))
     edit(raw / "src/pipeline/migrations/first_inbox.py", (r"\A", "# As it was.\n"))
     edit(raw / "src/pipeline/settings.py", (r"\A", "# As it was.\n"))
     (raw / "src/pipeline/errors.py").rename(raw / "src/pipeline/mistakes.py")
@@ -498,6 +499,34 @@ def test_other_answers_are_merged_at_the_recorded_version(history: History, outp
     assert "It's Ada's, at 5." in project.read("README.md")
     assert project.run("git", "rev-list", "--count", "template").strip() == "2"
     assert not (project.path / "src" / "page").exists()
+
+
+@pytest.mark.full
+def test_a_service_keeps_a_name_that_a_newer_version_refuses(
+    history: History, output: Path
+) -> None:
+    project = owned(history.bake(output, history.old, package_name="redis"))
+
+    outcome = update(project.path)
+
+    assert outcome.code == 0, outcome.said
+    assert outcome.said.count("warning: package_name must not be the name of a module") == 1
+    assert json.loads(project.read(".cookiecutter.json"))["commit"] == history.new
+    assert "package_name must not be" in update(project.path, "package_name=aiokafka").said
+
+
+@pytest.mark.full
+def test_an_update_names_the_settings_that_its_answers_bring(
+    history: History, output: Path
+) -> None:
+    project = history.bake(output, history.new)
+    for name, value in ADA.items():
+        project.run("git", "config", name, value)
+
+    outcome = update(project.path, "personal_data=yes")
+
+    assert outcome.code == 0, outcome.said
+    assert "- New in deploy/, set where the service runs: PIPELINE_PERSONAL_KEYS." in outcome.said
 
 
 @pytest.mark.full
@@ -871,19 +900,22 @@ def test_a_package_of_the_owner_is_merged_with_one_that_the_engine_gains(small: 
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_major_version_is_reached_from_the_last_minor_version_before_it(
-    small: Small, tmp_path: Path
+@pytest.mark.parametrize("last", ["0.3.0", "0.3.1"])
+def test_a_major_version_is_reached_from_the_last_version_before_it(
+    small: Small, tmp_path: Path, last: str
 ) -> None:
     git(tmp_path, "clone", "--quiet", str(small.template), "next")
     questions = tmp_path / "next" / "cookiecutter.json"
-    for version in ("1.0.0", "1.1.0"):
+    for version in (*[last][last == "0.3.0" :], "1.0.0", "1.1.0"):
         edit(questions, (r'(?<="_template_version": ")[\d.]+', version))
         git(tmp_path / "next", "tag", f"v{version}", commit(tmp_path / "next", version))
     location = f"--template={tmp_path / 'next'}"
 
-    assert "update to v0.3.0 first" in small.refusal(location)
-    assert "update to v0.3.0 first" in small.refusal(location, "--to=v1.0.0")
-    assert small.update(location, "--to=v0.3.0").code == 0
+    assert f"update to v{last} first" in small.refusal(location)
+    if last != "0.3.0":
+        assert small.update(location, "--to=v0.3.0").code == 0
+    assert f"update to v{last} first" in small.refusal(location, "--to=v1.0.0")
+    assert small.update(location, f"--to=v{last}").code == 0
     assert small.update(location).code == 0
     newest = git(tmp_path / "next", "rev-parse", "v1.1.0").strip()
     assert json.loads(small.read(".cookiecutter.json"))["commit"] == newest
@@ -912,6 +944,24 @@ def test_a_clone_without_tags_has_the_releases_that_its_newest_commit_lists(
         assert small.update(location, f"--to={name}").code == 0
         assert json.loads(small.read(".cookiecutter.json"))["commit"] == releases[0]["commit"]
         assert small.update(location, "--to=v0.2.0").code == 0
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_release_whose_commit_the_template_lacks_is_left_out(
+    small: Small, tmp_path: Path
+) -> None:
+    git(tmp_path, "clone", "--quiet", "--no-tags", str(small.template), "bare")
+    bare = tmp_path / "bare"
+    releases = [
+        {"version": "0.2.0", "commit": git(small.template, "rev-parse", "v0.2.0").strip()},
+        {"version": "0.3.0", "commit": "0" * 40},
+    ]
+    (bare / "releases.json").write_text(json.dumps(releases), "utf-8")
+    commit(bare, "List releases")
+
+    assert small.update(f"--template={bare}").code == 0
+    assert json.loads(small.read(".cookiecutter.json"))["commit"] == releases[0]["commit"]
 
 
 @pytest.mark.full

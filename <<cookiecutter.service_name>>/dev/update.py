@@ -98,9 +98,9 @@ def without_password(location: str) -> str:
     return re.sub(r"(?<=://)[^/@]*:[^/]*@", "", kept, count=1)
 
 
-def minor(version: str) -> tuple[int, ...]:
-    """Return the numbers of the major and the minor version."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, the major one first."""
+    return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,15 @@ class Service:
         return (
             self.git("rev-parse", name) if succeeds("cat-file", "-e", name, cwd=self.root) else None
         )
+
+    def settings(self, commit: str) -> set[str]:
+        """Return the settings that the files in deploy/ of a commit name, as those they need."""
+        folder = f"{commit}:{self.prefix}deploy"
+        try:
+            found = self.git("grep", "-E", "-o", "-h", "PIPELINE_[A-Z_]*[A-Z]", folder)
+        except GitFailed:  # there is none
+            return set()
+        return set(found.split())
 
     def bakes(self) -> tuple[str | None, str | None]:
         """Return the branch's newest commit, and that of the bake that HEAD has.
@@ -303,13 +312,18 @@ class Template:
         """Run git in the clone."""
         return git(*arguments, cwd=self.folder / "clone")
 
+    def has(self, name: str) -> bool:
+        """Return whether the clone has a commit of this name."""
+        clone = self.folder / "clone"
+        return succeeds("rev-parse", "--quiet", "--verify", f"{name}^{{commit}}", cwd=clone)
+
     def find(self, version: str | None) -> str | None:
         """Return the commit of a release, tag, branch or commit; None if there is none."""
         if not version:
             return None
         tag = f"v{version.removeprefix('v')}"
         for name in (self.releases.get(tag, version), version, tag, f"origin/{version}"):
-            if succeeds("rev-parse", "--verify", f"{name}^{{commit}}", cwd=self.folder / "clone"):
+            if self.has(name):
                 return self.git("rev-parse", f"{name}^{{commit}}")
         return None
 
@@ -326,15 +340,17 @@ class Template:
     def releases(self) -> dict[str, str]:
         """The releases, the newest first, and the commit or tag of each.
 
-        They are those that the newest commit lists, and those with a tag.
+        They are those that the newest commit lists, and those with a tag. A shallow or squashed
+        copy of the template lists releases whose commits it does not have: these are left out.
         """
         found = {tag: tag for tag in self.git("tag", "--list", "v[0-9]*").split()}
         if succeeds("cat-file", "-e", f"HEAD:{RELEASES}", cwd=self.folder / "clone"):
             listed = json.loads(self.git("show", f"HEAD:{RELEASES}"))
-            found |= {f"v{one['version']}": one["commit"] for one in listed}
+            found |= {
+                f"v{one['version']}": one["commit"] for one in listed if self.has(one["commit"])
+            }
         names = filter(re.compile(r"v\d+(\.\d+)*").fullmatch, found)
-        numbers = {name: [*map(int, name[1:].split("."))] for name in names}
-        return {name: found[name] for name in sorted(numbers, key=numbers.__getitem__)[::-1]}
+        return {name: found[name] for name in sorted(names, key=numbers, reverse=True)}
 
     def newest(self) -> str:
         """Return the newest release; without releases, HEAD of the clone."""
@@ -350,10 +366,10 @@ class Template:
         return f"version {self.version(commit)} ({commit[:10]})"
 
     def check_step(self, old: str, new: str) -> None:
-        """Raise `Refused` if the last minor version before a new major version is skipped."""
-        major = minor(self.version(new))[:1]
-        last = next((tag for tag in self.releases if minor(tag)[:1] < major), None)
-        if last and minor(self.version(old)) < minor(last):
+        """Raise `Refused` if the last version before a new major version is skipped."""
+        major = numbers(self.version(new))[:1]
+        last = next((tag for tag in self.releases if numbers(tag)[:1] < major), None)
+        if last and numbers(self.version(old)) < numbers(last):
             raise Refused(
                 f"{self.name(new)} may drop columns that versions before {last} use: update to"
                 f" {last} first, and deploy it (TO={last})"
@@ -384,6 +400,9 @@ class Template:
         )
         if done.returncode != 0:
             raise Refused(f"{done.stdout.strip()}\n{self.name(commit)} can't be baked")
+        for line in dict.fromkeys(done.stdout.splitlines()):
+            if line.startswith("warning: "):
+                print(line)
         (baked,) = output.iterdir()
         return baked
 
@@ -444,7 +463,7 @@ def _update(service: Service, template: Template, options: Namespace) -> bool:
     _report_answers(record["cookiecutter"], chosen)
     _report_changes(template, old, new)
     changed = service.git("diff", "--name-only", "--relative", base, merged).splitlines()
-    _report_steps(changed, conflicts)
+    _report_steps(changed, conflicts, service.settings(merged) - service.settings(base))
     return not conflicts
 
 
@@ -564,7 +583,7 @@ def _report_changes(template: Template, old: str | None, new: str) -> None:
     print("\n".join(lines) or "(nothing)")
 
 
-def _report_steps(changed: list[str], conflicts: list[str]) -> None:
+def _report_steps(changed: list[str], conflicts: list[str], settings: set[str]) -> None:
     print("\nWhat to do next:\n")
     if conflicts:
         print("- Resolve the conflicts, `git add` the files, and `git commit`:")
@@ -577,6 +596,8 @@ def _report_steps(changed: list[str], conflicts: list[str]) -> None:
         print("- Requirements changed: `make setup`; build the image again.")
     if any(re.search(r"(^|/)migrations/", name) for name in changed):
         print("- Migrations changed: `service migrate` before the new code starts.")
+    if settings:
+        print(f"- New in deploy/, set where the service runs: {', '.join(sorted(settings))}.")
     if any(name.startswith("deploy/") for name in changed):
         print("- deploy/ changed: apply the manifests, roles and alerts that you use.")
     print("- `make check test`")
