@@ -27,6 +27,8 @@ DOTS = while read -r what code; do case $$what in Collecting|Installing) printf 
 
 # The raw tree must have source files only: cookiecutter copies all files in it.
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/pycache
+# uv trusts the certificate authorities of the system, such as that of a company's proxy.
+export UV_SYSTEM_CERTS ?= true
 # Tests start hundreds of processes, each three times as fast with bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 export RUFF_CACHE_DIR := $(CURDIR)/build/ruff
@@ -157,7 +159,7 @@ check-raw: $(INSTALLED)
 	@ln -s '$(CURDIR)/$(RAW)/src/<<cookiecutter.package_name>>' build/raw/unbaked
 	@sed 's/<<cookiecutter.package_name>>/unbaked/g' '$(RAW)/pyproject.toml' > build/raw/pyproject.toml
 	@cd '$(RAW)' && $(BIN)/mypy --exclude '(src|tests)/[<]' && MYPYPATH='$(CURDIR)/build/raw' $(BIN)/mypy -p unbaked
-	@cd build/raw && PYTHONPATH='.:$(CURDIR)/$(RAW)/src' $(BIN)/lint-imports --cache-dir ../import-linter
+	@cd build/raw && PYTHONPATH='.:$(CURDIR)/$(RAW)/src' $(BIN)/lint-imports --no-logo --cache-dir ../import-linter
 
 format: $(INSTALLED) ## format the code and apply the linter's fixes
 	@$(RUFF) check --fix --exit-zero --quiet .
