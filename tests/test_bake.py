@@ -206,12 +206,15 @@ def test_an_edited_engine_is_a_warning_of_make_check_and_no_error(
 ) -> None:
     project = template.bake(output)
     assert "engine was edited" not in project.make("check")
+    assert project.run(sys.executable, "dev/engine.py", "--strict") == ""
     project.run("sha256sum", "--check", "--strict", ".engine.sha256")
     edited = project.path / "src" / "pipeline" / "apply" / "inbox.py"
     edited.write_text(edited.read_text("utf-8") + "\n\nEDITED = True\n", "utf-8")
 
     said = project.make("check")
 
+    with pytest.raises(pytest.fail.Exception, match="engine was edited"):
+        project.run(sys.executable, "dev/engine.py", "--strict")
     assert "warning: the engine was edited:\n  changed  src/pipeline/apply/inbox.py\n" in said
     [advice] = re.findall('make update ANSWERS="engine_tests=yes"', said)
     assert advice in project.read("README.md")
@@ -226,7 +229,7 @@ def test_an_edited_engine_is_left_to_its_own_tests_where_they_are(
 ) -> None:
     project = template.bake(output, engine_tests="yes")
     (project.path / "src" / "pipeline" / "apply" / "inbox.py").unlink()
-    assert project.run(sys.executable, "dev/engine.py") == ""
+    assert project.run(sys.executable, "dev/engine.py", "--strict") == ""
 
 
 def test_nothing_of_the_template_is_left_in_a_variant(variant: BakedProject) -> None:
