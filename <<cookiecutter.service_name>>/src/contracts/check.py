@@ -53,6 +53,9 @@ class Verdict:
     text: str
 
 
+_TRY = "; test the upcaster with an event of the old schema"
+"""What to do about an upcaster, whose code the comparison does not run."""
+
 _REJECTIONS = {
     ("taken", Mode.BACKWARD): "the service rejects events {what}, which it accepted before",
     ("taken", Mode.FORWARD): (
@@ -244,13 +247,13 @@ def _changes(
 
 def _upcasts(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     if (UPCAST in old) != (UPCAST in new):
-        yield False, "cannot be decided: an upcaster converts the events, or did so before"
+        yield False, f"cannot be decided: an upcaster converts the events, or did so before{_TRY}"
         return
     for member in (UPCAST, STEP):
         before, now = old.get(member), new.get(member)
         if before and now and before != now:
-            text = "cannot be decided: an upcaster converts the events to {}, and did so to {}"
-            yield False, text.format(now, before)
+            text = "cannot be decided: an upcaster converts the events to {}, and did so to {}{}"
+            yield False, text.format(now, before, _TRY)
             return
 
 

@@ -362,6 +362,7 @@ def test_what_cannot_be_decided_is_a_warning(service: Service, old: Callable[...
     code, out, err = run(service, "check", old(before), "--mode", "BACKWARD")
     assert (code, out) == (0, "")
     assert "orders, ordered.v1: cannot be decided: an upcaster converts the events" in err
+    assert "; test the upcaster with an event of the old schema" in err
 
 
 @pytest.mark.parametrize("member", ["upcast", "to"])
@@ -371,7 +372,10 @@ def test_another_target_of_an_upcaster_is_a_warning(
     file = old(to("ordered.v1a", "taken", "orders", "ordered.v1", member))
     code, out, err = run(service, "check", file)
     assert (code, out) == (0, "")
-    text = "an upcaster converts the events to ordered.v2, and did so to ordered.v1a"
+    text = (
+        "an upcaster converts the events to ordered.v2, and did so to ordered.v1a; test the"
+        " upcaster with an event of the old schema"
+    )
     assert err.count(f"orders, ordered.v1: cannot be decided: {text}") == 1
 
 
