@@ -42,7 +42,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     ),
     "rows": (
         "Rows",
-        {"pipeline": ("Aggregate", "Sequenced", "Gaps", "Timed", "Versioned")},
+        {"pipeline": ("Aggregate", "Loads", "Sequenced", "Gaps", "Timed", "Versioned")},
     ),
     "events": (
         "Events, messages, codecs",

@@ -76,6 +76,11 @@ class IdempotentRequest:
         self._response = response
         self._key = _key_of(idempotency_key)
 
+    @property
+    def key(self) -> str:
+        """The key that the client has sent, without quotes."""
+        return self._key
+
     async def receive(self, event: Event, *, consumer: str, scope: str = "") -> Any:
         """Apply an event by the consumer's handler, once for the key; return its result, as JSON.
 

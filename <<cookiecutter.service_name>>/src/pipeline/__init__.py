@@ -10,7 +10,7 @@ from pipeline.events.event import Event, Tombstone, Unpublishable
 from pipeline.events.message import Message, Reason, Record, Undecodable
 from pipeline.events.payload import payload_hash
 from pipeline.events.plain import Header, PayloadFields, Plain, Position
-from pipeline.handlers.aggregate import Aggregate
+from pipeline.handlers.aggregate import Aggregate, Loads
 from pipeline.handlers.ordering import Gaps, Sequenced, Timed
 from pipeline.handlers.policy import Park, Policy, Reject, Retry
 from pipeline.handlers.registry import Handlers
@@ -32,6 +32,7 @@ __all__ = [
     "HandlerFault",
     "Handlers",
     "Header",
+    "Loads",
     "Message",
     "Misconfigured",
     "Outgoing",

@@ -43,7 +43,9 @@ class Loads(Generic[A]):
     """Declares the row that a handler is going to change, so that it is locked beforehand."""
 
     entity: type[A]
+    """The mapped class."""
     fields: tuple[str, ...]
+    """The event's fields with the primary key, in its order."""
 
     @property
     def table(self) -> str:
