@@ -683,7 +683,7 @@ def test_every_command_of_a_service_has_an_example_that_is_one(
 
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), RAW / "README.md", *RAW.glob("docs/*.md")]
-PAGES += [ROOT / "AGENTS.md", RAW / "AGENTS.md"]
+PAGES += [ROOT / "AGENTS.md", RAW / "AGENTS.md", RAW / "SKILL.md"]
 
 
 def commands(page: str) -> set[str]:

@@ -73,7 +73,13 @@ def test_a_path_that_is_no_link_is_found() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [*files(), "AGENTS.md", f"{RAW.name}/README.md", f"{RAW.name}/AGENTS.md"],
+    [
+        *files(),
+        "AGENTS.md",
+        f"{RAW.name}/README.md",
+        f"{RAW.name}/AGENTS.md",
+        f"{RAW.name}/SKILL.md",
+    ],
 )
 def test_a_page_that_names_another_one_links_to_it(page: str) -> None:
     if (ROOT / page).is_file():
@@ -316,6 +322,25 @@ def test_what_agents_are_told_of_the_template_is_true() -> None:
     check_agents(text.replace("`requirements*.in`", ""), ROOT, targets(ROOT))
     (test,) = re.findall(r"-m pytest (\S+)", text)
     assert (RAW / test).is_file()
+
+
+def test_the_commands_of_the_skill_of_a_service_exist(default_project: BakedProject) -> None:
+    text = default_project.read("SKILL.md")
+    front = re.match(r"---\nname: (.+)\ndescription: (.+)\n---\n", text)
+    assert front is not None
+    assert front[1] == "parcel-tracker"
+    assert len(front[2]) <= 1024
+
+    commands = "\n".join(re.findall(r"(?s)```sh\n(.*?)```", text)).splitlines()
+    assert {one.split()[1] for one in commands if one.startswith("make ")} <= targets(
+        default_project.path
+    )
+    files = {file for one in commands for file in re.findall(r"(?:tests|dev)/[\w./]+", one)}
+    assert len(files) > 2
+    assert all((default_project.path / file).exists() for file in files)
+    of_alembic = [one for one in commands if "alembic" in one]
+    assert of_alembic
+    assert all(one in default_project.read("README.md") for one in of_alembic)
 
 
 def test_what_agents_are_told_of_a_service_is_true(default_project: BakedProject) -> None:
