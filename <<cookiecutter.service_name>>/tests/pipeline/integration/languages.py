@@ -65,6 +65,7 @@ _STATEMENTS: Mapping[object, str] = {
     staging._WRITE: "consume: write outbox",
     staging._SCHEDULE: "consume: schedule",
     bank.CLAIM: "consume: insert claims",
+    staging._LOCK: "consume: cancel scheduled",
     staging.CANCEL: "consume: cancel scheduled",
     scheduled._IS_DUE: "scheduled: poll",
     scheduled._LOCK: "scheduled: lock",
@@ -108,8 +109,8 @@ _SHAPES = {
         "retention: delete discarded rows"
     ),
     r"INSERT INTO pipeline\.backlog \(.*'probe'": "probe: write",
-    r"WITH part \(name, id, kind, ": "consume: read catalog",
-    r"WITH named \(id\) AS ": "consume: compare catalog",
+    r"WITH RECURSIVE of_name \(name, id\) AS ": "consume: read catalog",
+    r"WITH RECURSIVE one \(id\) AS ": "consume: compare catalog",
     r"SELECT account\..* FOR NO KEY UPDATE": "consume: lock accounts",
     r"INSERT INTO account ": "consume: insert accounts",
     r"UPDATE account ": "consume: update accounts",

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 import pipeline
 from pipeline.apply import backlog, positions, turns
 from pipeline.handlers import sessions
-from pipeline.relay import scheduled, window
+from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, partitions
 from pipeline.retry import lanes
 from pipeline.servers import probe, revisions
@@ -30,17 +30,20 @@ BY_COMMANDS = (
 """Modules whose statements run when a person asks for it; a service never does."""
 
 BY_COMMANDS_TOO = (
-    *(positions._SEEK, positions._REWIND),
+    *(positions._SEEK, positions._REWIND, positions._OF_GROUP),
     *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
     archive._SKIP_ARCHIVE,
     archive._ARCHIVES_NO_LONGER,
     scheduled._LIST,
+    *(lanes._COUNT_SOME, lanes._COUNT_DUE, scheduled._COUNT, window._COUNT, cursor._RELAYS),
+    *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, rejected._HOLD_SHARD),
+    *(rejected._REDRIVE, rejected._DISCARD),
 )
 
 UNMET = (
     *(sessions.BEGIN, sessions.GUARD_COMMIT, sessions._GUARD),
     sessions.DONE,
-    *(sessions._IS_AT_WORK, lanes._LOCKED),
+    *(sessions._IS_AT_WORK, lanes._LOCKED, lanes._EXTEND),
     backlog._DUE,
     probe._WRITE,
     revisions._DISTRIBUTED,
