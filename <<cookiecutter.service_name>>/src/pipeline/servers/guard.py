@@ -217,10 +217,15 @@ def watch_coroutines() -> None:
 
 
 @coroutine
-def in_context(call: Awaitable[T], guard: Guard | None = None) -> Generator[Any, Any, T]:
+def in_context(
+    call: Awaitable[T],
+    guard: Guard | None = None,
+    take: Callable[[Callable[[Any], Any], Any], Any] = lambda step, value: step(value),
+) -> Generator[Any, Any, T]:
     """Await a coroutine in a context of its own: variables that it sets end with it.
 
-    `call` is the result of a coroutine function; `guard` checks its statements.
+    `call` is the result of a coroutine function; `guard` checks its statements; `take` executes
+    each of its steps, of which every one ends where it waits.
     """
     run, inner = copy_context().run, cast(Coroutine[Any, Any, T], call)
     run(CURRENT_GUARD.set, guard)
@@ -230,7 +235,7 @@ def in_context(call: Awaitable[T], guard: Guard | None = None) -> Generator[Any,
     value: Any = None
     while True:
         try:
-            waits_for = run(step, value)
+            waits_for = run(take, step, value)
         except StopIteration as end:
             return cast(T, end.value)
         if guard is not None:

@@ -1,9 +1,8 @@
 """Calls of the service's code, which may cancel the task that it runs in."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from types import FrameType
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from .guard import Guard, in_context
 
@@ -27,9 +26,9 @@ async def call_service(call: Awaitable[T], guard: Guard | None = None) -> T:
     Raises `CancelledError` only if the task was cancelled from outside: by the engine, a time limit
     or the end of the event loop. Any other cancellation raises `CancelledItself`, and is undone.
     """
-    code = _ServiceCode(cast(Coroutine[Any, Any, T], call))
+    code = _Steps()
     try:
-        result = await in_context(code, guard)
+        result = await in_context(call, guard, code.take)
     except BaseException as error:
         await code.undo_cancellations()
         if isinstance(error, asyncio.CancelledError) and not code.is_cancelled:
@@ -40,19 +39,18 @@ async def call_service(call: Awaitable[T], guard: Guard | None = None) -> T:
     return result
 
 
-class _ServiceCode(Coroutine[Any, Any, T]):
-    """A coroutine of the service's code, and how often it has cancelled its own task.
+class _Steps:
+    """The steps of the service's code, and how often it has cancelled its own task.
 
     A task is cancelled from outside while it waits. What is requested in a step of the code itself
     is the code's own.
     """
 
-    __slots__ = ("_before", "_code", "_own", "_task")
+    __slots__ = ("_before", "_own", "_task")
 
-    def __init__(self, code: Coroutine[Any, Any, T]) -> None:
+    def __init__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._code = code
         self._task = task
         self._before = task.cancelling()
         self._own = 0
@@ -81,32 +79,8 @@ class _ServiceCode(Coroutine[Any, Any, T]):
             raise asyncio.CancelledError
         return is_pending
 
-    @property
-    def cr_frame(self) -> FrameType | None:
-        """That of the code, for `guard.frames_of`."""
-        return cast(FrameType | None, getattr(self._code, "cr_frame", None))
-
-    @property
-    def cr_await(self) -> Any:
-        """What the code awaits, for `guard.frames_of`."""
-        return getattr(self._code, "cr_await", None)
-
-    def send(self, value: Any) -> Any:
-        """Execute the next step."""
-        return self._step(self._code.send, value)
-
-    def throw(self, error: Any, *rest: Any) -> Any:
-        """Execute the next step, which begins with an error."""
-        return self._step(self._code.throw, error)
-
-    def close(self) -> None:
-        """End the code where it waits."""
-        self._code.close()
-
-    def __await__(self) -> Any:
-        return self._code.__await__()
-
-    def _step(self, step: Callable[[Any], Any], value: Any) -> Any:
+    def take(self, step: Callable[[Any], Any], value: Any) -> Any:
+        """Execute a step."""
         before = self._task.cancelling()
         try:
             return step(value)
