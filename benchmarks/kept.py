@@ -52,9 +52,10 @@ def keep(report: Report) -> None:
 def renew(report: Report) -> None:
     """Draw the plots of a report that is kept, delete all others, and write the page."""
     left = shown(report, ages(report))
+    plots = drawn(left)
     for earlier in PLOTS.glob("*.svg"):
         earlier.unlink()
-    for plot, svg in drawn(left).items():
+    for plot, svg in plots.items():
         (PLOTS / plot).write_text(svg, "utf-8")
     PAGE.write_text(tables.told(PAGE.read_text("utf-8"), left), "utf-8")
 

@@ -171,7 +171,8 @@ class Service:
         """Return the settings that the files in deploy/ of a commit name, as those they need."""
         folder = f"{commit}:{self.prefix}deploy"
         try:
-            found = self.git("grep", "-E", "-o", "-h", "PIPELINE_[A-Z_]*[A-Z]", folder)
+            plain = "--no-line-number", "--no-column", "--no-color"
+            found = self.git("grep", *plain, "-E", "-o", "-h", "PIPELINE_[A-Z_]*[A-Z]", folder)
         except GitFailed:  # there is none
             return set()
         return set(found.split())
@@ -337,20 +338,22 @@ class Template:
         return found
 
     @cached_property
-    def releases(self) -> dict[str, str]:
+    def listed(self) -> dict[str, str]:
         """The releases, the newest first, and the commit or tag of each.
 
-        They are those that the newest commit lists, and those with a tag. A shallow or squashed
-        copy of the template lists releases whose commits it does not have: these are left out.
+        They are those that the newest commit lists, and those with a tag.
         """
         found = {tag: tag for tag in self.git("tag", "--list", "v[0-9]*").split()}
         if succeeds("cat-file", "-e", f"HEAD:{RELEASES}", cwd=self.folder / "clone"):
             listed = json.loads(self.git("show", f"HEAD:{RELEASES}"))
-            found |= {
-                f"v{one['version']}": one["commit"] for one in listed if self.has(one["commit"])
-            }
+            found |= {f"v{one['version']}": one["commit"] for one in listed}
         names = filter(re.compile(r"v\d+(\.\d+)*").fullmatch, found)
         return {name: found[name] for name in sorted(names, key=numbers, reverse=True)}
+
+    @cached_property
+    def releases(self) -> dict[str, str]:
+        """Those of the releases whose commits are there: a shallow or squashed copy lacks some."""
+        return {name: commit for name, commit in self.listed.items() if self.has(commit)}
 
     def newest(self) -> str:
         """Return the newest release; without releases, HEAD of the clone."""
@@ -368,7 +371,7 @@ class Template:
     def check_step(self, old: str, new: str) -> None:
         """Raise `Refused` if the last version before a new major version is skipped."""
         major = numbers(self.version(new))[:1]
-        last = next((tag for tag in self.releases if numbers(tag)[:1] < major), None)
+        last = next((tag for tag in self.listed if numbers(tag)[:1] < major), None)
         if last and numbers(self.version(old)) < numbers(last):
             raise Refused(
                 f"{self.name(new)} may drop columns that versions before {last} use: update to"

@@ -10,7 +10,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-from pipeline.errors import is_infrastructure, sqlstate_of, summarize_error
+from pipeline.errors import is_of_a_server, sqlstate_of, summarize_error
 from pipeline.relay import scheduled
 from pipeline.retention.maintenance import make_ahead
 from pipeline.runtime import Part, run
@@ -197,7 +197,7 @@ def _upgrade(invocation: Invocation) -> None:
             command.upgrade(config, "heads")
         except Exception as error:
             state = sqlstate_of(error) or ""
-            if is_infrastructure(error) or state.startswith(ACCESS_DENIED):
+            if is_of_a_server(error) or state.startswith(ACCESS_DENIED):
                 raise
             if state == _NO_SCHEMA:
                 raise Refused(

@@ -121,10 +121,12 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
     detail = """timestamp, round(waited) AS waited, deaths, losses, encode(hash, 'hex') AS hash,
         traceparent, traceback, encode(remembered_hash, 'hex') AS remembered_hash, discarded_by,
         discarded_why, headers, value, CASE WHEN holds THEN (
-            SELECT count(*) FROM pipeline.backlog AS b
-             WHERE b.order_key = letter.order_key AND b.died_at IS NULL
-               AND (b.sequence, b.partition, b."offset")
-                   > (letter.sequence, letter.partition, letter."offset")) END AS held"""
+            SELECT count(*) FROM (
+                SELECT FROM pipeline.backlog AS b
+                 WHERE b.order_key = letter.order_key AND b.died_at IS NULL
+                   AND (b.sequence, b.partition, b."offset")
+                       > (letter.sequence, letter.partition, letter."offset")
+                 LIMIT 10001) AS few) END AS held"""
     order = 'order_key, sequence, partition, "offset"'
     chunk = 'key, order_key, lane, consumer, source, id, topic, partition, "offset"'
 

@@ -5,6 +5,7 @@ can't be measured is named with the reason, and the others are still measured.
 """
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 
@@ -205,7 +206,7 @@ class _Measure:
 
     async def backlog(self) -> None:
         names = sorted(self.service.handlers.consumers)
-        rows = await lanes.count_some(self.connection, AT_MOST + 1)
+        rows = await lanes.count_some(self.connection, AT_MOST + 1, names)
         self.found.backlog = {name: Backlog() for name in names}
         self.found.backlog |= {name: Backlog(*counts) for name, *counts in rows}
         for row in await lanes.count_due(self.connection, UNSERVED):
@@ -268,13 +269,14 @@ class _Measure:
             for place, one in known.items()
             if one.lag and one.moved_at and one.moved_at < self.found.at - since
         }
-        for place, (offset, time) in (await topics.first_since(self.settings, idle)).items():
-            # One that was read before the position moved has the time of a wrong clock.
-            if offset >= (known[place].position or 0) and time < self.found.at + since:
-                known[place].behind_since = time
         if missing := self.service.handlers.topics.difference(described):
             names = ", ".join(sorted(missing))
             self.found.unknown["topics"] = f"no such topic: {names} (`service topics create`)"
+        with suppress(KafkaError, OSError):  # the lag is known without it
+            for place, (offset, time) in (await topics.first_since(self.settings, idle)).items():
+                # One that was read before the position moved has the time of a wrong clock.
+                if offset >= (known[place].position or 0) and time < self.found.at + since:
+                    known[place].behind_since = time
 
     async def readers(self) -> None:
         """Requires the topics."""

@@ -1,7 +1,5 @@
 """The pages that change nothing."""
 
-from collections import Counter
-
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
@@ -62,16 +60,13 @@ class Reading:
             store = kind.of(connection, self._service, self._settings)
             chunks = store.chunks(state, selection, _LISTED + 1)
             found = [one async for some in chunks for one in some]
-            groups = await store.count(state, selection) if state == "dead" else []
-        by_reason: Counter[str] = Counter()
-        for one in groups:
-            by_reason[one["reason"]] += one["count"]
+            groups = await store.reasons_of(state, selection) if state == "dead" else []
         return self._templates.page(
             template,
             operator,
             entries=found[:_LISTED],
             are_more=len(found) > _LISTED,
-            groups=by_reason.most_common(),
+            groups=groups,
             parameters=wanted,
             state=state,
             states=STATES,

@@ -207,7 +207,10 @@ SELECT consumer, count(*) - count(died_at) AS waiting, count(died_at) AS dead,
        COALESCE(extract(epoch FROM clock_timestamp()
                         - min(received_at) FILTER (WHERE died_at IS NULL)), 0)::float AS oldest
   FROM ((SELECT consumer, received_at, died_at FROM pipeline.backlog
-          WHERE died_at IS NULL LIMIT $1)
+          WHERE died_at IS NULL AND consumer = ANY ($2) LIMIT $1)
+        UNION ALL
+        (SELECT consumer, received_at, died_at FROM pipeline.backlog
+          WHERE died_at IS NULL AND consumer <> ALL ($2) LIMIT $1)
         UNION ALL
         (SELECT consumer, received_at, died_at FROM pipeline.backlog
           WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1)) AS few
@@ -237,7 +240,7 @@ WITH RECURSIVE of_lane AS MATERIALIZED (
 )
 SELECT part.consumer, count(*) AS waiting,
        extract(epoch FROM clock_timestamp() - min(received_at))::float AS oldest,
-       COALESCE(extract(epoch FROM clock_timestamp()
+       GREATEST(extract(epoch FROM clock_timestamp()
                         - min(due_at) FILTER (WHERE NOT is_served)), 0)::float AS unserved,
        bool_or(has_calls) AS has_calls
   FROM part CROSS JOIN LATERAL (
@@ -336,9 +339,14 @@ async def count(connection: asyncpg.Connection) -> dict[str, tuple[int, int, flo
     return {consumer: tuple(numbers) for consumer, *numbers in await connection.fetch(_COUNT)}
 
 
-async def count_some(connection: asyncpg.Connection, most: int) -> list[asyncpg.Record]:
-    """Return per consumer what `count` returns, of so many waiting and so many dead rows."""
-    rows: list[asyncpg.Record] = await connection.fetch(_COUNT_SOME, most)
+async def count_some(
+    connection: asyncpg.Connection, most: int, consumers: Collection[str]
+) -> list[asyncpg.Record]:
+    """Return per consumer what `count` returns, of so many waiting and so many dead rows.
+
+    Waiting rows of these consumers and of others are counted apart, so that either are found.
+    """
+    rows: list[asyncpg.Record] = await connection.fetch(_COUNT_SOME, most, [*consumers])
     return rows
 
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 from aiokafka import TopicPartition
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
@@ -56,17 +55,11 @@ class Topic:
         return stable if stable <= position < self.end[partition] else None
 
 
-class First(NamedTuple):
-    """A record, with the time that its producer or broker has given it."""
-
-    offset: int
-    timestamp: datetime
-
-
 async def first_since(
     settings: Settings, times: Mapping[tuple[str, int], datetime]
-) -> dict[tuple[str, int], First]:
-    """Return the first record of each topic and partition with that time or a later one, if any.
+) -> dict[tuple[str, int], tuple[int, datetime]]:
+    """Return offset and time of the first record of each topic and partition with that time or a
+    later one, if any.
 
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
     """
@@ -79,8 +72,9 @@ async def first_since(
     async with asyncio.timeout(2 * _ANSWER_SECONDS), clients.offsets_client(settings) as client:
         found = await client.offsets_for_times(wanted)
     return {
-        (place.topic, place.partition): First(
-            one.offset, datetime.fromtimestamp(one.timestamp / 1_000, UTC)
+        (place.topic, place.partition): (
+            one.offset,
+            datetime.fromtimestamp(one.timestamp / 1_000, UTC),
         )
         for place, one in found.items()
         if one
