@@ -58,8 +58,8 @@ _STORING = 2
 _BURST = 0.1
 """Seconds whose calls an effect with a rate may begin at once."""
 
-_STOPPING_SHARE = 0.3
-"""Share of the shutdown grace for queries, which is less than the process gives the workers."""
+_STOPPING_SHARE = 0.6
+"""Share of the shutdown grace for queries. Calls have less, and their lanes are released then."""
 _JOINING = 0.2
 """Seconds after which it is looked again whether the consumer has joined its group."""
 _CONSUMER, _CALLS = "consumer", "calls"
@@ -139,13 +139,13 @@ class EffectWorkers(BacklogWorkers):
                         timeout=self._settings.backlog_poll_max,  # more rows may be due by then
                         return_when=asyncio.FIRST_COMPLETED,
                     )
-                    if keeper.done():
-                        keeper.result()
                     await asyncio.sleep(_GATHERING)
                     ended = [calls.pop(key) for key, call in list(calls.items()) if call.done()]
                     failed = [call for call in ended if call.cancelled() or call.exception()]
                     succeeded = [call for call in ended if call not in failed]
                     await self._settle(lease, [one for call in succeeded if (one := call.result())])
+                    if keeper.done():  # not before: what has taken place is stored if it can be
+                        keeper.result()
                     for call in failed:
                         call.result()  # raises, when the results of the others are stored
             finally:

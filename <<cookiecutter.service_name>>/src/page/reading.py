@@ -1,5 +1,7 @@
 """The pages that change nothing."""
 
+from contextlib import suppress
+
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
@@ -60,7 +62,10 @@ class Reading:
             store = kind.of(connection, self._service, self._settings)
             chunks = store.chunks(state, selection, _LISTED + 1)
             found = [one async for some in chunks for one in some]
-            groups = await store.reasons_of(state, selection) if state == "dead" else []
+            groups: list[tuple[str, int]] = []
+            if state == "dead":
+                with suppress(TimeoutError):  # the list is shown without them
+                    groups = await store.reasons_of(state, selection)
         return self._templates.page(
             template,
             operator,

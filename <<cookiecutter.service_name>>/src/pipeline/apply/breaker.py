@@ -86,11 +86,17 @@ class Breaker:
                 refused = BreakerOpen(state.text)
                 refused.after = state.read_at - now
                 raise refused
+        read_at = now
         for state in probed:
             state.read_at = now + self._pause
-        yield
-        for state in probed:  # nothing has failed: what follows may be the probe
-            state.read_at = now
+        try:
+            yield
+        except BreakerOpen:
+            read_at = now + self._pause
+            raise
+        finally:
+            for state in probed:  # unless messages have failed, what follows may be the probe
+                state.read_at = read_at
 
     def forget_idle(self) -> None:
         """Close it for consumers that this process does not probe any more."""

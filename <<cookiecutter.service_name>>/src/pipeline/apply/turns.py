@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.errors import leaves, sqlstate_of
 from pipeline.handlers.rows import Place
+from pipeline.observe.logs import shortened
 from pipeline.servers.database import autocommitting
 
 from .item import Item
@@ -80,14 +81,15 @@ class Turns:
             )
         if _DEADLOCK in codes:
             if not self.are_needed(items):
-                rows = ", ".join(f"{one.__name__} {key!r}" for one, key in islice(locked, 5))
+                names = (f"{one.__name__} {shortened(repr(key))}" for one, key in locked)
+                rows = ", ".join(islice(names, 5))
                 log.warning(
                     "transactions of %s deadlock: they take turns for %.0f s, which costs time and"
                     " no order; declare the rows of their handlers by loads= (docs/handlers.md)."
-                    " Locked by then: %s",
+                    " Locked, among others: %s",
                     ", ".join(sorted(consumers)),
                     _SECONDS,
-                    rows or "no row by tx.load or loads=",
+                    rows or "rows of sessions of their own",
                 )
             self._until |= dict.fromkeys(consumers, monotonic() + _SECONDS)
 

@@ -145,6 +145,7 @@ class Reader:
         try:
             with breaker.probe(source.judged if breaker.open else ()):
                 if not (shares and await self._gatherer.apply(part, memory)):
+                    self._is_applying = False
                     attempts = self._attempts("the consume transaction")
                     results = await self._consume.apply(source, attempts, memory)
                     self._gatherer.learn(part, results)

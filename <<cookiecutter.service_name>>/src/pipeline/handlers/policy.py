@@ -131,7 +131,8 @@ class Policy:
     """Attempts in all; after the last one the message is dead."""
     max_age: float = 86_400.0
     """Limit, in seconds, of the sum of a message's delays. The time that it waits for an outage, an
-    open breaker or earlier messages does not count, nor does a change of the clock."""
+    open breaker or earlier messages does not count, nor does a change of the clock. The delays of a
+    message over which connections are lost again and again in an outage do."""
     schedule: Sequence[float] = (30.0, 120.0, 480.0, 1_920.0, 3_600.0)
     """Seconds to the next attempt, after the first, second, …; the last one repeats."""
     after_death: Literal["go on", "hold"] = "go on"

@@ -136,16 +136,6 @@ class SharedSession(RowSession):
             raise NeedsSession
 
 
-class SharedAsyncSession(AsyncSession):
-    """The interface of a `SharedSession` to code that awaits."""
-
-    @property  # type: ignore[misc]
-    def bind(self) -> Any:
-        """The connection of the transaction."""
-        cast(SharedSession, self.sync_session).want()
-        return super().bind
-
-
 def _wanting(name: str) -> Callable[..., Any]:
     original = getattr(Session, name)
 
@@ -275,7 +265,7 @@ def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None
 
 def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSession:
     """Return a session in the transaction of the connection, which it does not commit."""
-    return (SharedAsyncSession if kind is SharedSession else AsyncSession)(
+    return AsyncSession(
         connection,
         sync_session_class=kind,
         autoflush=kind is not SharedSession,

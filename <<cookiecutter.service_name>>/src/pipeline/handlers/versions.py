@@ -1,7 +1,7 @@
 """What rows in memory were, between messages: to undo a message, or to write each version."""
 
-from collections.abc import Set
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, NamedTuple, cast
 
 import sqlalchemy as sa
 from sqlalchemy.orm import InstanceState, Session
@@ -81,9 +81,9 @@ class Versions:
                 names |= {name for name in values if values[name] != first[name]}
                 state.dict.update(values)
         for entity, versions in later.items():
-            names = changed[entity]
-            rows = [{_PREFIX + name: values[name] for name in names} for values in versions]
-            session.connection().execute(_update(entity, names), rows)
+            for of_table, update in _updates(entity, changed[entity]):
+                rows = [{_PREFIX + name: values[name] for name in of_table} for values in versions]
+                session.connection().execute(update, rows)
         for state, values in last.items():
             for name, written in kept[state][-1].items():
                 if values.get(name) is not written:
@@ -99,14 +99,20 @@ def _becomes_null(state: InstanceState[Any], first: dict[str, Any]) -> bool:
     return any(values.get(name) is None for name, value in first.items() if value is not None)
 
 
-def _update(entity: type[Any], names: Set[str]) -> sa.Update:
-    """Return the statement that writes attributes of a row, of which some are its key."""
-    mapper = sa.inspect(entity)
-    columns, keys = mapper.columns, primary_key(entity)
-    new: dict[str, sa.BindParameter[Any]]
-    new = {name: sa.bindparam(_PREFIX + name) for name in sorted(names)}
-    return (
-        sa.update(mapper.local_table)
-        .where(*(columns[name] == new[name] for name in keys))
-        .values({columns[name]: one for name, one in new.items() if name not in keys})
-    )
+def _updates(entity: type[Any], names: Set[str]) -> Iterator[tuple[Set[str], sa.Update]]:
+    """Yield the statements that write attributes of a row, of which some are its key: one for each
+    of its tables that has others of them, with their names."""
+    mapper, keys = sa.inspect(entity), primary_key(entity)
+    for table in cast(Sequence[sa.Table], mapper.tables):
+        columns = {
+            name: column
+            for name in sorted(names)
+            for column in mapper.column_attrs[name].columns
+            if column.table is table
+        }
+        new: dict[str, sa.BindParameter[Any]]
+        new = {name: sa.bindparam(_PREFIX + name) for name in columns}
+        changed = {columns[name]: new[name] for name in columns if name not in keys}
+        if changed:
+            same = (columns[name] == new[name] for name in keys)
+            yield columns.keys(), sa.update(table).where(*same).values(changed)

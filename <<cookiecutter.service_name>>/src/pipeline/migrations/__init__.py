@@ -81,6 +81,11 @@ async def _locked(engine: AsyncEngine) -> AsyncIterator[None]:
                     # In the simple protocol, which closes the result above, and its snapshot.
                     await driver.execute(_UNLIMITED)
                     yield
+                    if driver.is_closed():
+                        raise CommandError(
+                            "the connection that locks out other processes was lost: see whether"
+                            " another one has migrated meanwhile, and run `service migrate` again"
+                        )
                     return
             await asyncio.sleep(_PAUSE_SECONDS)
 

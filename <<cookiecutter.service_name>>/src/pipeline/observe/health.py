@@ -149,9 +149,15 @@ def listen(host: str, port: int, *, what: str, prefix: str) -> tuple[socket.sock
             f"cannot serve {what} on {host}, port {port}: {error.strerror};"
             f" check {prefix}_HOST and {prefix}_PORT"
         ) from error
-    os.register_at_fork(after_in_child=listener.close)  # it must not keep the port
+    os.register_at_fork(after_in_child=lambda: _close(listener))  # it must not keep the port
     name = f"[{host}]" if ":" in host else host
     return listener, f"http://{name}:{listener.getsockname()[1]}/"
+
+
+def _close(listener: socket.socket) -> None:
+    """Close the descriptor: `listener.close` leaves it open while uvloop refers to it."""
+    if (number := listener.detach()) >= 0:
+        os.close(number)
 
 
 @contextmanager
@@ -172,7 +178,7 @@ def serving(
             f"cannot serve health and metrics on {host}, port {port}: {why}"
         ) from error
     # A forked process must not keep the port when this one has ended.
-    os.register_at_fork(after_in_child=server.socket.close)
+    os.register_at_fork(after_in_child=lambda: _close(server.socket))
     threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), daemon=True).start()
     try:
         yield server.server_port

@@ -11,14 +11,14 @@ only that thread. Then further lines are dropped, and counted.
 import logging
 import math
 import os
-import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
 from json import dumps, loads
-from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
 from sys import exc_info
 from typing import Any
 
@@ -128,61 +128,65 @@ class _StreamHandler(_Handler, logging.StreamHandler[Any]):
     pass
 
 
-class _QueueHandler(_Handler, QueueHandler):
-    """Formats records where they are logged, in their span, and has their lines written."""
+class _QueueHandler(_Handler):
+    """Formats records where they are logged, in their span; a thread writes their lines.
+
+    A finalizer may log while the queue is used, in any thread. So it is a `SimpleQueue`, which is
+    reentrant, and no metric's lock is taken here.
+    """
 
     def __init__(self) -> None:
-        self._lines: queue.Queue[str | None] = queue.Queue(_MOST_QUEUED)
-        super().__init__(self._lines)
-        self._writer = _Writer(self._lines)
-        self._writer.start()
-        self._write: Callable[[str], None] = self._lines.put_nowait
+        super().__init__()
+        self._lines: SimpleQueue[str | threading.Event] = SimpleQueue()
+        self._put: Callable[[str], None] = self._lines.put
+        self._dropped = 0
+        metrics.observe_log(lambda: self._dropped)
+        threading.Thread(target=self._write_all, name="log", daemon=True).start()
         os.register_at_fork(after_in_child=self._write_directly)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a line; drop it if there is no room."""
+        if self._lines.qsize() >= _MOST_QUEUED:
+            self._dropped += 1
+            return
         try:
-            self._write(f"{self.format(record)}\n")
-        except queue.Full:
-            metrics.log_dropped.add(1)
+            self._put(f"{self.format(record)}\n")
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
         """Wait until all lines are written, for a second at most."""
-        with self._lines.all_tasks_done:
-            self._lines.all_tasks_done.wait_for(
-                lambda: not self._lines.unfinished_tasks, _FLUSH_SECONDS
-            )
+        written = threading.Event()
+        self._lines.put(written)
+        written.wait(_FLUSH_SECONDS)
 
     def close(self) -> None:
-        """Flush, and end the thread unless it is blocked."""
+        """Flush. The thread ends with the process."""
         self.flush()
-        with suppress(queue.Full):
-            self._lines.put_nowait(None)
         super().close()
 
-    def _write_directly(self) -> None:
-        # A forked process has no thread that writes, and perhaps a queue that is locked for ever.
-        self._lines = queue.Queue()
-        self._write = self._writer.handle
+    def _write_all(self) -> None:
+        while True:
+            line = self._lines.get()
+            if isinstance(line, str):
+                self._write(line)
+            else:
+                line.set()
 
-
-class _Writer(QueueListener):
-    """Writes lines from its thread to standard error.
-
-    It needs no lock of `sys.stderr`, which would keep the interpreter from ending while a write is
-    blocked.
-    """
-
-    def handle(self, line: Any) -> None:
-        """Write a line. One that can't be written, as to a closed pipe, is counted as dropped."""
+    def _write(self, line: str) -> None:
+        """Write a line to the descriptor: the lock of `sys.stderr`, held while a write is blocked,
+        would keep the interpreter from ending."""
         data = line.encode("utf-8", "backslashreplace")
         try:
             while data:
                 data = data[os.write(_STDERR, data) :]
-        except OSError:
-            metrics.log_dropped.add(1)
+        except OSError:  # as to a closed pipe
+            self._dropped += 1
+
+    def _write_directly(self) -> None:
+        # A forked process has no thread that writes.
+        self._put = self._write
+        self.flush = lambda: None  # type: ignore[method-assign]
 
 
 class _Repetitions(logging.Filter):

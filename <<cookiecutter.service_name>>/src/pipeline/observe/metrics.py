@@ -50,9 +50,6 @@ retention_failures = _meter.create_counter(
     "pipeline.retention.failures", "{round}", "Rounds of retention that were not finished."
 )
 upcasts = _meter.create_counter("pipeline.upcasts", "{message}", "Converted, by older type.")
-log_dropped = _meter.create_counter(
-    "pipeline.log.dropped", "{line}", "Log lines lost, as nothing reads standard error in time."
-)
 _sent = metric_names.create_messaging_client_sent_messages(_meter)
 _consumed = metric_names.create_messaging_client_consumed_messages(_meter)
 
@@ -105,11 +102,12 @@ _held = _meter.create_gauge(
 
 
 class _Computed:
-    """A gauge whose value is computed when metrics are collected, as it changes with time."""
+    """A gauge or counter whose value is computed when metrics are collected."""
 
-    def __init__(self, name: str, unit: str, description: str) -> None:
+    def __init__(self, name: str, unit: str, description: str, *, counts: bool = False) -> None:
         self.read: Callable[[], _Value] = lambda: None
-        _meter.create_observable_gauge(name, [self.observe], unit, description)
+        kind = _meter.create_observable_counter if counts else _meter.create_observable_gauge
+        kind(name, [self.observe], unit, description)
 
     def observe(self, _: CallbackOptions) -> Iterable[Observation]:
         flush()  # so that what is collected is complete
@@ -132,6 +130,12 @@ class _OfOutbox(_Computed):
         return super().observe(options) if monotonic() < _OfOutbox.leased_until else []
 
 
+_log_dropped = _Computed(
+    "pipeline.log.dropped",
+    "{line}",
+    "Log lines lost, as nothing reads standard error in time.",
+    counts=True,
+)
 _ready = _Computed("pipeline.ready", "{process}", "1 while every part can do its work.")
 _lag_events = _OfOutbox("pipeline.outbox.lag.events", "{event}", "Events not yet sent.")
 _lag_duration = _OfOutbox(
@@ -225,6 +229,11 @@ def published(topic: str, count: int, error: Exception | None = None) -> None:
 def observe_ready(is_ready: Callable[[], bool]) -> None:
     """Set the function that says whether the process is ready; it is called in any thread."""
     _ready.read = lambda: int(is_ready())
+
+
+def observe_log(dropped: Callable[[], int]) -> None:
+    """Set the function that returns how many log lines were lost; it is called in any thread."""
+    _log_dropped.read = lambda: dropped() or None
 
 
 def set_blocked(topic: str, partition: int, *, is_blocked: bool) -> None:

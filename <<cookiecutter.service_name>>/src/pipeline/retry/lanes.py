@@ -83,6 +83,7 @@ RETURNING l.lane, l.token, l.starts, chosen.ended_at
 _LOCKED = """
     SELECT lane FROM pipeline.backlog_lane
       JOIN unnest($1::integer[], $2::bigint[]) AS own (lane, token) USING (lane, token)
+     WHERE owner IS NOT NULL
      ORDER BY lane
        FOR NO KEY UPDATE OF backlog_lane
 """
@@ -119,7 +120,7 @@ WITH locked AS MATERIALIZED ({_LOCKED})
 UPDATE pipeline.backlog_lane
    SET owner = NULL, lease_until = NULL, released_at = clock_timestamp(),
        starts = CASE WHEN $3 THEN 0 ELSE starts - 1 END
- WHERE lane IN (SELECT lane FROM locked) AND owner IS NOT NULL
+ WHERE lane IN (SELECT lane FROM locked)
 """
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"

@@ -18,7 +18,7 @@ from sqlalchemy.sql.elements import (
     RollbackToSavepointClause,
     SavepointClause,
 )
-from sqlalchemy.sql.selectable import SelectBase
+from sqlalchemy.sql.selectable import CompoundSelect, Select
 
 from pipeline.errors import is_contention
 from pipeline.observe.statements import code_of
@@ -32,7 +32,7 @@ _REFUSED = re.compile(
     r"|(PREPARE|DEALLOCATE)|(SET\s+CONSTRAINTS))\b",
     re.IGNORECASE,
 )
-_ALLOWED = (RollbackToSavepointClause, ReleaseSavepointClause, SelectBase, UpdateBase)
+_ALLOWED = (RollbackToSavepointClause, ReleaseSavepointClause, Select, CompoundSelect, UpdateBase)
 """Statements that SQLAlchemy makes, and that are none of these."""
 _USE_BEGIN_NESTED = (
     "savepoints are made by `async with tx.session.begin_nested()`, which the engine follows, and"
@@ -168,7 +168,7 @@ def _checking(name: str) -> Callable[..., Any]:
     def method(self: GuardedConnection, *args: Any, **options: Any) -> Any:
         guard = CURRENT_GUARD.get()
         if guard and not guard.under_way:  # SQLAlchemy's statements were checked before
-            text = args[0] if args else next(iter(options.values()))
+            text = args[0] if args else options.get("query") or options["command"]
             if fault := guard.check(text, controls=controls):
                 raise fault
         return original(self, *args, **options)

@@ -54,7 +54,7 @@ async def in_background(work: Coroutine[Any, Any, T]) -> AsyncIterator[asyncio.T
 
     Raises the work's error then, unless the block has failed itself.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(work, name=getattr(work, "__qualname__", None))
     try:
         yield task
     finally:

@@ -669,6 +669,7 @@ async def test_a_row_in_several_tables_is_loaded_whole_and_locked(
             tx.add(row(id="it", version=0, **{name: 1}))
         else:
             setattr(found, name, getattr(found, name) + 1)
+            tx.publish(BalanceTold(amount=1), of=found)
             await db.execute("SET lock_timeout = '50ms'")
             with pytest.raises(asyncpg.LockNotAvailableError):
                 table = row.__mapper__.base_mapper.local_table.name

@@ -438,6 +438,13 @@ async def prepared_savepoint(tx: Transaction, key: str) -> None:
     await (await driver.prepare("ROLLBACK TO mine")).fetch()
 
 
+async def savepoint_with_columns(tx: Transaction, key: str) -> None:
+    await tx.session.execute(sa.text("SAVEPOINT mine").columns())
+    await change(tx, key)
+    await tx.session.flush()
+    await tx.session.execute(sa.text("ROLLBACK TO mine").columns())
+
+
 SAVEPOINTS = (
     core_savepoint,
     text_savepoint,
@@ -447,6 +454,7 @@ SAVEPOINTS = (
     hiding_savepoint("; SAVEPOINT mine", ";; ROLLBACK TO mine"),
     hiding_savepoint("-- a\rSAVEPOINT mine", "-- a\rROLLBACK TO mine"),
     prepared_savepoint,
+    savepoint_with_columns,
 )
 """Savepoints that the engine can't follow."""
 

@@ -117,4 +117,4 @@ async def test_a_consumer_that_has_not_deadlocked_waits_for_no_turn(
     (record,) = caplog.records
     text = record.getMessage()
     assert "deposit deadlock: they take turns for 600 s, which costs time and no order" in text
-    assert text.endswith("Locked by then: Account ('ada',), Account ('bob',)")
+    assert text.endswith("Locked, among others: Account ('ada',), Account ('bob',)")
