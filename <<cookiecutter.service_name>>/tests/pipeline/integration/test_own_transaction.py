@@ -141,7 +141,7 @@ class Daily(Aggregate, Base):
 async def test_keys_with_the_time_of_a_transaction_are_found(db: asyncpg.Connection) -> None:
     found = await revisions.sharing(db, Base.metadata)
     assert [one for one in found if "own_" in one[0]] == [
-        ("own_daily", "at of own_daily (default CURRENT_TIMESTAMP)"),
+        ("own_daily", "at of own_daily (default now())"),
         ("own_reading", "at of own_reading (default now())"),
     ]
 
@@ -169,6 +169,6 @@ async def test_the_start_names_what_a_batch_would_share(
         await serve(
             service, settings(), Part.CONSUME, health=Health(stall_after=60.0), stopping=stopping
         )
-    assert "own_daily (default CURRENT_TIMESTAMP) is part of a unique key" in caplog.text
+    assert "own_daily (default now()) is part of a unique key" in caplog.text
     assert "which these consumers lack: daily, rival" in caplog.text
     assert f"the consumers daily, rival of topic {TOPIC} load Daily" in caplog.text
