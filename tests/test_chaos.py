@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import signal
@@ -97,8 +98,9 @@ def test_a_short_schedule_holds_every_kind_in_its_time(seconds: float) -> None:
 
 @pytest.mark.parametrize("seconds", [0.5, 1])
 def test_a_round_without_time_for_faults_is_refused(
-    seconds: float, capsys: pytest.CaptureFixture[str]
+    seconds: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ})  # from which settings are taken
     with pytest.raises(SystemExit) as ended:
         runs.main([f"--seconds={seconds}"])
     assert ended.value.code == 2

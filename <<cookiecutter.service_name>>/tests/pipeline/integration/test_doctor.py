@@ -457,13 +457,13 @@ async def test_a_transaction_that_keeps_a_partition_from_being_read_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     await Deposit(1).send(producer, bank.deposits)
-    async with running(bank.service) as health, _open_transaction(kafka, bank.deposits):
+    async with running(bank.service) as process, _open_transaction(kafka, bank.deposits):
         await Deposit(2).send(producer, bank.deposits)
         await eventually(position_reaches(db, bank.deposits, 1))
         await db.execute("UPDATE pipeline.position SET moved_at = now() - interval '1 h'")
         monkeypatch.setattr(health, "STALLED", -60.0)
         found = (await examine())["open transactions"]
-        assert health.is_ready
+        assert process.is_ready
         async with _connected(settings()) as connection:
             screen = status_commands.screen(await status.look(connection, bank.service, settings()))
     place = f"{bank.deposits}/0"
@@ -720,8 +720,7 @@ async def test_without_kafka_the_other_checks_are_made(
 ) -> None:
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     found = await examine(kafka_bootstrap_servers=f"127.0.0.1:{unused_tcp_port}")
-    assert found.keys() == {"kafka", "topics", "cluster"}
-    assert found["topics"].found.startswith("not known: Kafka at 127.0.0.1:")
+    assert found.keys() == {"kafka", "cluster"}
     assert "PIPELINE_KAFKA_BOOTSTRAP_SERVERS" in found["kafka"].advice
 
 
