@@ -233,7 +233,7 @@ def observe_ready(is_ready: Callable[[], bool]) -> None:
 
 def observe_log(dropped: Callable[[], int]) -> None:
     """Set the function that returns how many log lines were lost; it is called in any thread."""
-    _log_dropped.read = lambda: dropped() or None
+    _log_dropped.read = dropped
 
 
 def set_blocked(topic: str, partition: int, *, is_blocked: bool) -> None:

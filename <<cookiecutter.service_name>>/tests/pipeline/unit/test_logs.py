@@ -482,7 +482,11 @@ def test_a_pipe_that_nothing_reads_blocks_nothing_and_what_is_dropped_is_counted
     ) as process:
         try:
             assert process.stdout is not None
-            assert ("pipeline_log_dropped" in process.stdout.read()) is is_any_dropped
+            found = re.search(
+                r"^pipeline_log_dropped_total\S* (\S+)$", process.stdout.read(), re.MULTILINE
+            )
+            assert found
+            assert (float(found[1]) > 0) is is_any_dropped
             assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
