@@ -220,12 +220,12 @@ def watch_coroutines() -> None:
 def in_context(
     call: Awaitable[T],
     guard: Guard | None = None,
-    take: Callable[[Callable[[Any], Any], Any], Any] = lambda step, value: step(value),
+    cancellations: list[int] | None = None,
 ) -> Generator[Any, Any, T]:
     """Await a coroutine in a context of its own: variables that it sets end with it.
 
-    `call` is the result of a coroutine function; `guard` checks its statements; `take` executes
-    each of its steps, of which every one ends where it waits.
+    `call` is the result of a coroutine function; `guard` checks its statements. How often it
+    cancels the task that it runs in, and takes that back, is appended to `cancellations`.
     """
     run, inner = copy_context().run, cast(Coroutine[Any, Any, T], call)
     run(CURRENT_GUARD.set, guard)
@@ -233,11 +233,16 @@ def in_context(
     run(decimal.setcontext, decimal.getcontext().copy())
     step: Callable[..., Any] = inner.send
     value: Any = None
+    cancelling = cast(asyncio.Task[Any], asyncio.current_task()).cancelling
     while True:
+        requested = cancelling()
         try:
-            waits_for = run(take, step, value)
+            waits_for = run(step, value)
         except StopIteration as end:
             return cast(T, end.value)
+        finally:
+            if cancelling() != requested and cancellations is not None:
+                cancellations.append(cancelling() - requested)
         if guard is not None:
             guard.has_waited = True
         try:

@@ -1,8 +1,8 @@
 """Calls of the service's code, which may cancel the task that it runs in."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Iterable
+from typing import TypeVar
 
 from .guard import Guard, in_context
 
@@ -26,63 +26,40 @@ async def call_service(call: Awaitable[T], guard: Guard | None = None) -> T:
     Raises `CancelledError` only if the task was cancelled from outside: by the engine, a time limit
     or the end of the event loop. Any other cancellation raises `CancelledItself`, and is undone.
     """
-    code = _Steps()
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    own: list[int] = []
     try:
-        result = await in_context(call, guard, code.take)
+        result = await in_context(call, guard, own)
     except BaseException as error:
-        await code.undo_cancellations()
-        if isinstance(error, asyncio.CancelledError) and not code.is_cancelled:
+        if own:
+            await _undo(task, before, own)
+        if isinstance(error, asyncio.CancelledError) and task.cancelling() <= before:
             raise CancelledItself from error
         raise
-    if await code.undo_cancellations():
+    if own and await _undo(task, before, own):
         raise CancelledItself
     return result
 
 
-class _Steps:
-    """The steps of the service's code, and how often it has cancelled its own task.
+async def _undo(task: asyncio.Task[object], before: int, own: Iterable[int]) -> bool:
+    """Undo what the code itself has requested; return whether a cancellation was pending.
 
-    A task is cancelled from outside while it waits. What is requested in a step of the code itself
-    is the code's own.
+    A task is cancelled from outside while it waits; what is requested in a step of the code is the
+    code's own. Raises `CancelledError` if the task is cancelled from outside.
     """
-
-    __slots__ = ("_before", "_own", "_task")
-
-    def __init__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._before = task.cancelling()
-        self._own = 0
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the task was cancelled from outside since the call began."""
-        return self._task.cancelling() > self._before + self._own
-
-    async def undo_cancellations(self) -> bool:
-        """Undo those of the code; return whether one was pending.
-
-        Raises `CancelledError` if the task is cancelled from outside meanwhile.
-        """
-        if not self._own:
-            return False
-        is_pending = False
+    requested = 0
+    for number in own:
+        requested = max(0, requested + number)
+    is_pending = False
+    if requested:
         try:
             await asyncio.sleep(0)  # a pending cancellation is raised at the next `await`
         except asyncio.CancelledError:
             is_pending = True
-        for _ in range(self._own):
-            self._task.uncancel()
-        self._own = 0
-        if self.is_cancelled:
+        for _ in range(requested):
+            task.uncancel()
+        if task.cancelling() > before:
             raise asyncio.CancelledError
-        return is_pending
-
-    def take(self, step: Callable[[Any], Any], value: Any) -> Any:
-        """Execute a step."""
-        before = self._task.cancelling()
-        try:
-            return step(value)
-        finally:
-            self._own = max(0, self._own + self._task.cancelling() - before)
+    return is_pending
