@@ -916,11 +916,11 @@ async def test_a_stop_that_cuts_calls_off_counts_as_no_death(
     new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     outside, begun, never = Outside(), 20, asyncio.Event()
-    desk = await new_calling_desk(outside.handlers, topic=TOPIC, shutdown_grace=5)
+    desk = await new_calling_desk(outside.handlers, topic=TOPIC, shutdown_grace=20)
     outside.waits = dict.fromkeys(range(begun), never.wait)
     await desk.apply(*(Deposit(number, f"of {number}") for number in range(begun)))
     stopping = asyncio.Event()
-    running = asyncio.create_task(_run_until(stopping, (), [(2.0, [desk.caller])]))
+    running = asyncio.create_task(_run_until(stopping, (), [(8.0, [desk.caller])]))
     await eventually(lambda: len(outside.calls) == begun)
     stopping.set()
     await running
