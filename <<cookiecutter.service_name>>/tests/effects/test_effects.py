@@ -878,11 +878,26 @@ async def test_workers_that_wait_for_the_consumer_end_with_the_process(
     assert outside.calls == []
 
 
+_BEGUN = 20
+"""Calls under way at a stop."""
+
+
+async def run_calls(
+    desk: Desk, outside: Outside, answered: asyncio.Event, *, seconds: float
+) -> tuple[asyncio.Event, asyncio.Task[None]]:
+    """Begin calls that wait for an answer; return what stops the workers, and their run."""
+    outside.waits = dict.fromkeys(range(_BEGUN), answered.wait)
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(_BEGUN)))
+    stopping = asyncio.Event()
+    running = asyncio.create_task(_run_until(stopping, (), [(seconds, [desk.caller])]))
+    await eventually(lambda: len(outside.calls) == _BEGUN)
+    return stopping, running
+
+
 async def test_a_stop_while_postgresql_hangs_is_over_within_the_grace(
     new_calling_desk: NewDesk, database_url: str
 ) -> None:
-    outside = Outside()
-    begun, hangs, answered = 20, asyncio.Event(), asyncio.Event()
+    outside, hangs, answered = Outside(), asyncio.Event(), asyncio.Event()
 
     async def pass_until_it_hangs(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -900,11 +915,7 @@ async def test_a_stop_while_postgresql_hangs_is_over_within_the_grace(
         desk = await new_calling_desk(
             outside.handlers, topic=TOPIC, database_url=through, shutdown_grace=5
         )
-        outside.waits = dict.fromkeys(range(begun), answered.wait)
-        await desk.apply(*(Deposit(number, f"of {number}") for number in range(begun)))
-        stopping = asyncio.Event()
-        running = asyncio.create_task(_run_until(stopping, (), [(2.0, [desk.caller])]))
-        await eventually(lambda: len(outside.calls) == begun)
+        stopping, running = await run_calls(desk, outside, answered, seconds=2.0)
         hangs.set()
         answered.set()
         stopping.set()
@@ -915,13 +926,9 @@ async def test_a_stop_while_postgresql_hangs_is_over_within_the_grace(
 async def test_a_stop_that_cuts_calls_off_counts_as_no_death(
     new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
-    outside, begun, never = Outside(), 20, asyncio.Event()
+    outside, never = Outside(), asyncio.Event()
     desk = await new_calling_desk(outside.handlers, topic=TOPIC, shutdown_grace=20)
-    outside.waits = dict.fromkeys(range(begun), never.wait)
-    await desk.apply(*(Deposit(number, f"of {number}") for number in range(begun)))
-    stopping = asyncio.Event()
-    running = asyncio.create_task(_run_until(stopping, (), [(8.0, [desk.caller])]))
-    await eventually(lambda: len(outside.calls) == begun)
+    stopping, running = await run_calls(desk, outside, never, seconds=8.0)
     stopping.set()
     await running
     assert await db.fetchval("SELECT sum(starts) FROM pipeline.backlog_lane") == 0

@@ -9,7 +9,6 @@ from alembic import context, op
 from alembic.util import CommandError
 from pydantic import ValidationError
 from sqlalchemy import MetaData, event, text
-from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -62,7 +61,7 @@ async def _run_online(metadata: MetaData, service: str | None) -> None:
                 raise CommandError(str(error)) from None
             # Alembic begins no transactions, and ends none, on a connection that is in one.
             await connection.rollback()
-        await connection.run_sync(_migrate, metadata, service)
+        await connection.run_sync(lambda sync: _run_migrations(metadata, service, connection=sync))
         await connection.commit()
     await engine.dispose()
 
@@ -81,17 +80,8 @@ async def _locked(engine: AsyncEngine) -> AsyncIterator[None]:
                     # In the simple protocol, which closes the result above, and its snapshot.
                     await driver.execute(_UNLIMITED)
                     yield
-                    if driver.is_closed():
-                        raise CommandError(
-                            "the connection that locks out other processes was lost: see whether"
-                            " another one has migrated meanwhile, and run `service migrate` again"
-                        )
                     return
             await asyncio.sleep(_PAUSE_SECONDS)
-
-
-def _migrate(connection: Connection, metadata: MetaData, service: str | None) -> None:
-    _run_migrations(metadata, service, connection=connection)
 
 
 def _run_migrations(metadata: MetaData, service: str | None, **target: Any) -> None:

@@ -149,15 +149,20 @@ def listen(host: str, port: int, *, what: str, prefix: str) -> tuple[socket.sock
             f"cannot serve {what} on {host}, port {port}: {error.strerror};"
             f" check {prefix}_HOST and {prefix}_PORT"
         ) from error
-    os.register_at_fork(after_in_child=lambda: _close(listener))  # it must not keep the port
+    _close_in_children(listener)
     name = f"[{host}]" if ":" in host else host
     return listener, f"http://{name}:{listener.getsockname()[1]}/"
 
 
-def _close(listener: socket.socket) -> None:
-    """Close the descriptor: `listener.close` leaves it open while uvloop refers to it."""
-    if (number := listener.detach()) >= 0:
-        os.close(number)
+def _close_in_children(listener: socket.socket) -> None:
+    """Let no forked process keep the port when this one has ended."""
+
+    def close() -> None:
+        # `listener.close` leaves the descriptor open while uvloop refers to it.
+        if (number := listener.detach()) >= 0:
+            os.close(number)
+
+    os.register_at_fork(after_in_child=close)
 
 
 @contextmanager
@@ -177,8 +182,7 @@ def serving(
         raise CannotListen(
             f"cannot serve health and metrics on {host}, port {port}: {why}"
         ) from error
-    # A forked process must not keep the port when this one has ended.
-    os.register_at_fork(after_in_child=lambda: _close(server.socket))
+    _close_in_children(server.socket)
     threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), daemon=True).start()
     try:
         yield server.server_port

@@ -79,14 +79,14 @@ def _watch_loop(health: Health, thread: int, stopping: threading.Event) -> None:
             return
     stack = "".join(traceback.format_stack(sys._current_frames()[thread])).rstrip()
     text = "the event loop has been blocked for %.0f s: PIPELINE_HANG_TIMEOUT ends the process"
-    args, stack = (health.seconds_since_beat,), f"Stack (most recent call last):\n{stack}"
+    stack = f"Stack (most recent call last):\n{stack}"
+    _end_process(_LOOP_BLOCKED, text, health.seconds_since_beat, stack=stack)
+
+
+def _end_process(code: int, text: str, *args: object, stack: str | None = None) -> NoReturn:
+    """Log the reason and end the process, whether or not anything reads the log."""
     # `log.critical` would give the stack of this thread.
     record = log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, args, None, sinfo=stack)
-    _end_process(_LOOP_BLOCKED, record)
-
-
-def _end_process(code: int, record: logging.LogRecord) -> NoReturn:
-    """Log the reason and end the process, whether or not anything reads the log."""
 
     def report() -> None:
         log.handle(record)
@@ -111,9 +111,7 @@ async def watch_calls(stack_of: Callable[[asyncio.Task[Any]], str], hang_timeout
         "%s is still running %s s after its cancellation (PIPELINE_HANG_TIMEOUT): the process"
         " exits, and the next process handles the message again. The stack of the call:\n%s"
     )
-    args = (what, hang_timeout, stack_of(task))
-    record = log.makeRecord(log.name, logging.CRITICAL, __file__, 0, text, args, None)
-    _end_process(_CANCELLATION_IGNORED, record)
+    _end_process(_CANCELLATION_IGNORED, text, what, hang_timeout, stack_of(task))
 
 
 def calls_ignoring_cancellation(seconds: float) -> list[tuple[asyncio.Task[Any], str]]:
