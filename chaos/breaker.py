@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
 
 import asyncpg  # type: ignore[import-untyped]
 
@@ -12,7 +13,7 @@ from chaos.memory import Memory
 from chaos.proxy import Proxy
 from chaos.recovery import Ended
 from chaos.releases import Releases
-from chaos.schedule import Fault
+from chaos.schedule import LASTS, Fault
 from chaos.system import AWAY, BOOTED_WITHIN, GONE_WITHIN, STOP, Member, System
 from chaos.talk import Helper
 from demo.processes import NAME
@@ -31,7 +32,8 @@ RENAME_BACK = "ALTER TABLE tally RENAME COLUMN parcel TO parcel_id"
 LOOK_EVERY = 0.1
 """Seconds until a connection that was given back is taken too, or a fault is tried again."""
 ACTS_WITHIN = 30.0
-"""Seconds in which a fault that takes no effect is tried again: what it breaks may be away."""
+"""Seconds in which a fault that takes no effect is tried again, for longer each time: what it
+breaks may be away."""
 UNSAID = ("kill", "rebalance", "halfopen", "rollout")
 """Faults after which workers may have lost a lane and not say so. All others say so."""
 WORKERS = 2
@@ -60,56 +62,58 @@ class Breaker:
     async def _at_its_time(self, fault: Fault, note: Callable[[str], None]) -> None:
         await asyncio.sleep(fault.at)
         note(f"[red]{fault}[/]")
-        until = time.monotonic() + ACTS_WITHIN
-        while (ended := await self._carry_out(fault, note)) is None:
-            if time.monotonic() >= until:
-                note(f"[red]{fault} took no effect[/]")
-                return
-            await asyncio.sleep(LOOK_EVERY)
+        async with self._one_at_a_time(fault):
+            until, longest = time.monotonic() + ACTS_WITHIN, LASTS[fault.kind][1]
+            tried = fault
+            while (ended := await self._carry_out(tried, note)) is None:
+                if time.monotonic() >= until:
+                    note(f"[red]{fault} took no effect[/]")
+                    return
+                await asyncio.sleep(LOOK_EVERY)
+                tried = replace(tried, seconds=min(2 * tried.seconds, longest))
         self.ended.append(ended)
 
     async def _carry_out(self, fault: Fault, note: Callable[[str], None]) -> Ended | None:
         """Carry a fault out and heal it; return nothing if it took no effect."""
-        async with self._one_at_a_time(fault):
-            began, under_way, acted = time.time(), 0, True
-            match fault.kind:
-                case "kill":
-                    await self._kill(fault)
-                case "pause":
-                    under_way = await self._pause(fault)
-                case "cut":
-                    acted = True in [proxy.cut() for proxy in self._proxies(fault)]
-                case "halfopen":
-                    acted = True in [proxy.silence() for proxy in self._proxies(fault)]
-                case "delay" | "partition":
-                    await self._hinder(fault)
-                case "terminate":
-                    acted = await self._terminate()
-                case "database" | "broker" | "both":
-                    await self._stop_servers(fault, note)
-                case "readonly":
-                    await self._make_read_only(fault)
-                case "connections":
-                    acted = await self._use_up_connections(fault)
-                case "locked":
-                    acted = await self._lock_tables(fault)
-                case "renamed":
-                    await self._rename_column(fault)
-                case "rebalance" | "relays":
-                    await self._join_and_leave(fault)
-                case "rollout":
-                    await self._releases.roll_out(fault.seconds)
-                case "retention":
-                    under_way = await self._memory.next_day()
-                case "rotation":
-                    acted = await self._memory.rotate(fault.seconds)
-                case "replay":
-                    acted = await self._memory.replay(self._member(fault), fault.seconds)
-                case "scheduled":
-                    acted = await self._memory.hold_up_moves(fault.seconds)
-                case "effects":
-                    await self._spoil_the_outside(fault)
-            ended = Ended(fault.kind, began, time.time(), under_way, self._lanes_lost(fault))
+        began, under_way, acted = time.time(), 0, True
+        match fault.kind:
+            case "kill":
+                await self._kill(fault)
+            case "pause":
+                under_way = await self._pause(fault)
+            case "cut":
+                acted = True in [proxy.cut() for proxy in self._proxies(fault)]
+            case "halfopen":
+                acted = True in [proxy.silence() for proxy in self._proxies(fault)]
+            case "delay" | "partition":
+                await self._hinder(fault)
+            case "terminate":
+                acted = await self._terminate()
+            case "database" | "broker" | "both":
+                await self._stop_servers(fault, note)
+            case "readonly":
+                await self._make_read_only(fault)
+            case "connections":
+                acted = await self._use_up_connections(fault)
+            case "locked":
+                acted = await self._lock_tables(fault)
+            case "renamed":
+                await self._rename_column(fault)
+            case "rebalance" | "relays":
+                await self._join_and_leave(fault)
+            case "rollout":
+                await self._releases.roll_out(fault.seconds)
+            case "retention":
+                under_way = await self._memory.next_day()
+            case "rotation":
+                acted = await self._memory.rotate(fault.seconds)
+            case "replay":
+                acted = await self._memory.replay(self._member(fault), fault.seconds)
+            case "scheduled":
+                acted = await self._memory.hold_up_moves(fault.seconds)
+            case "effects":
+                await self._spoil_the_outside(fault)
+        ended = Ended(fault.kind, began, time.time(), under_way, self._lanes_lost(fault))
         return ended if acted else None
 
     def _one_at_a_time(self, fault: Fault) -> AbstractAsyncContextManager[object]:

@@ -1127,7 +1127,7 @@ def test_two_releases_come_out_by_expand_and_contract_while_scans_are_handled(
 def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorders_nothing(
     tmp_path: Path,
 ) -> None:
-    options = ["--events", "4000", "--seconds", "40", "--seed", "4", "--poison", "0.05"]
+    options = ["--events", "4000", "--seconds", "80", "--seed", "4", "--poison", "0.05"]
     report, evidence = ran(tmp_path, *options)
     assert report["holds"], evidence
     assert report["sent"] == 4_000, evidence
