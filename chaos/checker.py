@@ -25,6 +25,7 @@ from chaos.errands import REMINDERS, Done, Errand, Reminder, Request
 from chaos.fates import Books, Call, Finding, Identity, Judgement, Stored, judge
 from chaos.poison import CONSUMERS, TALLY, Given, understand
 from chaos.recovery import Ended, Recovery, first_sent, measure, met, undisturbed
+from chaos.system import AWAY
 from chaos.talk import say, words
 from demo import feed, witness
 from demo.evidence import Evidence, Illegible, Record, read
@@ -144,14 +145,21 @@ class Checker:
         """
         before: object = None
         moved = time.monotonic()
-        while left := str(backlog := await self._backlog()):
-            if (now := (backlog, len(self._seen()))) != before:
+        while left := await self._left():
+            if (now := (left, len(self._seen()))) != before:
                 before, moved = now, time.monotonic()
             if time.monotonic() - moved > patience:
                 return left
             await asyncio.sleep(LOOK_EVERY)
         await self._witness.until_quiet(quiet)
         return ""
+
+    async def _left(self) -> str:
+        """Return what is left to do; the reason if that is unknown: messages may crash a server."""
+        try:
+            return str(await self._backlog())
+        except AWAY as error:
+            return f"unknown: {error!r}"
 
     async def _backlog(self) -> Backlog:
         async with witness.reading(self._kafka, feed.TOPIC) as consumer:

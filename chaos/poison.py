@@ -48,13 +48,14 @@ Trouble = Literal[
     "rejects",
     "blames",
     "disconnects",
+    "crashes",
     "rejects-late",
     "raises-late",
 ]
 """What a handler does, the first times or always: reads the backlog and goes on; takes a while;
 has it set aside, once; raises; takes longer than it may; lets the flush fail; rejects the scan;
-executes a statement that blames the server; ends its session of the database; rejects the scan, or
-raises, when its work is done."""
+executes a statement that blames the server; ends its session of the database; kills its process of
+the database, which restarts the server; rejects the scan, or raises, when its work is done."""
 
 Kind = Trouble | Illegible | Literal["invalid payload", "unknown type", "impostor"]
 
@@ -140,6 +141,10 @@ EVERY: Sequence[Poison] = (
     Poison("impostor"),
     *(Poison(kind) for kind in ILLEGIBLE),
 )
+CRASHES: Sequence[Poison] = tuple(
+    Poison("crashes", one, times) for times in (1, ATTEMPTS) for one in CONSUMERS
+)
+"""They come only where they are named: each attempt restarts the server three times."""
 WITHOUT_SESSIONS = 0.25
 """Share of the scans, the first ones, none of which has the service's own handler use `tx.session`.
 From then on its messages have sessions of their own, and nothing is undone in memory any more."""
@@ -153,7 +158,7 @@ def spread(
     `kinds` are those that come; all of them if there are none, see `WITHOUT_SESSIONS`.
     """
     chance = random.Random(f"poison {seed}")
-    ways = [one for one in EVERY if not kinds or one.kind in kinds]
+    ways = [one for one in (*EVERY, *CRASHES) if one.kind in kinds] if kinds else EVERY
     first = ways if kinds else [one for one in ways if not one.uses_session]
     until = WITHOUT_SESSIONS * len(scans)
     return {

@@ -18,6 +18,7 @@ from rich.table import Table
 from chaos import plan as plans
 from chaos import schedule
 from chaos.plan import Plan
+from chaos.poison import CRASHES, EVERY
 from chaos.report import Report
 from chaos.round import CONSUMERS, EXTRA, RELAYS, Round
 from chaos.schedule import KINDS, Fault
@@ -124,8 +125,12 @@ def planned(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Plan:
     if arguments.replay:
         return plans.from_json(json.loads(arguments.replay.read_text("utf-8")))
     kinds = [kind for kind in KINDS if kind in arguments.faults.split(",")]
-    if unknown := set(arguments.faults.split(",")) - {*KINDS, ""}:
-        raise ValueError(f"no such faults: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    for name, asked, known in (
+        ("faults", arguments.faults, KINDS),
+        ("poisons", arguments.poisons, sorted({one.kind for one in (*EVERY, *CRASHES)})),
+    ):
+        if unknown := set(asked.split(",")) - {*known, ""}:
+            raise ValueError(f"no such {name}: {', '.join(unknown)}; there are {', '.join(known)}")
     faults = schedule.make(
         arguments.seed, arguments.seconds, consumers=CONSUMERS, relays=RELAYS, kinds=kinds
     )
@@ -136,6 +141,7 @@ def planned(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Plan:
         faults,
         within=within(arguments.events, faults),
         poison=arguments.poison,
+        kinds=tuple(filter(None, arguments.poisons.split(","))),
         settings=settings,
     )
 
@@ -154,6 +160,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="S", help="of schedule and feed")
     parser.add_argument(
         "--poison", type=float, default=0.01, metavar="SHARE", help="of the scans (%(default)s)"
+    )
+    parser.add_argument(
+        "--poisons",
+        default="",
+        metavar="KINDS",
+        help="what is wrong with the poisoned scans, separated by commas; by default anything but"
+        " crashes",
     )
     parser.add_argument(
         "--faults",

@@ -11,6 +11,7 @@ Beside their own work some scans run errands, where the round has any, see `chao
 import asyncio
 import json
 import os
+import signal
 from functools import cache
 
 import httpx2
@@ -57,6 +58,7 @@ ERRORS = (ValueError, KeyError, LookupError, RuntimeError, ArithmeticError)
 STATES = ("08006", "25006", "57P03", "XX000")
 BLAME = "DO $$ BEGIN RAISE EXCEPTION 'blamed' USING ERRCODE = '{}'; END $$"
 DISCONNECT = sa.text("SELECT pg_terminate_backend(pg_backend_pid())")
+PROCESS = sa.text("SELECT pg_backend_pid()")
 
 
 PATIENT = Policy(attempts=1_000, schedule=SCHEDULE)
@@ -198,6 +200,9 @@ async def misbehave(consumer: str, tx: Transaction) -> None:
             await tx.session.execute(sa.text(BLAME.format(state)))
         case "disconnects" if fails:
             await tx.session.execute(DISCONNECT)
+        case "crashes" if fails:
+            os.kill(await tx.session.scalar(PROCESS), signal.SIGKILL)
+            await tx.session.execute(PROCESS)
 
 
 def fail_late(tx: Transaction) -> None:

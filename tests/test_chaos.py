@@ -717,7 +717,9 @@ def test_a_new_round_has_the_settings_of_the_environment_that_the_rig_leaves_ope
     settings = settings_of(environment)
     assert settings == {"PIPELINE_RELAY_TRANSACTIONAL": "true"}
     assert environment == {"PATH": "/bin"}, "a replay has the settings of its report alone"
-    asked = Namespace(replay=None, faults="kill", seed=1, seconds=9, events=5, poison=0.0)
+    asked = Namespace(
+        replay=None, faults="kill", poisons="", seed=1, seconds=9, events=5, poison=0.0
+    )
     assert planned(asked, settings).settings == settings
 
 
@@ -1148,6 +1150,17 @@ def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorder
     assert report["errands"]["requests"] >= report["errands"]["calls"] > 50, evidence
     assert report["errands"]["reminders"] > 20, evidence
     assert report["errands"]["days dropped"] >= 1, evidence
+
+
+@needs_proc
+@pytest.mark.full
+@pytest.mark.integration
+def test_messages_that_crash_the_server_fail_and_no_other_message_does(tmp_path: Path) -> None:
+    # Seed 125 has two such messages early on. A crash counts only if others commit between.
+    options = ["--events", "900", "--seconds", "90", "--seed", "125", "--faults", ""]
+    report, evidence = ran(tmp_path, *options, "--poison", "0.004", "--poisons", "crashes")
+    assert report["holds"], evidence
+    assert report["dead_by_reason"] == {"attempts used up": 1}, evidence
 
 
 def ran(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
