@@ -16,6 +16,7 @@ a reason to look closer, and nothing else. `ladder.py` has the steps.
                                                                  committed since the last one
     of a class of servers         as of a statement              as of a statement; of the
                                                                  classes 53 and 58: waits
+    before any call               the transaction is repeated    the same: nothing counts
 
 A lost connection, and an error of the classes 08, 25, 53, 57, 58 and XX, may be an outage: the
 probe is asked first (`servers/probe.py`). While it fails, nothing is decided and nothing counts.
@@ -126,6 +127,13 @@ class CallFailed(RolledBack):
         self.items = items
 
 
+class StatementFailed(RolledBack):
+    """A statement of the engine has failed before any call, which is no message's fault."""
+
+    may_be_outage = True
+    is_certain = False
+
+
 def failure_of(error: Exception) -> RolledBack:
     """Return the failure of a run: that of a call, or of what the engine has executed."""
     return error if isinstance(error, RolledBack) else RolledBack(error)
@@ -152,8 +160,8 @@ def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> Rolled
         failure.is_lost = is_lost and not is_own
         return failure
     if attempt.handlers_began_at == math.inf:
-        # The engine's own statements: of many messages they may take too long.
-        return failure if attempt.is_late and not is_single(source) else None
+        # Of many records they may be too much; of one they are repeated until they succeed.
+        return None if is_single(source) or is_nobodys(cause) else StatementFailed(cause)
     is_without_answer = attempt.is_committing and attempt.is_late
     if attempt.is_late and not is_without_answer:
         late = TimeoutError(

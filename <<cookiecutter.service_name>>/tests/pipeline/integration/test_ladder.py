@@ -44,6 +44,19 @@ AT_COMMIT = AT_FLUSH.replace(
     "CREATE TRIGGER fail BEFORE", "CREATE CONSTRAINT TRIGGER fail AFTER"
 ).replace("FOR EACH", "DEFERRABLE INITIALLY DEFERRED FOR EACH")
 
+AT_MARKERS = """
+CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (SELECT FROM marked WHERE "offset" = 2) AND (SELECT count(*) > {} FROM marked) THEN
+        {};
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER fail AFTER INSERT ON pipeline.inbox REFERENCING NEW TABLE AS marked
+FOR EACH STATEMENT EXECUTE FUNCTION fail()
+"""
+"""Lets the statement fail that inserts more than so many markers, one of them of offset 2."""
+
 OF_SERVERS = ["08001", "25006", "53100", "53200", "57P01", "57P03", "58030", "XX000"]
 """Codes of errors that a server has when it can't be used, and that any statement can raise."""
 
@@ -125,6 +138,52 @@ async def test_it_is_the_messages_at_the_flush_and_at_the_commit_too(
     [row] = await desk.backlog()
     assert (row["offset"], row["attempts"]) == (2, 0 if code == "53100" else 1)
     assert row["waits"]
+
+
+@pytest.mark.parametrize("failure", [*OF_SERVERS, "lost"])
+async def test_a_statement_of_the_engine_that_fails_for_many_is_repeated_for_fewer(
+    new_desk: NewDesk, db: asyncpg.Connection, failure: str
+) -> None:
+    raises = f"RAISE EXCEPTION 'no room' USING ERRCODE = '{failure}'"
+    ends = "PERFORM pg_terminate_backend(pg_backend_pid())"
+    await db.execute(AT_MARKERS.format(1, ends if failure == "lost" else raises))
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    await asyncio.wait_for(desk.apply(*deposits(1, 2, POISON, 4, 5)), 20)
+    assert set(await histories(db)) == {f"of {amount}" for amount in (1, 2, POISON, 4, 5)}
+    assert sorted(bank.calls) == sorted({*bank.calls})
+    assert (await desk.backlog(), desk.outages) == ([], [])
+
+
+@pytest.mark.parametrize("code", ["22021", "54000", "42501"])
+async def test_a_record_that_the_engine_can_not_note_stops_its_partition_and_no_record_before_it(
+    new_desk: NewDesk, db: asyncpg.Connection, code: str
+) -> None:
+    await db.execute(AT_MARKERS.format(0, f"RAISE EXCEPTION 'no' USING ERRCODE = '{code}'"))
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    with pytest.raises(asyncpg.PostgresError) as raised:
+        await desk.apply(*deposits(1, 2, POISON, 4, 5))
+    assert raised.value.sqlstate == code
+    assert set(await histories(db)) == {"of 1", "of 2"}
+    assert (await desk.position(), await desk.backlog()) == (2, [])
+
+
+async def test_the_engines_own_statements_are_no_fault_of_the_only_message_that_is_called(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    raises = "RAISE EXCEPTION 'no room' USING ERRCODE = '53200'"
+    await db.execute(AT_MARKERS.format(1, raises))
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+
+    @bank.handlers.on(Later, topic=bank.deposits, consumer="later", mode="deferred")
+    async def later(event: Later, tx: Transaction) -> None: ...
+
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    others = (Deposit(n, account=f"of {n}", type="later") for n in (1, 2))
+    await asyncio.wait_for(desk.apply(*others, Deposit(POISON)), 20)
+    assert await histories(db) == {"ada": [POISON]}
+    assert {row["consumer"] for row in await desk.backlog()} == {"later"}
 
 
 async def test_a_partition_waits_while_too_many_messages_are_to_be_tried_alone(
