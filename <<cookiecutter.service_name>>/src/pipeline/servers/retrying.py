@@ -1,12 +1,11 @@
 """The one policy by which work is retried while a server is unavailable."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import uniform
 from typing import Any, TypeVar
-
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from pipeline.errors import (
     StoreUnavailable,
@@ -49,40 +48,22 @@ class Attempts:
 
     async def __call__(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Return the result of the work. Raises errors other than outages at once."""
-        try:
-            return await work(*arguments)
-        except Exception as error:
-            if not self._is_outage(error):
-                raise
-            failed = [error]
-
-        async def attempt() -> T:
-            if failed:  # the first attempt, which has been made: tenacity costs more than most work
-                raise failed.pop()
-            return await work(*arguments)
-
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(self._is_outage),
-            wait=lambda state: pause(state.attempt_number),
-            before_sleep=self._report,
-            reraise=True,
-        )
-        try:
-            result: T = await retrying(attempt)
-            return result
-        finally:
-            # It refers to its next steps, and they to it. Such cycles would make the garbage
-            # collector stop the process for 50 ms now and then.
-            retrying.iter_state.reset()
+        failures = 0
+        while True:
+            try:
+                return await work(*arguments)
+            except Exception as error:
+                if not self._is_outage(error):
+                    raise
+                failures += 1
+                self._report(error, failures)
+            await asyncio.sleep(pause(failures))
 
     def _is_outage(self, error: BaseException) -> bool:
         is_awaited = self.waits_for_stores or not isinstance(error, StoreUnavailable)
         return is_infrastructure(error) and is_awaited and not self.unless()
 
-    def _report(self, state: RetryCallState) -> None:
-        assert state.outcome is not None
-        error = state.outcome.exception()
-        assert error is not None
+    def _report(self, error: Exception, failures: int) -> None:
         if isinstance(error, StoreUnavailable):  # its text has the address
             reason = summarize_error(error)
         elif is_of_a_server(error):
@@ -90,5 +71,5 @@ class Attempts:
         else:
             reason = describe_error(error)
         self.report(reason)
-        if state.attempt_number == 1:
+        if failures == 1:
             log.warning("%s failed, trying again: %s", self.what, reason)
