@@ -211,11 +211,6 @@ def lane_of(order_key: bytes, mode: str) -> int:
     return order_key[0] % LANES + _FIRST_LANES[mode]
 
 
-def has_calls(lane: int) -> bool:
-    """Whether the lane's rows are calls, which are made outside of a transaction."""
-    return lane >= _FIRST_LANES["call"]
-
-
 async def add_calls(
     connection: asyncpg.Connection,
     handlers: Handlers,

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 
 import asyncpg
 
-from pipeline.apply.backlog import Row, has_calls
+from pipeline.apply.backlog import Row
 from pipeline.apply.item import Item
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
@@ -386,7 +386,7 @@ async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
     `LaneLost`. That worker has not died, so its start is not left over in the lane's count. A
     worker of calls keeps the lane: it has to store how its calls end, and has read no dead row.
     """
-    await connection.execute(_LOCK_ONLY if has_calls(lane) else _FENCE, lane)
+    await connection.execute(_LOCK_ONLY if lane >= 2 * LANES else _FENCE, lane)
 
 
 async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:
