@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime, timedelta, timezone
+from time import monotonic
 from typing import Any
 from uuid import uuid4
 
@@ -11,6 +12,7 @@ import asyncpg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import make_url
+from sqlalchemy.orm import object_session
 
 from pipeline import Event, Handlers, Policy, Reject, Transaction
 from pipeline.apply import backlog
@@ -198,6 +200,137 @@ async def test_declared_rows_that_can_not_be_locked_are_the_fault_of_their_messa
     await assert_only_the_poison_is_set_aside(desk, db)
     assert len(rolled_back) == 1  # the batch; what follows takes one transaction
     assert (await tried_alone(desk))["attempts"] == 1
+
+
+async def test_a_table_that_is_locked_for_long_spends_no_attempt_and_loses_nothing(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
+    await desk.apply(*deposits(1, 2))
+    async with db.transaction():
+        await db.execute("ALTER TABLE account ADD note text")
+        await desk.apply(*deposits(4, 5))
+        for _ in range(3):
+            await desk.make_due()
+            await desk.work_off()
+            rows = [(row["reason"], row["attempts"]) for row in await desk.backlog()]
+            assert rows == [("locked out", 0)] * 2
+    await desk.make_due()
+    await desk.work_off()
+    assert set(await histories(db)) == {f"of {amount}" for amount in (1, 2, 4, 5)}
+    assert await desk.backlog() == []
+
+
+@pytest.fixture
+async def limited(db: asyncpg.Connection, database_url: str) -> AsyncIterator[sa.URL]:
+    """Return the URL of a role for a desk: it may have three connections."""
+    role = f"limited_{uuid4().hex[:8]}"
+    await db.execute(f"""
+        CREATE ROLE {role} LOGIN PASSWORD '{PASSWORD}' CONNECTION LIMIT 3;
+        GRANT USAGE ON SCHEMA pipeline TO {role};
+        GRANT ALL ON ALL TABLES IN SCHEMA pipeline, public TO {role};
+        GRANT ALL ON ALL SEQUENCES IN SCHEMA pipeline TO {role}
+    """)
+    yield make_url(database_url).set(username=role, password=PASSWORD)
+    await db.execute(f"""
+        SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = '{role}';
+        DROP OWNED BY {role}; DROP ROLE {role}
+    """)
+
+
+async def test_a_privilege_that_is_revoked_meanwhile_spends_no_attempt(
+    new_desk: NewDesk, db: asyncpg.Connection, limited: sa.URL
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    url = limited.render_as_string(hide_password=False)
+    desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
+    await desk.apply(*deposits(1))
+    await db.execute(f"REVOKE UPDATE ON account FROM {limited.username}")
+    await desk.apply(*deposits(2, 4))
+    for _ in range(3):
+        await desk.make_due()
+        await desk.work_off()
+        assert [row["attempts"] for row in await desk.backlog()] == [0, 0]
+    await db.execute(f"GRANT UPDATE ON account TO {limited.username}")
+    await desk.make_due()
+    await desk.work_off()
+    assert set(await histories(db)) == {"of 1", "of 2", "of 4"}
+    assert await desk.backlog() == []
+
+
+async def test_the_connection_limit_of_the_role_is_waited_for_and_nothing_is_spent(
+    new_desk: NewDesk, db: asyncpg.Connection, limited: sa.URL
+) -> None:
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    url = limited.render_as_string(hide_password=False)
+    desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
+    await desk.apply(*deposits(1))
+    batch = await desk.read(*deposits(2, 4), start=1)
+    await desk.engine.dispose()
+    sessions = f"SELECT count(*) FROM pg_stat_activity WHERE usename = '{limited.username}'"
+    await eventually(lambda: _is_none(db, sessions))
+    dsn = url.replace("+asyncpg", "")
+    others = [await asyncpg.connect(dsn) for _ in range(3)]
+    applying = asyncio.create_task(desk.apply_batch(batch))
+    await eventually(lambda: len(desk.outages) > 2)
+    for other in others:
+        await other.close()
+    await applying
+    assert set(await histories(db)) == {"of 1", "of 2", "of 4"}
+    assert (await desk.backlog(), bank.calls) == ([], [1, 2, 4])
+
+
+async def test_a_consumer_that_needed_a_session_once_shares_sessions_again(
+    new_desk: NewDesk,
+) -> None:
+    sessions: list[str] = []
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+
+    @bank.handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load_or_create(Account, event.account)
+        session = object_session(account)
+        assert session is not None
+        if event.amount == POISON:
+            session.get_bind()
+        sessions.append(type(session).__name__)
+        add_to(account, event)
+
+    desk = await new_desk(bank.handlers, topic="asked")
+    await desk.apply(*deposits(1, POISON, 4))
+    await desk.apply(*deposits(5, 6))
+    assert sessions[-2:] == ["OwnSession"] * 2
+    desk.consume._own_until["ask"] = monotonic()  # as after a minute
+    await desk.apply(*deposits(7, 8))
+    assert sessions[-2:] == ["SharedSession"] * 2
+
+
+@pytest.mark.parametrize("fails", ["in its handler", "at the flush"])
+async def test_a_hot_key_is_on_the_direct_path_in_the_round_after_its_poison(
+    new_desk: NewDesk, db: asyncpg.Connection, fails: str
+) -> None:
+    """A round is a batch of the key, and what workers find due after it."""
+    poison, size = 250, 200
+    dies = Policy(attempts=1)
+    bank = Bank(deposits="deposits", balances="balances", name="b", options={"policy": dies})
+    if fails == "in its handler":
+        bank.refused.add(poison)
+    else:
+        on = f"= {poison * (poison + 1) // 2}"  # the sum up to it
+        await db.execute(AT_FLUSH.format("22023").replace("= 3", on))
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    waiting = "SELECT count(*) FROM pipeline.backlog WHERE died_at IS NULL"
+    stored = []
+    for start in range(1, 5 * size, size):
+        await desk.apply(*(Deposit(n) for n in range(start, start + size)))
+        stored.append(await db.fetchval(waiting) > 0)
+        await desk.work_off()
+    assert stored == [False, fails == "at the flush", False, False, False]
+    [row] = await desk.backlog()
+    assert (row["offset"], row["died_at"] is None) == (poison - 1, False)
+    [amounts] = (await histories(db)).values()
+    assert amounts == [n for n in range(1, 5 * size + 1) if n != poison]
 
 
 async def test_a_partition_waits_while_too_many_messages_are_to_be_tried_alone(
