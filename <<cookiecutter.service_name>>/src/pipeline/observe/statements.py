@@ -13,7 +13,6 @@ from .buffer import record
 
 _POSTGRESQL = db_attributes.DbSystemNameValues.POSTGRESQL.value
 # None of these backtracks, which takes exponential time in a long text.
-_COMMENT = re.compile(r"[\s;]++|--[^\n\r]*+|(/\*)")
 _EDGE = re.compile(r"/\*|\*/")
 _QUOTED = re.compile(
     # Each begins with a literal, which is found fast. A constant is continued in the next line, and
@@ -23,7 +22,7 @@ _QUOTED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _FIRST_WORD = re.compile(
-    r"(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
+    r"[\s;]*+(BEGIN|COMMIT|COPY|DELETE|INSERT|LOCK|MERGE|ROLLBACK|SAVEPOINT|SELECT|UPDATE|WITH)\b",
     re.IGNORECASE,
 )
 """Others are rare, and summarized as `OTHER`."""
@@ -88,10 +87,7 @@ def _attributes(text: str) -> dict[str, AttributeValue]:
 
 def first_word_of(text: str) -> str:
     """Return the first word of a statement, or `OTHER`."""
-    place = 0
-    while found := _COMMENT.match(text, place):
-        place = _end_of_comment(text, found.end()) if found[1] else found.end()
-    word = _FIRST_WORD.match(text, place)
+    word = _FIRST_WORD.match(text) or _FIRST_WORD.match(code_of(text))
     return word[1].upper() if word else "OTHER"
 
 
