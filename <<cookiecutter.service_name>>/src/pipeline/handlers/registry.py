@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from inspect import iscoroutinefunction, signature, unwrap
 from types import MappingProxyType, UnionType
@@ -228,16 +227,6 @@ class Handlers:
                 demands_types=topic in self.demanding,
             )
         return renamed
-
-    def with_functions(
-        self, function_of: Callable[[Handler], Callable[..., Awaitable[object]]]
-    ) -> "Handlers":
-        """Return the same handlers with the functions that `function_of` returns for them."""
-        changed = copy(self)
-        changed._by_topic = {}
-        for one in self:
-            changed.add(replace(one, function=function_of(one)))
-        return changed
 
     def __iter__(self) -> Iterator[Handler]:
         """Return all that are registered."""

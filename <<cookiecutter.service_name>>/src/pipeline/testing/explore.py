@@ -12,6 +12,7 @@ from pipeline.handlers.policy import Park
 from pipeline.handlers.registry import Handler, Handlers
 
 from .records import KafkaRecord
+from .stand_ins import with_functions
 
 _SEED = 1
 """Scenarios that are chosen from too many are the same ones in every run."""
@@ -124,7 +125,7 @@ async def failing_once(handlers: Handlers, record: KafkaRecord) -> Handlers:
 
         return fails if handler.mode != "call" else handler.function
 
-    return handlers.with_functions(function_of)
+    return with_functions(handlers, function_of)
 
 
 def _is(handled: Message, wanted: Message) -> bool:

@@ -1,11 +1,13 @@
 """Stand-ins: functions of a test in place of those that call the outside."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
 from typing import Any
 
-from pipeline.handlers.registry import Handlers
+from pipeline.handlers.registry import Handler, Handlers
 
 from .errors import HarnessMisused
 
@@ -33,11 +35,23 @@ def check_complete(stand_ins: Mapping[str, StandIn], due: Iterable[str]) -> None
 
 def replaced(handlers: Handlers, stand_ins: Mapping[str, StandIn]) -> Handlers:
     """Return the handlers with stand-ins for the functions of effects."""
-    return handlers.with_functions(
+    return with_functions(
+        handlers,
         lambda one: (
             partial(_call, stand_ins[one.consumer]) if one.consumer in stand_ins else one.function
-        )
+        ),
     )
+
+
+def with_functions(
+    handlers: Handlers, function_of: Callable[[Handler], Callable[..., Awaitable[object]]]
+) -> Handlers:
+    """Return the same handlers with the functions that `function_of` returns for them."""
+    changed = copy(handlers)
+    changed._by_topic = {}
+    for one in handlers:
+        changed.add(replace(one, function=function_of(one)))
+    return changed
 
 
 async def _call(function: StandIn, *arguments: Any) -> object:
