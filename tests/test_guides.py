@@ -41,6 +41,7 @@ DEAD_EVENTS = (RAW / "docs" / "dead-events.md").read_text("utf-8")
 OPERATING = MONITORING + DEAD_LETTERS + DEAD_EVENTS
 ARCHIVE = (RAW / "docs" / "archive.md").read_text("utf-8")
 CODECS = (RAW / "docs" / "codecs.md").read_text("utf-8")
+DEBEZIUM_INPUT = (RAW / "docs" / "debezium-input.md").read_text("utf-8")
 PERSONAL = (RAW / "docs" / "personal-data.md").read_text("utf-8")
 HTTP = (RAW / "docs" / "http.md").read_text("utf-8")
 OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
@@ -267,6 +268,7 @@ AUTHORS_EXAMPLES = {
     "personal_data": PERSONAL,
     "sagas": WHOLE_SAGA + STOCK,
     "codecs": BEFORE + CODECS,
+    "debezium_input": DEBEZIUM_INPUT,
     "read_mes": BEFORE + TEMPLATES,
 }
 
@@ -423,6 +425,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "delivery-guarantees",
         "dead-events",
         "dead-letters",
+        "debezium-input",
         "deploying",
         "existing-database",
         "failures",
@@ -432,6 +435,8 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "incidents",
         "monitoring",
         "protocol",
+        "protocol-failures",
+        "protocol-relay",
         "releases",
         "replay",
         "retention",

@@ -59,6 +59,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("failures", "when messages fail: steps, use of attempts, crashes of the process"),
         _service("testing", "the fixture `harness`: time, crashes, every order of messages"),
         _service("codecs", "topics without CloudEvents, or with another form of them"),
+        _service("debezium-input", "Debezium as input: another service's outbox, rows of tables"),
         _service("contracts", "schemas, AsyncAPI, changing an event safely"),
         _service("schema-registry", "topics in Avro, Protobuf or JSON Schema"),
         _service("sequences", "events in the order of their rows; lost and reordered ones"),
@@ -85,7 +86,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("updating", "newer versions of the template, other answers"),
         _service("security", "TLS, passwords, secrets, roles of the database"),
         _service("cloud-login", "tokens and expiring passwords: OIDC, AWS, Azure, Google"),
-        _service("debezium", "the outbox published from the write-ahead log, by Kafka Connect"),
+        _service("debezium", "Debezium as output: the outbox published by Kafka Connect"),
     ],
     "Operate": [
         _service("monitoring", "alerts, metrics, log, a topic of dead letters, readiness"),
@@ -109,7 +110,9 @@ SECTIONS: dict[str, list[Page]] = {
         Page("api/errors", "exceptions that your code raises or catches"),
         Page("api/testing", "the fixture `harness`, and what a test sees"),
         Page("api/optional", "calls to the outside, schema registry, archive, large payloads"),
-        _service("protocol", "the exact rules: locks, states, leases"),
+        _service("protocol", "the exact rules of messages: locks, states, lanes"),
+        _service("protocol-failures", "the exact rules of failures: which message is at fault"),
+        _service("protocol-relay", "the exact rules of events: window, leases, days"),
         _service("glossary", "the words of these pages, of the commands and of the log"),
     ],
     "Project": [

@@ -1,7 +1,9 @@
 """Records as other frameworks write them, and what is published in their forms."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -178,6 +180,63 @@ def test_a_record_is_read_as_the_framework_writes_it(
         )
     )
     assert message.hash == in_json.hash
+
+
+SOURCE = b"""{"version": "3.7.0.Final", "connector": "postgresql", "name": "shop",
+ "ts_ms": 1700000000000, "snapshot": "false", "db": "shop", "sequence": "[null,\\"34498112\\"]",
+ "schema": "public", "table": "order", "txId": 771, "lsn": 34498112, "xmin": null}"""
+CHANGE = b'{"before": %b, "after": %b, "source": %b, "op": "%b", "transaction": null}'
+ROW = b'{"id": 1, "state": "new"}'
+
+
+@pytest.mark.parametrize("has_schema", [False, True])
+@pytest.mark.parametrize(
+    ("op", "before", "after"),
+    [(b"c", b"null", ROW), (b"r", b"null", ROW), (b"u", ROW, ROW), (b"d", ROW, b"null")],
+)
+def test_a_row_change_is_read_by_the_codec_of_its_page(
+    op: bytes, before: bytes, after: bytes, has_schema: bool
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "debezium-input.md"
+    text = page.read_text("utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE))
+    if has_schema:
+        assert 'write `PayloadFields("payload.op")` and `data="payload"`' in text
+        code = code.replace('PayloadFields("op"),', 'PayloadFields("payload.op"), data="payload",')
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(code, names)
+    codec = names["handlers"].codecs["shop.public.order"]
+    value = CHANGE % (before, after, SOURCE, op)
+
+    message = codec.decode(Record(WITH_SCHEMA % value if has_schema else value, []))
+
+    assert (message.type, message.id) == ("order.changed.v1", "3-17")
+    change = json.loads(names["OrderChanged"].model_validate_json(message.data).model_dump_json())
+    assert change == {"before": json.loads(before), "after": json.loads(after)}
+
+
+def test_row_changes_are_told_apart_by_fields_of_their_source() -> None:
+    value, other = (
+        CHANGE % (b"null", ROW, SOURCE.replace(b"34498112", position), b"c")
+        for position in (b"34498112", b"34498176")
+    )
+    codec = Plain(PayloadFields("op"), PayloadFields("source.lsn"), types={"c": TYPE})
+
+    first, repeated, later = (
+        codec.decode(Record(one, [], offset=offset)).id
+        for offset, one in enumerate((value, value, other))
+    )
+
+    assert first == repeated == '["c",34498112]'
+    assert later == '["c",34498176]'
+
+
+def test_the_tombstone_after_a_deleted_row_is_of_no_type_of_its_topic() -> None:
+    codec = Plain(PayloadFields("op"), Position(), types={"d": TYPE})
+
+    message = codec.decode(Record(None, []))
+
+    assert (message.type, message.data) == ("tombstone", None)
 
 
 def renamed(name: str) -> str:
