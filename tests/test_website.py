@@ -40,6 +40,32 @@ def test_every_page_of_template_and_service_is_on_the_site() -> None:
     assert len(names) == len(set(names))
 
 
+GENERATED = ("| variable | default, values |", "| messages a day |")
+"""How tables begin that a program writes, or compares with the code."""
+MEASURES = ROOT / "docs" / "performance.md"
+"""The page whose tables are written by the measures, except the two that explain them."""
+EXPLAINING = ("| contestant | description |", "| measure | comparison |")
+
+
+def words(page: Path) -> int:
+    """Return how many words a page has, without the tables that a program writes."""
+    blocks = re.split(r"\n\n+", page.read_text("utf-8"))
+    kept = (
+        one
+        for one in blocks
+        if not one.startswith(GENERATED)
+        and (page != MEASURES or not one.startswith("|") or one.startswith(EXPLAINING))
+    )
+    return sum(bool(re.search(r"\w", word)) for one in kept for word in one.split())
+
+
+def test_the_pages_are_short() -> None:
+    pages = [*ROOT.glob("docs/*.md"), *RAW.glob("docs/*.md")]
+    counts = {page.name: words(page) for page in pages}
+    assert sum(counts.values()) <= 30_000
+    assert {name for name, count in counts.items() if count > 1_200} <= {MEASURES.name}
+
+
 def linkable(page: str) -> set[str]:
     """Return the names of the pages to which a page can link: in every service that has it."""
     everywhere = {Path(source).name for source in files()} - {"README.md", "decisions"}
