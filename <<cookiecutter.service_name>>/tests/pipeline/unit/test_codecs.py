@@ -215,22 +215,6 @@ def test_a_row_change_is_read_by_the_codec_of_its_page(
     assert change == {"before": json.loads(before), "after": json.loads(after)}
 
 
-def test_row_changes_are_told_apart_by_fields_of_their_source() -> None:
-    value, other = (
-        CHANGE % (b"null", ROW, SOURCE.replace(b"34498112", position), b"c")
-        for position in (b"34498112", b"34498176")
-    )
-    codec = Plain(PayloadFields("op"), PayloadFields("source.lsn"), types={"c": TYPE})
-
-    first, repeated, later = (
-        codec.decode(Record(one, [], offset=offset)).id
-        for offset, one in enumerate((value, value, other))
-    )
-
-    assert first == repeated == '["c",34498112]'
-    assert later == '["c",34498176]'
-
-
 def test_the_tombstone_after_a_deleted_row_is_of_no_type_of_its_topic() -> None:
     codec = Plain(PayloadFields("op"), Position(), types={"d": TYPE})
 
