@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings
 from typer.cli import get_docs_for_click
 from typer.main import get_command
 
+from . import samples
 from .instruments import Recorder, table
 from .navigation import RAW, ROOT
 
@@ -119,6 +120,7 @@ def _commands() -> str:
     text = re.sub(r"\*\*Options\*\*:\n\n(?!\*)", "", text)
     text = re.sub(r"\*\*Usage\*\*:\n\n```console\n\$ (.*)\n```", r"```text\n\1\n```", text)
     text = re.sub(r"^For example: (.*)$", r"```sh\n\1\n```", text, flags=re.MULTILINE)
+    text = samples.added(text, samples.read())
     return text.replace("The service parcel-tracker.", "Of a service with every optional part.")
 
 
