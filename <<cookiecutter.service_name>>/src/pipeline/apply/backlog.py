@@ -114,10 +114,16 @@ class BacklogFull(Paused):
     reason = "backlog full"
 
 
-async def raise_if_full(connection: asyncpg.Connection, consumers: Collection[str]) -> None:
-    """Raise `BacklogFull` if more rows of consumers are due than workers can try soon."""
+async def is_full(connection: asyncpg.Connection, consumers: Collection[str]) -> bool:
+    """Whether more rows of consumers are due than workers can be expected to try soon."""
     lanes = _FIRST_LANES["deferred"]
-    if await connection.fetchval(_DUE, lanes - 1, _MOST_DUE, list(consumers)) >= _MOST_DUE:
+    due = await connection.fetchval(_DUE, lanes - 1, _MOST_DUE, list(consumers))
+    return bool(due >= _MOST_DUE)
+
+
+async def raise_if_full(connection: asyncpg.Connection, consumers: Collection[str]) -> None:
+    """Raise `BacklogFull` if the backlog of consumers is full."""
+    if await is_full(connection, consumers):
         raise BacklogFull(
             f"{_MOST_DUE} messages of {', '.join(sorted(consumers))} or more wait for a worker: the"
             " partition goes on when fewer do; `service dead list --waiting` shows their errors"
