@@ -7,6 +7,8 @@ from itertools import cycle
 from types import MappingProxyType
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
+from website import pictures
+
 WIDTH, HEIGHT = 720.0, 360.0
 LEFT, RIGHT, TOP, BOTTOM = 70.0, 24.0, 64.0, 48.0
 COLOURS = ("#2563a8", "#d9722e", "#3c8d5a", "#8a4f9e", "#a83244", "#6b6b6b")
@@ -43,8 +45,8 @@ class _Canvas:
         self.root.set("font-family", "system-ui, sans-serif")
         self.root.set("font-size", "12")
         SubElement(self.root, "title").text = title
-        # Else it could not be read on a dark page.
-        self.add("rect", x=0, y=0, width=WIDTH, height=height, fill="white")
+        SubElement(self.root, "style").text = pictures.style()
+        self.add("rect", x=0, y=0, width=WIDTH, height=height, fill="#ffffff")
         self.text(title, 12, 22, size=15)
 
     def add(self, tag: str, **attributes: float | str) -> Element:

@@ -20,11 +20,19 @@ from rich.ansi import AnsiDecoder
 from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
-from rich.terminal_theme import SVG_EXPORT_THEME as THEME
+from rich.terminal_theme import SVG_EXPORT_THEME, TerminalTheme
 from rich.text import Text
 
 from demo.flights import ROOT
 
+THEME = TerminalTheme(
+    SVG_EXPORT_THEME.background_color,
+    SVG_EXPORT_THEME.foreground_color,
+    [  # Rich's red, blue and magenta are too dark for text.
+        *((75, 78, 85), (236, 122, 126), (152, 168, 75), (208, 179, 68)),
+        *((120, 164, 206), (196, 156, 204), (104, 160, 179), (197, 200, 198)),
+    ],
+)
 PICTURE = ROOT / "docs" / "images" / "demo.svg"
 COMMAND = ("make", "demo")
 COLUMNS = 96

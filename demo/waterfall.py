@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
+from website import pictures
+
 if TYPE_CHECKING:
     from demo.traced import Span
 
@@ -35,8 +37,8 @@ def draw(title: str, spans: Sequence[Span]) -> str:
         },
     )
     SubElement(root, "title").text = title
-    # Else it could not be read on a dark page.
-    _add(root, "rect", x=0, y=0, width=WIDTH, height=height, fill="white")
+    SubElement(root, "style").text = pictures.style()
+    _add(root, "rect", x=0, y=0, width=WIDTH, height=height, fill="#ffffff")
     _text(root, title, 12, 22, size=15)
     x = 12.0
     for service, colour in colours.items():

@@ -44,6 +44,7 @@ from benchmarks.work import is_poison
 from demo.evidence import DELAYED, MOVED, Effect
 from demo.flights import Scan
 from demo.processes import ProcessFailed
+from website import pictures
 
 from tests.baked import ROOT
 from tests.test_demo import environment_in, needs_proc, processes_of
@@ -432,6 +433,8 @@ def test_plots_are_well_formed_whatever_they_are_called() -> None:
         root = ElementTree.fromstring(svg)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert hostile in [element.text for element in root.iter()]
+        colours = {one.get(kind, "none") for one in root.iter() for kind in ("fill", "stroke")}
+        assert colours <= {*pictures.DARK, "none"}
 
 
 def test_every_measure_has_its_figures() -> None:

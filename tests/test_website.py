@@ -1,17 +1,20 @@
 """The site of the documentation: what it is built from, that it is complete, and its links."""
 
+import base64
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import unescape
 from pathlib import Path
 
 import pytest
 import yaml
+from playwright.sync_api import Browser, sync_playwright
 from playwright.sync_api import Page as Tab
-from playwright.sync_api import sync_playwright
 
 from website import links, llms, sources
 from website.navigation import HOME, NAME, SECTIONS, SUMMARY, Page, pages, title, unlisted
@@ -136,6 +139,17 @@ def test_every_page_says_in_its_head_what_it_is_about(site: Path) -> None:
         assert (site / name).parent.joinpath(icon).resolve().suffix == ".svg"
 
 
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Start Chromium."""
+    with sync_playwright() as driver:
+        one = driver.chromium.launch(
+            executable_path=str(require("chromium")), args=["--no-sandbox"]
+        )
+        yield one
+        one.close()
+
+
 def overflows(tab: Tab) -> bool:
     """Whether a page can be moved sideways, also inside of the frame around its text."""
     wide = "one => one !== null && one.scrollWidth > one.clientWidth"
@@ -150,11 +164,8 @@ def test_every_page_fits_the_screen_and_loads_nothing_from_elsewhere(
     site: Path, width: int
 ) -> None:
     asked: list[str] = []
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=str(require("chromium")), args=["--no-sandbox"]
-        )
-        tab = browser.new_page(viewport={"width": width, "height": 900})
+    with browser() as chromium:
+        tab = chromium.new_page(viewport={"width": width, "height": 900})
         tab.on("request", lambda request: asked.append(request.url))
         wide = []
         for page in sorted(site.rglob("*.html")):
@@ -163,11 +174,85 @@ def test_every_page_fits_the_screen_and_loads_nothing_from_elsewhere(
                 wide.append(page.relative_to(site).as_posix())
         tab.evaluate(f"document.querySelector('article h1').style.width = '{2 * width}px'")
         finds_what_is_wide = overflows(tab)
-        browser.close()
     assert wide == []
     assert finds_what_is_wide
     assert len(asked) > 2 * len(list(pages()))
     assert [url for url in asked if not url.startswith((f"{site.as_uri()}/", "data:"))] == []
+
+
+BRIGHTNESS = """async picture => {
+  const image = await createImageBitmap(await (await fetch(picture)).blob());
+  const canvas = new OffscreenCanvas(image.width, image.height).getContext("2d");
+  canvas.drawImage(image, 0, 0);
+  const pixels = canvas.getImageData(0, 0, image.width, image.height).data;
+  return pixels.reduce((sum, value, place) => sum + (place % 4 < 3 ? value : 0), 0)
+    / (pixels.length / 4 * 3 * 255);
+}"""
+"""How bright a picture is, between 0 and 1."""
+FAINT = """() => {
+  const linear = part => part <= 10 ? part / 255 / 12.92 : ((part / 255 + .055) / 1.055) ** 2.4;
+  const luminance = one => {
+    const [r, g, b] = getComputedStyle(one).fill.match(/[\\d.]+/g).map(Number).map(linear);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  return [...document.querySelectorAll("text, tspan")].filter(one => {
+    if (one.querySelector("tspan") || getComputedStyle(one).visibility === "hidden") return false;
+    const {x, y, width, height} = one.getBoundingClientRect();
+    const behind = document.elementsFromPoint(x + width / 2, y + height / 2)
+      .find(each => each.matches("rect, circle") && getComputedStyle(each).fill !== "none");
+    if (!behind) return false;  // what is below the window
+    const [dark, light] = [luminance(one), luminance(behind)].sort((a, b) => a - b);
+    return (light + .05) / (dark + .05) < 4.5;
+  }).map(one => one.textContent);
+}"""
+"""Texts of an SVG whose contrast is less than WCAG 2.2 asks for, 1.4.3."""
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["system", "button"])
+def test_every_picture_is_dark_on_a_dark_page(site: Path, by: str) -> None:
+    bright: dict[str | None, float] = {}
+    shown = 0
+    with browser() as chromium:
+        tab = chromium.new_page(
+            viewport={"width": 1_440, "height": 900},
+            color_scheme="dark" if by == "system" else "light",
+        )
+        if by == "button":
+            tab.add_init_script("localStorage.setItem('theme', 'dark')")
+        judge = chromium.new_page()
+        for page in sorted(site.rglob("*.html")):
+            if "<img" not in page.read_text("utf-8"):
+                continue
+            tab.goto(page.as_uri())
+            for picture in tab.locator("article img:visible").all():
+                shot = base64.b64encode(picture.screenshot(animations="disabled")).decode()
+                brightness = judge.evaluate(BRIGHTNESS, f"data:image/png;base64,{shot}")
+                shown += 1
+                if brightness > 0.5:
+                    bright[picture.get_attribute("src")] = brightness
+    assert bright == {}
+    assert shown > 8
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_texts_of_drawn_pictures_are_readable(scheme: str) -> None:
+    pictures = [*RAW.glob("docs/*.svg"), *(ROOT / "docs").rglob("*.svg")]
+    assert len(pictures) > 5
+    with browser() as chromium:
+        tab = chromium.new_page(
+            viewport={"width": 1_440, "height": 900},
+            color_scheme="dark" if scheme == "dark" else "light",
+        )
+        faint = {}
+        for picture in pictures:
+            tab.goto(picture.as_uri())
+            if texts := tab.evaluate(FAINT):
+                faint[picture.name] = texts
+    assert faint == {}
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 
 from website.navigation import HOME, NAME, ROOT, SUMMARY, pages
+from website.pictures import dark_twin
 
 project = NAME
 version = release = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
@@ -65,6 +66,19 @@ def without_links_of_type(app: Sphinx, page: nodes.document) -> None:
             link.parent.replace(link, nodes.Text("type"))
 
 
+def with_dark_pictures(app: Sphinx, page: nodes.document) -> None:
+    """Add to each picture that has a dark twin this one; the theme shows the one that fits."""
+    folder = Path(app.env.doc2path(app.env.docname)).parent
+    for picture in list(page.findall(nodes.image)):
+        twin = dark_twin(Path(picture["uri"]))
+        if (folder / twin).is_file():
+            dark = picture.deepcopy()
+            dark["uri"] = twin.as_posix()
+            dark["classes"].append("only-dark")
+            picture["classes"].append("only-light")
+            picture.parent.insert(picture.parent.index(picture) + 1, dark)
+
+
 def with_description(
     app: Sphinx, name: str, template: str, context: dict[str, Any], page: nodes.document | None
 ) -> None:
@@ -80,4 +94,5 @@ def setup(app: Sphinx) -> None:
     logging.getLogger().setLevel(logging.WARNING)  # the theme's styles for code have set INFO
     app.connect("autodoc-process-docstring", in_restructured_text)
     app.connect("doctree-read", without_links_of_type)
+    app.connect("doctree-read", with_dark_pictures, priority=400)  # before they are copied
     app.connect("html-page-context", with_description)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .navigation import HOME, ROOT, SECTIONS, sources
+from .pictures import dark_twin
 
 _FENCED = re.compile(r"^(?P<fence>```+|~~~+).*?^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?P<before>!?\[[^]\[]*(?:\[[^]]*\][^]\[]*)*\]\()(?P<target>[^()\s]+)(?=\))")
@@ -66,6 +67,8 @@ def _moved(text: str, source: str, name: str, folder: Path, wrong: list[str]) ->
             copied = Path("files", re.sub(r"[^\w./-]", "", there))
             (folder / copied).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / there, folder / copied)
+            if (twin := dark_twin(ROOT / there)).is_file():
+                shutil.copyfile(twin, dark_twin(folder / copied))
             to = os.path.relpath(copied, place or ".")
         else:
             wrong.append(f"{source}: {link['target']} is no page of the site, and no file")
