@@ -10,18 +10,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from html import unescape
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 import yaml
 from playwright.sync_api import Browser, sync_playwright
 from playwright.sync_api import Page as Tab
 
-from website import links, llms, sources
+from website import links, llms, sources, synonyms
 from website.navigation import HOME, NAME, SECTIONS, SUMMARY, Page, pages, title, unlisted
 from website.navigation import sources as files
 
 from tests.baked import RAW, ROOT, BakedProject, features
 from tests.programs import require
+from tests.questions import PEERS, READERS, SINGLE
 
 BUILD = [sys.executable, "-m", "website.build"]
 
@@ -67,6 +69,10 @@ def test_the_pages_are_short() -> None:
     counts = {page.name: words(page) for page in pages}
     assert sum(counts.values()) <= 30_000
     assert {name for name, count in counts.items() if count > 1_200} <= {MEASURES.name}
+
+
+def test_words_of_readers_belong_to_pages() -> None:
+    assert set(synonyms.WORDS) <= {page.name for page in pages()}
 
 
 def linkable(page: str) -> set[str]:
@@ -178,6 +184,33 @@ def test_every_page_fits_the_screen_and_loads_nothing_from_elsewhere(
     assert finds_what_is_wide
     assert len(asked) > 2 * len(list(pages()))
     assert [url for url in asked if not url.startswith((f"{site.as_uri()}/", "data:"))] == []
+
+
+FOUND = "[...document.querySelectorAll('ul.search li > a')].map(one => one.getAttribute('href'))"
+
+
+def found(tab: Tab, site: Path, question: str) -> list[str]:
+    """Return the pages of the first three results of the search, and their places."""
+    tab.goto(f"{(site / 'search.html').as_uri()}?{urlencode({'q': question})}")
+    tab.wait_for_function(f"{FOUND}.length > 2 || Search.status?.innerText")
+    return [str(one).replace(".html", "") for one in tab.evaluate(FOUND)[:3]]
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_the_search_has_the_page_that_answers_among_its_first_three_results(site: Path) -> None:
+    questions = READERS | SINGLE | {question: page for question, (page, _) in PEERS.items()}
+    assert len(questions) == len(READERS) + len(SINGLE) + len(PEERS)
+    with browser() as chromium:
+        tab = chromium.new_page()
+        missed = {}
+        for question, page in questions.items():
+            results = found(tab, site, question)
+            if page not in [one.partition("#")[0] for one in results]:
+                missed[f"{question}: {page}"] = results
+        nothing = found(tab, site, "xyzzy")
+    assert missed == {}
+    assert nothing == []
 
 
 BRIGHTNESS = """async picture => {

@@ -10,9 +10,11 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.builders.html import StandaloneHTMLBuilder
 
 from website.navigation import HOME, NAME, ROOT, SUMMARY, pages
 from website.pictures import dark_twin
+from website.synonyms import WORDS
 
 project = NAME
 version = release = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["_template_version"]
@@ -25,6 +27,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 templates_path: list[str] = []
 html_copy_source = False
+html_search_scorer = str(ROOT / "website" / "scorer.js")
 html_show_sphinx = False
 html_show_copyright = False
 language = "en"
@@ -66,6 +69,17 @@ def without_links_of_type(app: Sphinx, page: nodes.document) -> None:
             link.parent.replace(link, nodes.Text("type"))
 
 
+def with_subjects(app: Sphinx) -> list[Any]:
+    """Let the search find a page by its subject and by readers' words as by its headings."""
+    assert isinstance(app.builder, StandaloneHTMLBuilder)
+    index = app.builder.indexer
+    assert index is not None
+    for page in pages():
+        for word in index.lang.split(f"{page.subject} {WORDS.get(page.name, '')}"):
+            index._title_mapping.setdefault(index.lang.stem(word.lower()), set()).add(page.name)
+    return []  # pages to add
+
+
 def with_dark_pictures(app: Sphinx, page: nodes.document) -> None:
     """Add to each picture that has a dark twin this one; the theme shows the one that fits."""
     folder = Path(app.env.doc2path(app.env.docname)).parent
@@ -96,3 +110,4 @@ def setup(app: Sphinx) -> None:
     app.connect("doctree-read", without_links_of_type)
     app.connect("doctree-read", with_dark_pictures, priority=400)  # before they are copied
     app.connect("html-page-context", with_description)
+    app.connect("html-collect-pages", with_subjects)

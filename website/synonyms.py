@@ -1,0 +1,28 @@
+"""Words that readers search for, by the page that answers; the pages themselves use other ones."""
+
+WORDS = {
+    "archive": "published events",
+    "claims": "large message size, claim check",
+    "codecs": "consume from Debezium, CDC, CloudEvents, plain JSON",
+    "contracts": "schema evolution, versions",
+    "dead-letters": "DLQ, queue, failed messages, retry, redrive all, unknown type",
+    "debezium": "change data capture, CDC",
+    "delivery-guarantees": "exactly once, duplicates, twice, restart, several relays, ordering",
+    "failures": "poison message, poison pill, killed worker, stuck, batch fails",
+    "handlers": "handle messages",
+    "http": "REST, endpoint",
+    "incidents": "lag, restore, backup",
+    "managed-databases": "PgBouncer",
+    "monitoring": "outbox metrics, dead letter topic, outage, down",
+    "outside": "email, mail, webhook, side effect, once",
+    "personal-data": "GDPR, delete a user's data",
+    "releases": "graceful shutdown, SIGTERM, without downtime, zero downtime",
+    "replay": "backfill, rename",
+    "retention": "cleanup, clean, grows, how long ids are remembered",
+    "retries": "exponential backoff, slow handler, rebalance, hold",
+    "runbook": "offset out of range",
+    "scaling": "multiple instances, autoscaling, replicas",
+    "testing": "unit test, assert",
+    "updating": "upgrade",
+    "writer": "REST, outside of a handler",
+}
