@@ -13,7 +13,7 @@ from pipeline.servers.guard import GUARD, HAS_ENDED, HandlerFault
 from . import backlog, inbox
 from .attempt import Attempt
 from .calls import call_handlers, lock_declared, raise_strays
-from .failures import RolledBack, decide_isolated, failure_of, is_in_vain, is_nobodys
+from .failures import decide_isolated, failure_of, is_in_vain, is_nobodys
 from .item import Item
 from .ladder import Rung
 from .outcome import BatchOutcome
@@ -90,15 +90,8 @@ async def apply_runs(
 
     Raises what the transaction does not survive.
     """
-    if any(item.handler.loads for item in items):
-        # In one order for all runs, before their savepoints, whose rollback would release the
-        # locks. If that fails, each run locks its own.
-        point = await attempt.connection.begin_nested()
-        try:
-            await lock_declared(items, attempt)
-            await point.commit()
-        except Exception as error:
-            await _undo_run(failure_of(error), attempt, point)
+    # In one order for all runs, before any savepoint, whose rollback would release the locks.
+    await lock_declared(items, attempt)
     # In sessions of their own failures can't be undone in memory.
     failed = {one.key for one in items if one.history.attempts and one.consumer in attempt.own}
     runs = Runs(items, rung.run or len(items), attempt.memory.suspects | failed)
@@ -118,7 +111,11 @@ async def apply_runs(
             raise
         except Exception as error:
             failure = failure_of(error)
-            await _undo_run(failure, attempt, point)
+            is_over = attempt.is_lost or attempt.is_late or attempt.contention is not None
+            if is_over or is_nobodys(failure.error):
+                raise
+            failure.with_traceback(None)  # it refers to this frame
+            await attempt.undo_run(point)
             number -= 1
             if len(run) > 1:
                 runs.failed(run, failure.items)
@@ -127,15 +124,6 @@ async def apply_runs(
         if any(is_in_vain(consumer, outcome) for consumer in {item.consumer for item in run}):
             raise TooManyRuns
     raise_strays(attempt, outcome)
-
-
-async def _undo_run(failure: RolledBack, attempt: Attempt, point: AsyncTransaction) -> None:
-    """Roll back to the savepoint. Raises the failure if the transaction does not survive it."""
-    is_over = attempt.is_lost or attempt.is_late or attempt.contention is not None
-    if is_over or is_nobodys(failure.error):
-        raise failure
-    failure.with_traceback(None)  # it refers to the run's frame
-    await attempt.undo_run(point)
 
 
 async def apply_run(

@@ -189,16 +189,13 @@ async def test_the_engines_own_statements_are_no_fault_of_the_only_message_that_
 
 
 async def test_declared_rows_that_can_not_be_locked_are_the_fault_of_their_message(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
-    rolled_back: list[str] = []
-    monkeypatch.setattr(metrics, "rolled_back", rolled_back.append)
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     desk = await new_desk(bank.handlers, topic=bank.deposits)
     before, after = deposits(1, 2), deposits(4, 5)
     await desk.apply(*before, Deposit(POISON, account="no text of PostgreSQL\0"), *after)
     await assert_only_the_poison_is_set_aside(desk, db)
-    assert len(rolled_back) == 1  # the batch; what follows takes one transaction
     assert (await tried_alone(desk))["attempts"] == 1
 
 
