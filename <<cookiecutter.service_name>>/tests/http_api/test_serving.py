@@ -195,7 +195,7 @@ async def test_a_port_in_use_is_named_with_its_setting(start: Start, client: Cli
     await serving(start, client)
     second = await start("api", http_port=client.port)
     assert await second.ended() == 1
-    assert "the port is in use; set PIPELINE_HTTP_PORT to a free one" in second.output
+    assert "check PIPELINE_HTTP_HOST and PIPELINE_HTTP_PORT" in second.output
 
 
 async def test_wrong_settings_are_reported_at_once(start: Start) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -141,26 +142,27 @@ def listen(host: str, port: int, *, what: str, prefix: str) -> tuple[socket.sock
     Port 0 picks a free one. Raises `CannotListen`.
     """
     try:
-        is_ipv6 = ":" in host
-        listener = socket.create_server(
-            (host, port),
-            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
-            dualstack_ipv6=is_ipv6 and socket.has_dualstack_ipv6(),  # `::` is any address
-        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
-        why = f"{error.strerror}; check {prefix}_HOST and {prefix}_PORT"
-        if error.errno == errno.EADDRINUSE:
-            why = f"the port is in use; set {prefix}_PORT to a free one, or to 0"
-        raise CannotListen(f"cannot serve {what} on {host}, port {port}: {why}") from error
+        raise CannotListen(
+            f"cannot serve {what} on {host}, port {port}: {error.strerror};"
+            f" check {prefix}_HOST and {prefix}_PORT"
+        ) from error
+    _close_in_children(listener)
+    name = f"[{host}]" if ":" in host else host
+    return listener, f"http://{name}:{listener.getsockname()[1]}/"
+
+
+def _close_in_children(listener: socket.socket) -> None:
+    """Let no forked process keep the port when this one has ended."""
 
     def close() -> None:
         # `listener.close` leaves the descriptor open while uvloop refers to it.
         if (number := listener.detach()) >= 0:
             os.close(number)
 
-    os.register_at_fork(after_in_child=close)  # no child keeps the port
-    name = f"[{host}]" if is_ipv6 else host
-    return listener, f"http://{name}:{listener.getsockname()[1]}/"
+    os.register_at_fork(after_in_child=close)
 
 
 @contextmanager
@@ -171,27 +173,41 @@ def serving(
 
     Port 0 picks a free one. A connection is closed after `request_seconds`. Raises `CannotListen`.
     """
-    listener, _ = listen(host, port, what="health and metrics", prefix="PIPELINE_HEALTH")
-    server = _Server(listener, health, request_seconds)
+    try:
+        server = _Server(host, port, health, request_seconds)
+    except OSError as error:
+        why = f"{error.strerror}; check PIPELINE_HEALTH_HOST and PIPELINE_HEALTH_PORT"
+        if error.errno == errno.EADDRINUSE:
+            why = "the port is in use; set PIPELINE_HEALTH_PORT to a free one, or to 0"
+        raise CannotListen(
+            f"cannot serve health and metrics on {host}, port {port}: {why}"
+        ) from error
+    _close_in_children(server.socket)
     threading.Thread(target=server.serve_forever, args=(_POLL_SECONDS,), daemon=True).start()
     try:
-        yield listener.getsockname()[1]
+        yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
 
 
 class _Server(ThreadingHTTPServer):
-    def __init__(self, listener: socket.socket, health: Health, request_seconds: float) -> None:
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, health: Health, request_seconds: float) -> None:
         self.health = health
         self._request_seconds = request_seconds
         self._free = threading.BoundedSemaphore(MOST_REQUESTS)
         self._begun: dict[socket.socket, float] = {}
         """When each request began, the oldest one first."""
         self.scrape = threading.Lock()
-        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), _Handler)
+
+    def server_bind(self) -> None:
+        # HTTPServer's resolves our own name, which can take many seconds.
+        TCPServer.server_bind(self)
+        self.server_port = self.server_address[1]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
