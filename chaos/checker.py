@@ -78,6 +78,7 @@ WRONG = ("lost", "doubled", "reordered", "misjudged")
 OUTBOX_AGE = timedelta(hours=26)
 """From the beginning of a day until it is old enough to be dropped."""
 LOOK_EVERY = 0.5
+UNKNOWN = "unknown, as a server is away"
 FINDINGS = 50
 """So many are told; all of them are counted."""
 
@@ -143,10 +144,11 @@ class Checker:
 
         Returns what is left when for so long nothing has moved; nothing if all is done.
         """
-        before: object = None
+        before: tuple[str, int] = "", 0
         moved = time.monotonic()
         while left := await self._left():
-            if (now := (left, len(self._seen()))) != before:
+            now = before[0] if left == UNKNOWN else left, len(self._seen())
+            if now != before:
                 before, moved = now, time.monotonic()
             if time.monotonic() - moved > patience:
                 return left
@@ -155,11 +157,11 @@ class Checker:
         return ""
 
     async def _left(self) -> str:
-        """Return what is left to do; the reason if that is unknown: messages may crash a server."""
+        """Return what is left to do; `UNKNOWN` while a server is away, which messages may crash."""
         try:
             return str(await self._backlog())
-        except AWAY as error:
-            return f"unknown: {error!r}"
+        except AWAY:
+            return UNKNOWN
 
     async def _backlog(self) -> Backlog:
         async with witness.reading(self._kafka, feed.TOPIC) as consumer:

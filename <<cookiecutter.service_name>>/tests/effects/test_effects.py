@@ -532,6 +532,33 @@ async def test_a_call_that_must_not_be_repeated_is_a_dead_letter_after_a_death(
     assert "a process began with it (attempt 1) and died" in row["error"]
 
 
+NOTES_FAIL = """
+CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF EXISTS (SELECT FROM noted WHERE key = '{}') THEN
+        RAISE EXCEPTION 'invalid page' USING ERRCODE = 'XX001';
+    END IF;
+    RETURN NULL;
+END $$;
+CREATE TRIGGER fail AFTER UPDATE ON pipeline.backlog REFERENCING NEW TABLE AS noted
+FOR EACH STATEMENT EXECUTE FUNCTION fail()
+"""
+
+
+async def test_calls_are_noted_together_or_not_at_all(
+    new_calling_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    outside, desk = await desk_of(new_calling_desk, repeatable=False)
+    accounts = of_one_lane(5, "tell")
+    await desk.apply(*(Deposit(number, account) for number, account in enumerate(accounts)))
+    last = await db.fetchval("SELECT max(key::text) FROM pipeline.backlog")
+    await db.execute(NOTES_FAIL.format(last))
+    with pytest.raises(asyncpg.PostgresError, match="invalid page"):
+        await desk.call()
+    assert outside.calls == []
+    assert {row["attempts"] for row in await desk.backlog()} == {0}
+
+
 async def test_nobody_is_asked_while_the_call_may_still_be_under_way(
     new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:

@@ -1,7 +1,6 @@
 """One attempt to apply messages in a transaction, and what its handlers share."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -86,8 +85,8 @@ class Attempt:
     """Longest duration of a call in seconds, by consumer and type of event."""
     deadline: Deadline = field(default_factory=Deadline)
     began_at: float = field(default_factory=perf_counter)
-    handlers_began_at: float = math.inf
-    """Time at which the engine's own statements ended and the calls of handlers began."""
+    has_begun_calls: bool = False
+    """Whether the first statements of the engine have ended, and calls of handlers have begun."""
     lacking: str = ""
     """What the error of a transaction that is late says about the object store."""
     is_cut_off: bool = False

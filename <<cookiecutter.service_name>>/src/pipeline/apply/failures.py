@@ -22,7 +22,6 @@ A lost connection, and an error of the classes 08, 25, 53, 57, 58 and XX, may be
 probe is asked first (`servers/probe.py`). While it fails, nothing is decided and nothing counts.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,7 +53,7 @@ from .breaker import FailedMessage
 from .item import Item
 from .ladder import IN_VAIN
 from .outcome import BatchOutcome
-from .source import Source, is_single
+from .source import Source, is_single, without_decision
 
 
 class NeedsOwnSession(Repeat):
@@ -159,9 +158,11 @@ def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> Rolled
         is_own = failure.has_timed_out or isinstance(cause, HandlerFault)
         failure.is_lost = is_lost and not is_own
         return failure
-    if attempt.handlers_began_at == math.inf:
-        # Of many records they may be too much; of one they are repeated until they succeed.
-        return None if is_single(source) or is_nobodys(cause) else StatementFailed(cause)
+    if not attempt.has_begun_calls:
+        # Of many records they may be too much. Decisions alone are stored in one transaction.
+        called = without_decision(source, source.decisions | attempt.memory.decisions)
+        divides = called and not is_single(source) and not is_nobodys(cause)
+        return StatementFailed(cause) if divides else None
     is_without_answer = attempt.is_committing and attempt.is_late
     if attempt.is_late and not is_without_answer:
         late = TimeoutError(

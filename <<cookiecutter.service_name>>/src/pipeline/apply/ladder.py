@@ -21,10 +21,11 @@ run; if the flush has failed, each half is a run. The failure of an isolated mes
 A transaction with one message has isolated it: its failure is decided on, unless a time limit,
 locks or a lost connection were in the way.
 
-A transaction that fails as a whole, by a deadlock, its time limit, the COMMIT, a lost connection or
-fifty failures without a success, is repeated one rung lower. So it ends: a piece goes down at most
-five rungs, in each of which a failed run is divided into smaller ones, and the lowest one calls no
-code that could fail. It is repeated only while a server is unavailable.
+A transaction that fails as a whole, by a deadlock, its time limit, the COMMIT, a lost connection, a
+statement of the engine or fifty failures without a success, is repeated one rung lower. So it ends:
+a piece goes down at most five rungs, in each of which a failed run is divided into smaller ones,
+and the lowest one calls no code that could fail. A single record for which the engine's own
+statements fail is no message's fault: it is repeated until they succeed.
 """
 
 import math

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from copy import copy
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Self
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -270,10 +270,12 @@ class ConsumeTransactions:
                 if failure is None:
                     await connection.invalidate()
                     raise cause  # noqa: B904  # it is the error, or wrapped in it
-                level = logging.WARNING if isinstance(cause, HandlerFault) else logging.DEBUG
+                is_shown = isinstance(cause, HandlerFault) or not attempt.has_begun_calls
+                level = logging.WARNING if is_shown else logging.DEBUG
                 log.log(level, "a transaction was rolled back: %s", describe_error(failure.error))
                 metrics.rolled_back(failure.why)
-                self._careful_until[source.has_lease] = monotonic() + _CAREFUL_SECONDS
+                if attempt.has_begun_calls:
+                    self._careful_until[source.has_lease] = monotonic() + _CAREFUL_SECONDS
                 await attempt.roll_back(discards=failure.may_be_outage)
                 traceback.clear_frames(error.__traceback__)
                 return failure.with_traceback(None)
@@ -305,7 +307,7 @@ class ConsumeTransactions:
             decisions = {item.key: Decision(UNDECIDED) for item in found.new} | decisions
         items = to_handle(found, decisions, outcome)
         if items:
-            attempt.handlers_began_at = perf_counter()
+            attempt.has_begun_calls = True
             if rung.run is None:
                 await apply_run(items, attempt, generations, outcome)
             else:

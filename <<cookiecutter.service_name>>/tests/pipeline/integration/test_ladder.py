@@ -17,6 +17,8 @@ from sqlalchemy.orm import object_session
 from pipeline import Event, Handlers, Policy, Reject, Transaction
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
+from pipeline.apply.ladder import BATCH
+from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.errors import is_infrastructure
 from pipeline.observe import metrics
 from pipeline.servers.database import autocommitting, create_engine
@@ -169,6 +171,8 @@ async def test_a_record_that_the_engine_can_not_note_stops_its_partition_and_no_
     assert raised.value.sqlstate == code
     assert set(await histories(db)) == {"of 1", "of 2"}
     assert (await desk.position(), await desk.backlog()) == (2, [])
+    others = PartitionSource([PartitionBatch(desk.slot, await desk.read(*deposits(6, 7), start=9))])
+    assert desk.consume.first_rung(others) == BATCH, "other partitions go on as before"
 
 
 async def test_the_engines_own_statements_are_no_fault_of_the_only_message_that_is_called(
@@ -195,8 +199,9 @@ async def test_declared_rows_that_can_not_be_locked_are_the_fault_of_their_messa
     desk = await new_desk(bank.handlers, topic=bank.deposits)
     before, after = deposits(1, 2), deposits(4, 5)
     await desk.apply(*before, Deposit(POISON, account="no text of PostgreSQL\0"), *after)
-    await assert_only_the_poison_is_set_aside(desk, db)
-    assert (await tried_alone(desk))["attempts"] == 1
+    assert set(await histories(db)) == {f"of {amount}" for amount in (1, 2, 4, 5)}
+    rows = [(row["reason"], row["attempts"], row["offset"]) for row in await desk.backlog()]
+    assert rows == [("transaction failed", 1, 2)]
 
 
 async def test_a_table_that_is_locked_for_long_spends_no_attempt_and_loses_nothing(
