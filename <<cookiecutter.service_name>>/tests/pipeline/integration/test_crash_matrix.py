@@ -28,7 +28,7 @@ from tests.servers.zygote import Zygote
 
 pytestmark = pytest.mark.full
 
-AT_ONCE = 8
+AT_ONCE = 6
 """Worlds at a time. Most of a world's time is spent waiting for the group to miss the dead one."""
 
 NAMES = {boundary.name for boundary in BOUNDARIES}

@@ -32,8 +32,9 @@ from tests.servers.topics import Tail, following, id_of
 from tests.servers.waiting import eventually
 from tests.servers.zygote import Forked, Zygote
 
-PATIENCE = 120.0
-"""Seconds: many worlds may have to share one core with others."""
+PATIENCE = 300.0
+"""Seconds: many worlds may have to share one core with others. A transaction that exceeds its time
+limit there keeps partitions from sharing one for ten seconds."""
 
 SETTINGS = {
     "log_json": False,
