@@ -19,13 +19,7 @@ from pipeline.servers.service_code import call_service
 from pipeline.servers.tasks import TimeSlice
 
 from .attempt import Attempt
-from .failures import (
-    CallFailed,
-    NeedsOwnSession,
-    decide_isolated,
-    is_in_vain,
-    is_nobodys,
-)
+from .failures import CallFailed, NeedsOwnSession, decide_isolated, is_in_vain, is_nobodys
 from .item import Item
 from .outcome import BatchOutcome
 from .sequence import gap_before, note_applied
@@ -56,7 +50,7 @@ async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchO
     await lock_declared(items, attempt)
     attempt.is_shared = len(items) > 1
     reacting = attempt.catalog.reacting
-    attempt.rows.writes.each = any(item.consumer in reacting for item in items)
+    attempt.rows.writes.each = bool(reacting) and any(item.consumer in reacting for item in items)
     begun = perf_counter()
     sharing, own = items, list[Item]()
     if attempt.own:
@@ -249,7 +243,8 @@ async def _call(item: Item, attempt: Attempt, gap: int) -> object:
     attempt.context = current.context
     try:
         with current, attempt.deadline.within(handler.timeout):
-            return await call_service(handler.function(attempt.event_of(item), tx), attempt.guard)
+            call = handler.function(attempt.event_of(item), tx)
+            return await call_service(call, attempt.guard, attempt.task)
     finally:
         tx.end()
         if item.called is None:

@@ -134,7 +134,7 @@ async def look_up(
     for item in source.items:
         key = item.key
         if first.get(key) is item and key not in stored.known:
-            if item.order_key in stored.overtaken:
+            if stored.overtaken and item.order_key in stored.overtaken:
                 unmarked.add(key)
             else:
                 new.append(item)
@@ -158,9 +158,9 @@ async def mark(
         rows = await connection.fetch(_FIND_IN_CLOSED_GENERATIONS, *closed, list(first))
         known = _by_key(rows)
     # Sorted, so that two transactions with the same keys wait for each other without a deadlock.
-    new = [first[key] for key in sorted(key for key in first if key not in known)]
+    new = [first[key] for key in sorted(first.keys() - known.keys())]
     inserted = await _insert(connection, generations.current, new) if new else set()
-    if raced := [item.key for item in new if item.key not in inserted]:
+    if raced := list(first.keys() - known.keys() - inserted):
         known |= _by_key(
             await connection.fetch(_FIND_IN_CURRENT_GENERATION, generations.current, raced)
         )
@@ -203,7 +203,7 @@ async def too_old(
     """
     old = [
         item
-        for item in new
+        for item in (new if generations.since else ())
         if generations.forgot(item.message) and not (item.was_young or item.handler.takes_old)
     ]
     if not old:

@@ -139,7 +139,9 @@ async def apply_run(
     """
     driver, outbox = attempt.driver, attempt.outbox
     earlier = outbox.staged
-    run = BatchOutcome(early={*outcome.early}, behind={*outcome.behind})
+    run = outcome  # without a savepoint nothing is left of it after a failure
+    if point is not None:
+        run = BatchOutcome(early={*outcome.early}, behind={*outcome.behind})
     try:
         await _call(items, attempt, run)
         if not driver.is_in_transaction() or (point is not None and not point.is_active):
@@ -150,7 +152,8 @@ async def apply_run(
     except BaseException:
         outbox.staged = earlier
         raise
-    outcome.add(run)
+    if run is not outcome:
+        outcome.add(run)
 
 
 async def write_staged(attempt: Attempt, outcome: BatchOutcome) -> None:
@@ -172,7 +175,7 @@ async def write_staged(attempt: Attempt, outcome: BatchOutcome) -> None:
 
 
 async def _call(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:
-    info = (await attempt.connection.get_raw_connection()).info
+    info = attempt.connection.info
     info[GUARD] = attempt.guard
     assert attempt.task is not None
     CALLS[attempt.task] = attempt.ignores_cancellation

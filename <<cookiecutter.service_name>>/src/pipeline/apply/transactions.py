@@ -194,7 +194,8 @@ class ConsumeTransactions:
     def _own(self, consumers: Iterable[str]) -> Collection[str]:
         """Return those of the consumers whose messages have a session of their own each."""
         now = monotonic()
-        return {one for one in consumers if self._own_until.get(one, now) > now}
+        own = {one for one, until in self._own_until.items() if until > now}
+        return own and own.intersection(consumers)
 
     def _is_careful(self, source: Source) -> bool:
         """Return whether transactions like this one have failed lately."""

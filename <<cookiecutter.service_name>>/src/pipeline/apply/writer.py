@@ -109,7 +109,7 @@ class Writing(UnitOfWork):
                 f"publish(…, of={type(row).__name__}) is for a row that is added or changed here:"
                 " an event of another one would have no place in its order"
             )
-        key = aggregate.record_key(type(row), identity)
+        key = aggregate.record_key(aggregate.canonical(type(row), identity))
         return event._replace(key=key.encode(), subject=key, sequence=row.version)
 
 

@@ -32,12 +32,11 @@ _ATTRIBUTES = (
 TRACE = ("traceparent", "tracestate", "baggage")
 _EXTENSION = ("ce_traceparent", "ce_tracestate")
 """Trace context as attributes, which counts where the headers of W3C are missing."""
-_AS_TEXT = (
-    ("ce_subject", "subject"),
-    *((name, name) for name in TRACE),
-    *((name, name[3:]) for name in _REFERENCE),
-)
+_CONTEXTS = (TRACE[:2], _EXTENSION)
+_AS_TEXT = (("ce_subject", "subject"), *((name, name) for name in TRACE))
 """Headers, and the columns of the outbox that they are encoded from."""
+_REFERRING = (*_AS_TEXT, *((name, name[3:]) for name in _REFERENCE))
+"""Those of an event whose payload is stored elsewhere."""
 
 _RFC3339 = re.compile(
     r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(?:\.\d+)?(?:[Zz]|[+-]\d\d:\d\d)", re.ASCII
@@ -168,9 +167,9 @@ def event_headers(event: asyncpg.Record | Mapping[str, Any]) -> list[tuple[str, 
         ("ce_id", event["event_id"].encode()),
         ("ce_time", orjson.dumps(time)[1:-1]),  # takes a quarter of the time of isoformat()
     ]
-    if event["sequence"] is not None:
-        headers.append(("ce_sequence", b"%020d" % event["sequence"]))
-    for name, column in _AS_TEXT:
+    if (sequence := event["sequence"]) is not None:
+        headers.append(("ce_sequence", b"%020d" % sequence))
+    for name, column in _AS_TEXT if event["dataref"] is None else _REFERRING:
         value = event[column]
         if value is not None:
             headers.append((name, str(value).encode()))
@@ -282,7 +281,7 @@ def _reference(headers: Mapping[str, str]) -> Reference:
 
 
 def _trace(headers: Mapping[str, str]) -> tuple[str | None, str | None]:
-    for parent, state in (TRACE[:2], _EXTENSION):
+    for parent, state in _CONTEXTS:
         traceparent = headers.get(parent)
         if traceparent is not None and _TRACEPARENT.fullmatch(traceparent):
             return traceparent, headers.get(state)

@@ -30,8 +30,7 @@ def payload_hash(type: str, content_type: str | None, data: bytes | None) -> byt
     elif is_json(content_type) and (canonical := _canonical(data)) is not None:
         kind, data = "json", canonical
     hash = _begun_hash(kind, len(type)).copy()
-    hash.update(type.encode())
-    hash.update(data)
+    hash.update(type.encode() + data)
     return hash.digest()
 
 

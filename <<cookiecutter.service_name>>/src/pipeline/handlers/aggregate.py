@@ -1,6 +1,6 @@
 """Aggregates: rows that handlers change in order, fetched and locked for a whole batch at once."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
@@ -11,6 +11,7 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.orm import Mapped, Mapper, mapped_column, selectin_polymorphic
+from sqlalchemy.orm.attributes import instance_state
 
 from pipeline.events.event import Event
 
@@ -137,12 +138,11 @@ def _readers(entity: type[Any]) -> tuple[Callable[[Any], Any] | None, ...] | Non
     return tuple(readers) if any(readers) else None
 
 
-def record_key(entity: type[Any], values: Key) -> str:
+def record_key(key: Key) -> str:
     """Return the key of a record for a primary key: its text, or a JSON array of several.
 
-    Values that are equal in the database have the same text.
+    Values that are equal in the database have the same text, as `canonical` returns them.
     """
-    key = canonical(entity, values)
     texts = [str(value.value if isinstance(value, Enum) else value) for value in key]
     return texts[0] if len(texts) == 1 else orjson.dumps(texts).decode()
 
@@ -214,12 +214,21 @@ def create(entity: type[A], key: Key) -> A:
 
 def set_defaults(row: Aggregate) -> None:
     """Set the attributes of a new row that are unset to what SQLAlchemy would write for them."""
-    values = sa.inspect(row).dict  # an assignment would call validators
-    for name, column in sa.inspect(type(row)).columns.items():
-        if name in values or not isinstance(column, sa.Column):
+    values = instance_state(row).dict  # an assignment would call validators
+    for name, default in _defaults(type(row)).items():
+        if name not in values:
+            values[name] = deepcopy(default)
+
+
+@cache_by_class
+def _defaults(entity: type[Any]) -> Mapping[str, Any]:
+    """Return what SQLAlchemy would write for attributes that are unset, as far as it is fixed."""
+    values: dict[str, Any] = {}
+    for name, column in sa.inspect(entity).columns.items():
+        if not isinstance(column, sa.Column):
             continue
         if isinstance(column.default, sa.ColumnDefault) and column.default.is_scalar:
-            values[name] = deepcopy(column.default.arg)
+            values[name] = column.default.arg
         elif not (
             column.default
             or column.server_default
@@ -227,3 +236,4 @@ def set_defaults(row: Aggregate) -> None:
             or column.type.should_evaluate_none  # as of JSON, where None is null, not NULL
         ):
             values[name] = None
+    return values

@@ -24,16 +24,7 @@ from sqlalchemy.orm.attributes import instance_state
 
 from pipeline.servers.guard import CANCELLED, UNDER_WAY, HandlerFault
 
-from .aggregate import (
-    Aggregate,
-    Key,
-    canonical,
-    create,
-    key_of,
-    locking,
-    record_key,
-    set_defaults,
-)
+from .aggregate import Aggregate, Key, canonical, create, key_of, locking, record_key, set_defaults
 from .catalog import Catalog
 from .columns import cache_by_class, can_hide_changes, primary_key
 from .sessions import OwnSession, RowSession, SharedSession, by_engine
@@ -121,7 +112,8 @@ class Rows:
                 before.values.get(name) != state.dict.get(name) for name in names
             ):
                 return True
-        return any(_key_of(row) != key for (_, key), row in self._created.items())
+        new = self._created
+        return bool(new) and any(_key_of(row) != key for (_, key), row in new.items())
 
     async def write_message(self, consumer: str) -> None:
         """Write what the message has changed if the database reacts to each version.
@@ -182,8 +174,7 @@ class Rows:
         if row is None:
             return None
         state = instance_state(row)
-        taken = self._taken.get(state, self.message)
-        if taken != self.message:
+        if self._taken.get(state, self.message) != self.message:
             self.writes.keep_version(state)
         self._taken[state] = self.message
         self._note(state)
@@ -199,10 +190,9 @@ class Rows:
         """Raise the error of a statement, or `HandlerFault` if one is cancelled or under way."""
         if self._statement.locked():
             raise HandlerFault(UNDER_WAY)
-        if isinstance(self.error, asyncio.CancelledError):
-            raise HandlerFault(CANCELLED)
         if self.error is not None:
-            raise self.error
+            is_cancelled = isinstance(self.error, asyncio.CancelledError)
+            raise HandlerFault(CANCELLED) if is_cancelled else self.error
 
     def _has(self, place: Place) -> bool:
         """Whether the row in memory is what the database would return."""
@@ -218,9 +208,9 @@ class Rows:
             )
         if row is None:
             return self._find_new(place, self._known.recent)
-        if row not in self._known:  # it was read again, or undone, by another name
-            return False
         state = instance_state(row)
+        if not (self._known.identity_map.contains_state(state) or row in self._known):
+            return False  # it was read again, or undone, by another name
         if self._taken.get(state, self.message) == self.message:
             return True
         if state.key is None and _key_of(row) != place[1]:
@@ -262,7 +252,7 @@ class Rows:
         self.writes.has_related |= any(
             mapper.relationships for mapper in sa.inspect(entity).self_and_descendants
         )
-        for key in keys:
+        for key in keys if self.locked else ():
             row = self.locked.get((entity, key))
             if row is not None and row in self._known and not instance_state(row).expired:
                 self._known.by_engine(partial(Session.expunge, instance=row))
@@ -272,7 +262,7 @@ class Rows:
             # A joined relationship repeats rows.
             lambda session: Session.scalars(session, locking(entity), columns).unique().all(),
         )
-        found: dict[Key, Aggregate] = {canonical(entity, key_of(row)): row for row in rows}
+        found = {canonical(entity, instance_state(row).identity or ()): row for row in rows}
         if unexpected := found.keys() - keys:
             raise TypeError(
                 f"{entity.__name__} has the key {unexpected.pop()!r}, but was requested as"
@@ -292,7 +282,7 @@ class Rows:
             if (
                 isinstance(row, Aggregate)
                 and row not in self._known.added
-                and not self._holds(row, instance_state(row).identity or ())
+                and not self._holds(row, canonical(type(row), instance_state(row).identity or ()))
                 and (row in self._known.deleted or self._known.is_modified(row))
             ):
                 raise kind(
@@ -307,26 +297,27 @@ class Rows:
         """
         if not isinstance(row, Aggregate):
             raise TypeError(f"an event of= needs an Aggregate that is locked, not {row!r}")
-        self._note(instance_state(row))
-        values = () if instance_state(row).expired else key_of(row)
+        state = instance_state(row)
+        self._note(state)
+        values = () if state.expired else key_of(row)
         if None in values:
             raise TypeError("an event of=row needs the row's primary key: flush first")
+        key = canonical(type(row), values)
         if not values or not (
-            self._holds(row, values) or row in self._known.new or row in self._known.added
+            self._holds(row, key) or row in self._known.new or row in self._known.added
         ):
             raise TypeError(
                 f"an event of={type(row).__name__} needs a row that is locked, or events lose"
                 " their order: fetch it by tx.load or tx.load_or_create, and once more after a"
                 " savepoint was rolled back"
             )
-        return record_key(type(row), values)
+        return record_key(key)
 
-    def _holds(self, row: Aggregate, values: Key) -> bool:
-        place = canonical(type(row), values)
-        if self.locked.get((type(row), place)) is row:
+    def _holds(self, row: Aggregate, key: Key) -> bool:
+        if self.locked.get((type(row), key)) is row:
             return True
         # The row may have been loaded as an instance of a base class.
-        return any(self.locked.get((one, place)) is row for one in type(row).__mro__)
+        return any(self.locked.get((one, key)) is row for one in type(row).__mro__)
 
     def create(self, entity: type[A], key: Key) -> A:
         """Add a new row to the session."""

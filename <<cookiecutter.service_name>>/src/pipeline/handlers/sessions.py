@@ -293,7 +293,7 @@ async def own_session(
     assert sync is not None
     # `Session.connection(execution_options=…)` sets them in place.
     options = sync._execution_options
-    info = (await connection.get_raw_connection()).info
+    info = connection.info
     others, info[GUARD] = info.get(GUARD), guard
     # Another partition would get the connection while this transaction still uses its driver.
     sync.close = partial(guard.refuse, "connection.close()")  # type: ignore[method-assign]

@@ -57,10 +57,9 @@ class StagedEvent(NamedTuple):
     def size(self) -> int:
         """Upper limit of its record's size in bytes, with payload, key and headers."""
         key, payload = len(self.key or b""), len(self.payload or b"")
-        names = len(self.source.encode()) + len(self.type.encode())
-        context = len(self.tracestate or "") + len(self.baggage or "")
-        written = len(self.headers or "")
-        return _HEADERS_AT_MOST + payload + 2 * key + names + context + written
+        names = len((self.source + self.type).encode())
+        others = len((self.tracestate or "") + (self.baggage or "") + (self.headers or ""))
+        return _HEADERS_AT_MOST + payload + 2 * key + names + others
 
 
 class Due(NamedTuple):
@@ -91,6 +90,8 @@ class Due(NamedTuple):
 COLUMNS = ", ".join(StagedEvent._fields)
 """Columns of an event, in each table that stores events."""
 
+_AT_ONCE = (None, None, None)
+"""Name, time and delay of an event that is not scheduled."""
 _PART_BYTES = 32 * 2**20
 """A statement writes events until they exceed this; PostgreSQL takes less than 1 GB."""
 
@@ -357,7 +358,7 @@ async def append(connection: asyncpg.Connection, events: Sequence[StagedEvent]) 
     if not connection.is_in_transaction():
         raise RuntimeError("outbox rows may only be written in a transaction that has begun")
     for part in _parts(events):
-        await connection.execute(_WRITE, [(None, None, None, *event) for event in part])
+        await connection.execute(_WRITE, [_AT_ONCE + event for event in part])
 
 
 def _parts(events: Sequence[StagedEvent]) -> Iterator[Sequence[StagedEvent]]:

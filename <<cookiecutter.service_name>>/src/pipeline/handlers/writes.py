@@ -46,8 +46,9 @@ class Writes:
     async def flush(self, *, is_last: bool = False) -> None:
         """Write the changed rows, and earlier versions of them that the database judges."""
         if isinstance(self._known, SharedSession) and not is_last:
-            written = [*self._known.new, *self._known.dirty]
-            self.has_flushed |= bool(written)
+            if not (written := [*self._known.new, *self._known.dirty]):
+                return
+            self.has_flushed = True
             # After the flush they look unchanged.
             self._unsure.update(instance_state(row) for row in written if not is_as_stored(row))
         await by_engine(self._session, self._versions.flush)

@@ -11,7 +11,7 @@ from uuid import uuid4
 from opentelemetry import context as otel
 from opentelemetry import metrics, trace
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
 from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider, sampling
@@ -39,7 +39,8 @@ def configure(
     resource = instance.merge(Resource.create({service_attributes.SERVICE_NAME: service_name}))
     sampler = sampling.ParentBased(_LinkedOrRatio(sample_ratio))
     tracing = TracerProvider(sampler, resource, shutdown_on_exit=False)
-    readers: list[MetricReader] = []
+    readers: list[MetricReader] = [PrometheusMetricReader()]
+    exemplars = AlwaysOffExemplarFilter() if otlp_endpoint is None else None  # nobody gets them
     if otlp_endpoint is not None:
         # Imported only here: protobuf and requests cost every start 0.3 s.
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -50,7 +51,7 @@ def configure(
         tracing.add_span_processor(BatchSpanProcessor(sending))
         trace.set_tracer_provider(tracing)
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(f"{url}/v1/metrics")))
-    metering = MeterProvider([*readers, PrometheusMetricReader()], resource, shutdown_on_exit=False)
+    metering = MeterProvider(readers, resource, exemplars, shutdown_on_exit=False)
     metrics.set_meter_provider(metering)
     return partial(_shutdown, [tracing, metering])
 

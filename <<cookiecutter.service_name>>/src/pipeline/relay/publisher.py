@@ -215,12 +215,8 @@ class Publisher:
 async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending) -> bool:
     """Send until all is acknowledged or a batch is rejected; returns whether one was."""
     topic = chain.topic
-    with traces.sending(
-        topic,
-        chain.partition,
-        len(chain.events),
-        (event["traceparent"] for event in chain.events),
-    ) as operation:
+    traceparents = [event["traceparent"] for event in chain.events]
+    with traces.sending(topic, chain.partition, len(traceparents), traceparents) as operation:
         following: Filled | None = None
         while chain.sent < len(chain.events):
             (batch, count), following = following or chain.fill(producer), None

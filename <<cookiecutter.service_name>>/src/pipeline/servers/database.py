@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import asyncpg
 import sqlalchemy as sa
@@ -214,7 +214,7 @@ async def _connect(engine: AsyncEngine) -> AsyncConnection:
 
 async def begin(connection: AsyncConnection, statements: str) -> None:
     """Begin a transaction and execute `statements` in one round trip; SQLAlchemy needs two."""
-    raw: Any = await connection.get_raw_connection()
+    raw = cast(Any, connection.sync_connection).connection
     await connection.begin()
     raw.driver_connection.first_statements = statements
     try:
@@ -226,7 +226,7 @@ async def begin(connection: AsyncConnection, statements: str) -> None:
 
 async def driver_of(connection: AsyncConnection) -> asyncpg.Connection:
     """Return asyncpg's own connection, for what SQLAlchemy does not support."""
-    driver = (await connection.get_raw_connection()).driver_connection
+    driver = cast(Any, connection.sync_connection).connection.driver_connection  # no greenlet
     if not isinstance(driver, asyncpg.Connection):
         raise TypeError(f"the engine needs asyncpg, not {type(driver).__name__}")
     return driver

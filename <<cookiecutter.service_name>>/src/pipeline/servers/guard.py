@@ -221,19 +221,19 @@ def in_context(
     call: Awaitable[T],
     guard: Guard | None = None,
     cancellations: list[int] | None = None,
+    cancelling: Callable[[], int] = int,
 ) -> Generator[Any, Any, T]:
     """Await a coroutine in a context of its own: variables that it sets end with it.
 
     `call` is the result of a coroutine function; `guard` checks its statements. How often it
-    cancels the task that it runs in, and takes that back, is appended to `cancellations`.
+    cancels its task, and takes that back, by the task's `cancelling`, goes to `cancellations`.
     """
-    run, inner = copy_context().run, cast(Coroutine[Any, Any, T], call)
+    run, inner = copy_context().run, cast("Coroutine[Any, Any, T]", call)  # quicker as text
     run(CURRENT_GUARD.set, guard)
     # A copy, because code changes the context object in place.
     run(decimal.setcontext, decimal.getcontext().copy())
     step: Callable[..., Any] = inner.send
     value: Any = None
-    cancelling = cast(asyncio.Task[Any], asyncio.current_task()).cancelling
     while True:
         requested = cancelling()
         try:

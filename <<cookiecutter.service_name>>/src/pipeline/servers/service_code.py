@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .guard import Guard, in_context
 
@@ -20,18 +20,21 @@ class CancelledItself(Exception):
         )
 
 
-async def call_service(call: Awaitable[T], guard: Guard | None = None) -> T:
+async def call_service(
+    call: Awaitable[T], guard: Guard | None = None, task: asyncio.Task[Any] | None = None
+) -> T:
     """Await a coroutine of the service's code in a context of its own, see `in_context`.
 
-    Raises `CancelledError` only if the task was cancelled from outside: by the engine, a time limit
-    or the end of the event loop. Any other cancellation raises `CancelledItself`, and is undone.
+    `task` is the current one, if it is known. Raises `CancelledError` only if it was cancelled from
+    outside: by the engine, a time limit or the end of the event loop. Any other cancellation raises
+    `CancelledItself`, and is undone.
     """
-    task = asyncio.current_task()
+    task = task or asyncio.current_task()
     assert task is not None
     before = task.cancelling()
     own: list[int] = []
     try:
-        result = await in_context(call, guard, own)
+        result = await in_context(call, guard, own, task.cancelling)
     except BaseException as error:
         if own:
             await _undo(task, before, own)

@@ -11,7 +11,7 @@ from aiokafka import ConsumerRecord
 from pipeline.events.cloudevents import event_headers
 from pipeline.events.event import Event, Tombstone, payload_of
 from pipeline.events.payload import payload_hash
-from pipeline.handlers.aggregate import record_key
+from pipeline.handlers.aggregate import canonical, record_key
 from pipeline.handlers.registry import Handler, Handlers
 from pipeline.handlers.staging import StagedEvent
 
@@ -153,4 +153,4 @@ def _takers(handlers: Handlers, event: Event, topic: str | None) -> list[Handler
 def _key(event: Event, takers: list[Handler]) -> str | None:
     """Return the key that a producer gives to events of the row that the handler locks."""
     loads = next((one.loads[0] for one in takers if one.loads), None)
-    return None if loads is None else record_key(loads.entity, loads.key_of(event))
+    return None if loads is None else record_key(canonical(loads.entity, loads.key_of(event)))
