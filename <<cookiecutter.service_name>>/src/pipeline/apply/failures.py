@@ -159,9 +159,11 @@ def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> Rolled
         failure.is_lost = is_lost and not is_own
         return failure
     if not attempt.has_begun_calls:
-        # Of many records they may be too much. Decisions alone are stored in one transaction.
+        # Of many records they may be too much. Decisions alone are stored in one transaction, if
+        # there is time for it.
         called = without_decision(source, source.decisions | attempt.memory.decisions)
-        divides = called and not is_single(source) and not is_nobodys(cause)
+        may_be_divided = not is_single(source) and not is_nobodys(cause)
+        divides = may_be_divided and (called or attempt.is_late)
         return StatementFailed(cause) if divides else None
     is_without_answer = attempt.is_committing and attempt.is_late
     if attempt.is_late and not is_without_answer:
