@@ -158,7 +158,7 @@ async def mark(
         rows = await connection.fetch(_FIND_IN_CLOSED_GENERATIONS, *closed, list(first))
         known = _by_key(rows)
     # Sorted, so that two transactions with the same keys wait for each other without a deadlock.
-    new = [first[key] for key in sorted(first.keys() - known.keys())]
+    new = [first[key] for key in sorted([key for key in first if key not in known])]
     inserted = await _insert(connection, generations.current, new) if new else set()
     if raced := list(first.keys() - known.keys() - inserted):
         known |= _by_key(
