@@ -83,6 +83,16 @@ def test_the_page_shows_the_record() -> None:
     assert instructions.page(load_record()) == PAGE.read_text("utf-8")
 
 
+FIRST_RECORD = {"orm": 612_353, "sql": 349_656, "alone": 6_014_954}
+"""Instructions before failures were isolated by the ladder: messages that succeed pay nothing."""
+
+
+def test_the_record_is_as_low_as_the_first_one() -> None:
+    for entry in load_record().values():
+        counted = {kind: entry["counts"][kind]["instructions"] for kind in FIRST_RECORD}
+        assert all(counted[kind] <= 1.01 * first for kind, first in FIRST_RECORD.items()), counted
+
+
 def test_messages_to_postgresql_are_counted_however_they_are_written() -> None:
     class Sink:
         data = b""
