@@ -145,6 +145,7 @@ CRASHES: Sequence[Poison] = tuple(
     Poison("crashes", one, times) for times in (1, ATTEMPTS) for one in CONSUMERS
 )
 """They come only where they are named: each attempt restarts the server three times."""
+WAYS = (*EVERY, *CRASHES)
 WITHOUT_SESSIONS = 0.25
 """Share of the scans, the first ones, none of which has the service's own handler use `tx.session`.
 From then on its messages have sessions of their own, and nothing is undone in memory any more."""
@@ -158,7 +159,7 @@ def spread(
     `kinds` are those that come; all of them if there are none, see `WITHOUT_SESSIONS`.
     """
     chance = random.Random(f"poison {seed}")
-    ways = [one for one in (*EVERY, *CRASHES) if one.kind in kinds] if kinds else EVERY
+    ways = [one for one in WAYS if one.kind in kinds] if kinds else EVERY
     first = ways if kinds else [one for one in ways if not one.uses_session]
     until = WITHOUT_SESSIONS * len(scans)
     return {

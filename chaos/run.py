@@ -18,7 +18,7 @@ from rich.table import Table
 from chaos import plan as plans
 from chaos import schedule
 from chaos.plan import Plan
-from chaos.poison import CRASHES, EVERY
+from chaos.poison import WAYS
 from chaos.report import Report
 from chaos.round import CONSUMERS, EXTRA, RELAYS, Round
 from chaos.schedule import KINDS, Fault
@@ -127,7 +127,7 @@ def planned(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Plan:
     kinds = [kind for kind in KINDS if kind in arguments.faults.split(",")]
     for name, asked, known in (
         ("faults", arguments.faults, KINDS),
-        ("poisons", arguments.poisons, sorted({one.kind for one in (*EVERY, *CRASHES)})),
+        ("poisons", arguments.poisons, sorted({one.kind for one in WAYS})),
     ):
         if unknown := set(asked.split(",")) - {*known, ""}:
             raise ValueError(f"no such {name}: {', '.join(unknown)}; there are {', '.join(known)}")

@@ -7,3 +7,6 @@ SHARDS = 64
 
 LANES = 32
 """Lanes of retried messages, as many of deferred messages, and of calls; a row is in one lane."""
+
+FIRST_LANE_OF_CALLS = 2 * LANES
+"""The lowest lane that holds calls."""

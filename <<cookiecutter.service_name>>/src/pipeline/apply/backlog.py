@@ -24,7 +24,7 @@ from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import DEFERRED, Decision, Policy, dead
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import StagedEvent
-from pipeline.schema import LANES
+from pipeline.schema import FIRST_LANE_OF_CALLS, LANES
 
 from .batch import items_of
 from .breaker import Paused
@@ -39,7 +39,7 @@ from .item import (
     record_digest,
 )
 
-_FIRST_LANES = {"immediate": 0, "deferred": LANES, "call": 2 * LANES}
+_FIRST_LANES = {"immediate": 0, "deferred": LANES, "call": FIRST_LANE_OF_CALLS}
 """The lowest number of each mode's lanes."""
 _MOST_DUE = 10_000
 """Rows that wait for a worker while more messages are stored to be tried alone."""

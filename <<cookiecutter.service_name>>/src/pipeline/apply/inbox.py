@@ -201,10 +201,12 @@ async def too_old(
     None on those of consumers of which no marker was deleted, because they have begun since: they
     did not apply a message without a marker, however old it is.
     """
+    if (since := generations.since) is None:
+        return {}
     old = [
         item
-        for item in (new if generations.since else ())
-        if generations.forgot(item.message) and not (item.was_young or item.handler.takes_old)
+        for item in new
+        if _is_from_before(since, item.message) and not (item.was_young or item.handler.takes_old)
     ]
     if not old:
         return {}
@@ -212,10 +214,17 @@ async def too_old(
     rows = await driver.fetch(_REMEMBERS_ALL, consumers, generations.oldest)
     remembering = {row["consumer"] for row in rows}
     return {
-        item.key: dead(item.handler.policy, "too old", TooOld(item.message, generations.since))
+        item.key: dead(item.handler.policy, "too old", TooOld(item.message, since))
         for item in old
         if item.consumer not in remembering
     }
+
+
+def _is_from_before(time: datetime, message: Message) -> bool:
+    """Whether the message is older, by the time of its record or its event."""
+    return 0 <= message.timestamp < time.timestamp() * 1000 or (
+        message.time is not None and message.time < time
+    )
 
 
 def to_handle(

@@ -11,8 +11,6 @@ from typing import NamedTuple, Self
 import asyncpg
 from aiokafka import ConsumerRecord
 
-from pipeline.events.message import Message
-
 from .item import record_digest
 
 _NO_ANCHOR = (None, None, None)
@@ -31,18 +29,6 @@ class Generations(NamedTuple):
     oldest: int
     since: datetime | None
     """Markers from before this time may be deleted; None: none was deleted yet."""
-
-    def forgot(self, message: Message) -> bool:
-        """Whether the message is so old that its marker may have been deleted.
-
-        By the times of record and event.
-        """
-        if self.since is None:
-            return False
-        milliseconds = self.since.timestamp() * 1000
-        return 0 <= message.timestamp < milliseconds or (
-            message.time is not None and message.time < self.since
-        )
 
 
 class PositionMoved(SourceLost):

@@ -104,7 +104,9 @@ async def apply_runs(
         point = await attempt.connection.begin_nested()
         attempt.begin_run(run)
         try:
-            await apply_run(run, attempt, generations, outcome, point)
+            part = BatchOutcome(early={*outcome.early}, behind={*outcome.behind})
+            await apply_run(run, attempt, generations, part, point)
+            outcome.add(part)
             await point.commit()
             runs.succeeded()
         except Repeat:
@@ -135,25 +137,20 @@ async def apply_run(
 ) -> None:
     """Call the handlers of a run, and write what they have changed and staged.
 
-    `point` is the savepoint at which it begins.
+    `point` is the savepoint at which it begins. If this fails, `outcome` has parts of the run.
     """
     driver, outbox = attempt.driver, attempt.outbox
     earlier = outbox.staged
-    run = outcome  # without a savepoint nothing is left of it after a failure
-    if point is not None:
-        run = BatchOutcome(early={*outcome.early}, behind={*outcome.behind})
     try:
-        await _call(items, attempt, run)
+        await _call(items, attempt, outcome)
         if not driver.is_in_transaction() or (point is not None and not point.is_active):
             raise HandlerFault(HAS_ENDED)
-        if run.returned:
-            await inbox.keep_results(driver, generations, run.returned)
-        await write_staged(attempt, run)
+        if outcome.returned:
+            await inbox.keep_results(driver, generations, outcome.returned)
+        await write_staged(attempt, outcome)
     except BaseException:
         outbox.staged = earlier
         raise
-    if run is not outcome:
-        outcome.add(run)
 
 
 async def write_staged(attempt: Attempt, outcome: BatchOutcome) -> None:

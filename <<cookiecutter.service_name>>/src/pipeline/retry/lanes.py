@@ -11,7 +11,7 @@ from pipeline.apply.item import Item
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
 from pipeline.handlers.policy import DIED, GAP, REDRIVEN
-from pipeline.schema import LANES
+from pipeline.schema import FIRST_LANE_OF_CALLS
 from pipeline.servers.database import lease_ended
 
 _FIRST = 100
@@ -359,7 +359,9 @@ async def count_due(connection: asyncpg.Connection, idle: float) -> list[asyncpg
     `has_calls`: whether they are calls.
     """
     limit = timedelta(seconds=idle)
-    rows: list[asyncpg.Record] = await connection.fetch(_COUNT_DUE, _FIRST, 2 * LANES, limit)
+    rows: list[asyncpg.Record] = await connection.fetch(
+        _COUNT_DUE, _FIRST, FIRST_LANE_OF_CALLS, limit
+    )
     return rows
 
 
@@ -386,7 +388,7 @@ async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
     `LaneLost`. That worker has not died, so its start is not left over in the lane's count. A
     worker of calls keeps the lane: it has to store how its calls end, and has read no dead row.
     """
-    await connection.execute(_LOCK_ONLY if lane >= 2 * LANES else _FENCE, lane)
+    await connection.execute(_LOCK_ONLY if lane >= FIRST_LANE_OF_CALLS else _FENCE, lane)
 
 
 async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:

@@ -20,14 +20,11 @@ from pipeline.relay.scheduled import Scheduled as DueEvents
 from pipeline.retention import generations
 from pipeline.retention.maintenance import make_ahead
 from pipeline.retry import lanes
-from pipeline.schema import LANES
+from pipeline.schema import FIRST_LANE_OF_CALLS
 from pipeline.settings import Settings
 
 from .errors import HarnessMisused
 from .outcome import Published, Scheduled
-
-_FIRST_OF_CALLS = 2 * LANES
-"""The lowest lane that holds calls."""
 
 _MARK = """
 SELECT COALESCE(pg_sequence_last_value('pipeline.outbox_id_seq'), 0) AS outbox,
@@ -202,7 +199,9 @@ async def pass_time(
     Calls to the outside do not count as due. The inbox's generation is closed when it is due, and
     old ones are forgotten, as retention does.
     """
-    until, rotation = await driver.fetchrow(_NEXT, _FIRST_OF_CALLS, settings.inbox_generation_age)
+    until, rotation = await driver.fetchrow(
+        _NEXT, FIRST_LANE_OF_CALLS, settings.inbox_generation_age
+    )
     step = min(time, *(max(one, timedelta()) for one in (until, rotation) if one is not None))
     step = step and min(time, max(step, at_least))
     async with driver.transaction():
@@ -231,7 +230,7 @@ async def publish_due(driver: asyncpg.Connection) -> None:
 
 async def consumers_of_due_calls(driver: asyncpg.Connection) -> list[str]:
     """Return the effects that have calls to make now."""
-    return [row["consumer"] for row in await driver.fetch(_DUE_CALLS, _FIRST_OF_CALLS)]
+    return [row["consumer"] for row in await driver.fetch(_DUE_CALLS, FIRST_LANE_OF_CALLS)]
 
 
 async def dead_letters(

@@ -241,13 +241,19 @@ async def limited(db: asyncpg.Connection, database_url: str) -> AsyncIterator[sa
     """)
 
 
+async def bank_of(role: sa.URL, new_desk: NewDesk) -> tuple[Bank, Desk]:
+    """Return a bank with a first deposit, and its desk as the role."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    url = role.render_as_string(hide_password=False)
+    desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
+    await desk.apply(*deposits(1))
+    return bank, desk
+
+
 async def test_a_privilege_that_is_revoked_meanwhile_spends_no_attempt(
     new_desk: NewDesk, db: asyncpg.Connection, limited: sa.URL
 ) -> None:
-    bank = Bank(deposits="deposits", balances="balances", name="bank")
-    url = limited.render_as_string(hide_password=False)
-    desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
-    await desk.apply(*deposits(1))
+    _, desk = await bank_of(limited, new_desk)
     await db.execute(f"REVOKE UPDATE ON account FROM {limited.username}")
     await desk.apply(*deposits(2, 4))
     for _ in range(3):
@@ -264,15 +270,12 @@ async def test_a_privilege_that_is_revoked_meanwhile_spends_no_attempt(
 async def test_the_connection_limit_of_the_role_is_waited_for_and_nothing_is_spent(
     new_desk: NewDesk, db: asyncpg.Connection, limited: sa.URL
 ) -> None:
-    bank = Bank(deposits="deposits", balances="balances", name="bank")
-    url = limited.render_as_string(hide_password=False)
-    desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
-    await desk.apply(*deposits(1))
+    bank, desk = await bank_of(limited, new_desk)
     batch = await desk.read(*deposits(2, 4), start=1)
     await desk.engine.dispose()
     sessions = f"SELECT count(*) FROM pg_stat_activity WHERE usename = '{limited.username}'"
     await eventually(lambda: _is_none(db, sessions))
-    dsn = url.replace("+asyncpg", "")
+    dsn = limited.set(drivername="postgresql").render_as_string(hide_password=False)
     others = [await asyncpg.connect(dsn) for _ in range(3)]
     applying = asyncio.create_task(desk.apply_batch(batch))
     await eventually(lambda: len(desk.outages) > 2)
