@@ -67,6 +67,7 @@ REASONS: Mapping[str, str] = {
     "follows another": "redrive or discard the dead letter of its key, if there is one: it is"
     " handled after the message that its key waits for",
     "undecided": "nothing: it is tried at once, alone",
+    "failed in a batch": "nothing: it is tried at once, alone",
     "connection lost": "nothing: it is tried again; the third loss counts as an attempt",
     "deferred": "nothing: it is handled in its turn",
     "redriven": "nothing: it is handled in its turn",

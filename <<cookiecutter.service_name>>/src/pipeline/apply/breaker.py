@@ -24,7 +24,7 @@ class FailedMessage(NamedTuple):
     order_key: bytes
     error: BaseException
     is_repeated: bool = False
-    """Whether it has failed before, which says nothing about the consumer."""
+    """Whether it has failed before: it is judged where it has failed first, beside others."""
 
 
 class Paused(Exception):

@@ -37,6 +37,7 @@ from pipeline.errors import (
     may_be_outage,
 )
 from pipeline.handlers.policy import (
+    ISOLATED,
     LOCKED_OUT,
     LOST,
     Decision,
@@ -183,7 +184,8 @@ def decide_isolated(item: Item, failure: RolledBack, outcome: BatchOutcome) -> N
     """Decide on an isolated message that has failed; later ones of its key may wait for it."""
     # Otherwise Python raised it in its handler: it is the message's own.
     if is_of_the_database(failure.error) and not isinstance(failure.error, HandlerFault):
-        decision = replace(undecided(failure.error), trace=failure.trace)
+        decision = undecided(failure.error, item.history, ISOLATED)
+        decision = replace(decision, trace=failure.trace)
     else:
         decision = _after_failure(item, failure)
     outcome.failed.append((item, failure.error))
@@ -217,7 +219,7 @@ def observed(failed: Sequence[tuple[Item, BaseException]]) -> list[FailedMessage
     are nobody's fault.
     """
     return [
-        FailedMessage(item.consumer, item.order_key, error, item.history.attempts > 0)
+        FailedMessage(item.consumer, item.order_key, error, item.has_failed)
         for item, error in failed
         if not isinstance(error, Park | Reject) and not is_nobodys(error)
     ]

@@ -13,7 +13,7 @@ from pipeline.events.event import Event
 from pipeline.events.message import LONGEST_KEPT_KEY, Message, Record
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.ordering import sequence_of
-from pipeline.handlers.policy import NEW, History, Reject
+from pipeline.handlers.policy import ISOLATED, NEW, History, Reject
 from pipeline.handlers.registry import Handler
 from pipeline.observe.logs import shortened
 
@@ -105,6 +105,14 @@ class Item(NamedTuple):
     def name(self) -> str:
         """Consumer, type and id, for the log."""
         return f"{self.consumer}: {shortened(self.message.type)} {shortened(self.message.id)!r}"
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has failed in an earlier transaction, where the breaker has judged it.
+
+        False if that has spent no attempt, except if the message was isolated in a batch.
+        """
+        return self.history.attempts > 0 or self.reason == ISOLATED
 
     @property
     def sequence(self) -> int:

@@ -167,7 +167,7 @@ class ConsumeTransactions:
                         memory.suspects |= {item.key for item in result.items}
                         if result.has_timed_out and not was_outage and len(result.items) == 1:
                             [item] = result.items
-                            memory.decisions[item.key] = undecided(result.error)
+                            memory.decisions[item.key] = undecided(result.error, item.history)
                         left += self._divided(piece, rung + 1)
         return outcomes
 
@@ -305,7 +305,10 @@ class ConsumeTransactions:
         found = await look_up(driver, generations, source, outcome)
         decisions = {**decisions, **await too_old(driver, generations, found.new)}
         if not rung.calls:
-            decisions = {item.key: Decision(UNDECIDED) for item in found.new} | decisions
+            none = {
+                one.key: Decision(UNDECIDED, one.history, error=one.last_error) for one in found.new
+            }
+            decisions = none | decisions
         items = to_handle(found, decisions, outcome)
         if items:
             attempt.has_begun_calls = True

@@ -17,7 +17,7 @@ from pipeline.apply.item import Item, order_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, Move, Slot
 from pipeline.apply.source import without_decision
-from pipeline.handlers.policy import DEFERRED, DIED, Decision, ProcessDied, undecided
+from pipeline.handlers.policy import DEFERRED, DIED, NEW, Decision, ProcessDied, undecided
 from pipeline.observe import metrics
 
 
@@ -49,7 +49,7 @@ class PartitionBatch:
         """Decisions to park messages without a call: of deferred handlers, or all suspects."""
         if self.deaths:
             error = ProcessDied(f"{self.deaths} processes have begun with its batch and died")
-            return {item.key: undecided(error, DIED) for item in self.batch.items}
+            return {item.key: undecided(error, NEW, DIED) for item in self.batch.items}
         return {item.key: DEFERRED for item in self.batch.items if item.handler.mode == "deferred"}
 
 

@@ -225,12 +225,12 @@ class Decision:
     @property
     def is_decided(self) -> bool:
         """Whether it results from the message itself, not from earlier messages of its key."""
-        return self.due_in != 0.0 or self.attempts > 0
+        return (self.due_in != 0.0 or self.attempts > 0) and not self.is_undecided
 
     @property
     def is_undecided(self) -> bool:
         """Whether the message is to be tried by itself."""
-        return self.reason == UNDECIDED
+        return self.reason in TRIED_ALONE
 
     @property
     def is_dead(self) -> bool:
@@ -245,7 +245,11 @@ LOCKED_OUT = "locked out"
 DIED = "process died"
 """Reason of a message that is tried alone; its attempt is counted before it begins."""
 UNDECIDED = "undecided"
-"""Reason of a message that may have failed because of another."""
+"""Reason of a message of which no call has ended: a time limit has cut it off, or none was made."""
+ISOLATED = "failed in a batch"
+"""Reason of a message that has failed as a run of its own, and maybe because of another."""
+TRIED_ALONE = UNDECIDED, ISOLATED
+"""Reasons of messages that are tried at once, each in a transaction of its own."""
 PARKED = "parked by its handler"
 """Reason of a message whose handler has raised `Park`."""
 REDRIVEN = "redriven"
@@ -262,13 +266,13 @@ DEFERRED = Decision("deferred")
 """Decision on a message whose handler is called later: a deferred one or a call."""
 
 
-def undecided(error: BaseException, reason: str = UNDECIDED) -> Decision:
+def undecided(error: BaseException, history: History, reason: str = UNDECIDED) -> Decision:
     """Return the decision on a message that has failed beside others, and maybe because of one.
 
-    It is tried by itself, at once; this failure, or the death of processes (`DIED`), counts as no
-    attempt.
+    It is tried by itself, at once; what has happened, or the death of processes (`DIED`), counts as
+    no attempt.
     """
-    return Decision(reason, error=described(error))
+    return Decision(reason, history, error=described(error))
 
 
 def dead(policy: Policy, reason: str, error: BaseException, history: History = NEW) -> Decision:

@@ -107,13 +107,16 @@ class LaneSource:
         superseded = (item for item, _ in outcome.superseded)
         done = (*outcome.applied, *outcome.duplicates, *superseded)
         outcome.undecoded += [row for row in self.unhandleable if not row.decision.is_assumed]
-        # Rows behind one that failed, and rows still to be tried alone, stay as they are.
+        # Rows behind one that failed stay as they are. So do those of calls, of which the stored
+        # reason says whether they were made.
         changed = [
             *self.unhandleable,
             *(
                 backlog.row_of(item, decision)
                 for item, decision in outcome.decided
-                if decision.is_decided or item.row is None
+                if decision.is_decided
+                or item.row is None
+                or (decision.is_undecided and self.compares)
             ),
             *(backlog.mismatch_row(item, error) for item, error in outcome.mismatched),
         ]

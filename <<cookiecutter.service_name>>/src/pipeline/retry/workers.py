@@ -23,7 +23,7 @@ from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
-from pipeline.handlers.policy import UNDECIDED, Decision
+from pipeline.handlers.policy import TRIED_ALONE
 from pipeline.observe.health import Health
 from pipeline.schema import LANES
 from pipeline.servers.database import autocommitting
@@ -211,6 +211,8 @@ class BacklogWorkers:
         """Release the other lanes, whose rows must not wait for one that is tried alone."""
         if len(lease.lanes) == 1:
             return lease
+        if lane not in lease.lanes:  # of a handler whose mode has been changed
+            lane = lease.lanes[0]
         await self._release(lease.of({*lease.lanes} - {lane}), forgets_deaths=False)
         return lease.of({lane})
 
@@ -277,28 +279,26 @@ class BacklogWorkers:
         return lease
 
     async def _handle_together(self, source: LaneSource, lanes: Mapping[bytes, int]) -> Lease:
-        """Handle rows in one transaction; those to be tried alone get one each, those of one lane.
+        """Handle rows in one transaction, up to one that is to be tried alone.
+
+        If they begin with such rows, handle these in a transaction each: those of one lane.
 
         `lanes` are those of the rows, by their keys. Returns the lanes that are left.
         """
         lease = source.lease
-        alone = [*takewhile(lambda item: item.reason == UNDECIDED, source.items)]
-        items, decided = alone, dict.fromkeys((item.key for item in alone), Decision(UNDECIDED))
+        alone = [*takewhile(lambda item: item.reason in TRIED_ALONE, source.items)]
         if not alone:
-            items = [*takewhile(lambda item: item.reason != UNDECIDED, source.items)]
-            outcomes = await self._apply(self._consume, replace(source, items=items))
-            decided = {item.key: one for each in outcomes for item, one in each.decided}
+            items = [*takewhile(lambda item: item.reason not in TRIED_ALONE, source.items)]
+            await self._apply(self._consume, replace(source, items=items))
+            return lease
         waiting: set[bytes] = set()
         tries = 0
-        for item in items:
-            decision = decided.get(item.key)
-            if decision is None or (decision.is_dead and not decision.holds):
+        for item in alone:
+            if item.order_key in waiting:  # not past an earlier message of its key
                 continue
-            # Not past an earlier message of its key that waits.
-            is_next = decision.is_undecided and item.order_key not in waiting
             lane = lanes.get(item.row or b"", lease.lanes[0])
             may_try = tries < _TURNS and (tries == 0 or lane in lease.lanes)
-            if is_next and may_try and not self._stopping.is_set():
+            if may_try and not self._stopping.is_set():
                 tries += 1
                 lease = await self._only(lease, lane)
                 only = replace(LaneSource.of(lease, [item]), compares=True)

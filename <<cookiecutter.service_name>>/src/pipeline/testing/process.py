@@ -34,7 +34,7 @@ from .errors import HarnessMisused
 from .records import KafkaRecord
 from .stand_ins import StandIn, replaced
 
-_ROUNDS = 100
+_ROUNDS = 200
 """Rounds of retries without a pause after which a step ends with an error."""
 _EXACT = 100
 """Pauses of a step after which a message that is due again and again is retried late."""

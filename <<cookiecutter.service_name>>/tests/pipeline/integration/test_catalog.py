@@ -98,7 +98,7 @@ async def test_a_constraint_that_is_deferred_is_checked_after_each_message(
     await db.execute(DEFERRED)
     assert await together(habits, habit, bob, habit) == {0}
     [waiting] = await habits.desk.backlog()
-    assert waiting["reason"] == "undecided"
+    assert waiting["reason"] == "failed in a batch"
     assert await errors_of(habits.desk) == {}  # it is there by now
     assert await db.fetchval("SELECT count(*) FROM versions_line") == 2
 

@@ -1226,7 +1226,7 @@ async def test_an_innocent_message_is_not_blamed_for_a_neighbours_row(
     habits.habits = {2: add, 3: load, 4: query}
     deposits = [Deposit(n, account=str(n)) for n in (1, 2, 3, 4)]
     await habits.desk.apply(*deposits)
-    assert await habits.desk.park() == {("wallet", 1): "undecided"}
+    assert await habits.desk.park() == {("wallet", 1): "failed in a batch"}
     await habits.desk.work_off()
     assert await habits.desk.park() == {("wallet", 1): "failed"}
 

@@ -207,7 +207,7 @@ async def test_every_result_that_is_no_json_is_a_failure(
     await desk.work_off()  # each alone
     rows = await desk.backlog()
     assert [row["offset"] for row in rows] == [*range(len(ODD))]
-    assert {row["reason"] for row in rows} <= {"failed", "undecided"}
+    assert {row["reason"] for row in rows} <= {"failed", "failed in a batch"}
     assert all("return text, a number" in row["error"] for row in rows)
     assert [one.is_new for one in outcomes] == [False] * len(ODD) + [True]
 

@@ -156,7 +156,7 @@ async def test_an_error_of_autoflush_is_blamed_on_the_record_that_caused_it(
 
     await desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, TOO_MUCH, 3, 4)))
     assert await histories(db) == {str(n): [n] for n in (1, 2, 3, 4)}
-    assert await desk.park() == {("deposit", 2): "undecided"}
+    assert await desk.park() == {("deposit", 2): "failed in a batch"}
     await desk.work_off()
     assert await desk.park() == {("deposit", 2): "transaction failed"}
 
@@ -179,7 +179,7 @@ async def test_a_query_of_a_later_handler_is_not_blamed_for_the_row_of_an_earlie
 
     desk.handlers = handlers
     await desk.apply(*(Deposit(n, account=str(n)) for n in (1, TOO_MUCH, 3, 4)))
-    assert await desk.park() == {("naive", 1): "undecided"}
+    assert await desk.park() == {("naive", 1): "failed in a batch"}
     assert set(await histories(db)) == {"1", "3"}
 
 

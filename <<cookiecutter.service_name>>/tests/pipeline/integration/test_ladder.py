@@ -100,10 +100,12 @@ async def bank_whose_handler_executes(new_desk: NewDesk, statement: str) -> Desk
     return await new_desk(bank.handlers, topic="asked")
 
 
-async def assert_only_the_poison_is_set_aside(desk: Desk, db: asyncpg.Connection) -> None:
+async def assert_only_the_poison_is_set_aside(
+    desk: Desk, db: asyncpg.Connection, reason: str = "failed in a batch"
+) -> None:
     assert set(await histories(db)) == {f"of {amount}" for amount in (1, 2, 4, 5)}
     [row] = await desk.backlog()
-    assert (row["reason"], row["attempts"], row["offset"]) == ("undecided", 0, 2)
+    assert (row["reason"], row["attempts"], row["offset"]) == (reason, 0, 2)
     assert await desk.position() == 5
 
 
@@ -361,7 +363,7 @@ async def test_a_message_over_which_connections_die_is_at_fault_at_the_third(
 ) -> None:
     desk = await bank_whose_handler_executes(new_desk, ENDS_ITS_CONNECTION)
     await desk.apply(*deposits(1, 2, POISON, 4, 5))
-    await assert_only_the_poison_is_set_aside(desk, db)
+    await assert_only_the_poison_is_set_aside(desk, db, "undecided")
     seen = []
     for _ in range(6):
         row = await tried_alone(desk)
@@ -457,7 +459,7 @@ async def test_a_message_that_idles_until_the_server_ends_its_session_stops_no_o
 
     desk = await new_desk(bank.handlers, topic="asked")
     await desk.apply(*deposits(1, 2, POISON, 4, 5))
-    await assert_only_the_poison_is_set_aside(desk, db)
+    await assert_only_the_poison_is_set_aside(desk, db, "undecided")
 
 
 @pytest.mark.parametrize("translated", [Reject, ValueError])

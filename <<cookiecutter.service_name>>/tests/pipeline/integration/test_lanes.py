@@ -645,7 +645,7 @@ async def test_a_worker_whose_transactions_are_full_leaves_lanes_to_others(
 async def test_what_is_tried_alone_is_tried_with_one_lane(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk, _ = await scattered(new_desk, monkeypatch)
+    bank, desk, _ = await scattered(new_desk, monkeypatch, breaker_keys=1_000)
     free: list[int] = []
 
     async def look() -> None:
@@ -655,7 +655,9 @@ async def test_what_is_tried_alone_is_tried_with_one_lane(
     bank.waits = dict.fromkeys(range(400), look)
     failing = asyncpg.CheckViolationError("no")
     bank.errors = dict.fromkeys(range(400), failing)
-    assert await desk.lanes.work_off(8) == 1
+    await desk.lanes.work_off(LANES)  # together, in one transaction
+    assert free[-1] == 0
+    assert await desk.lanes.work_off(LANES) == 1
     assert free[-1] == LANES - 1, "the others can be claimed"
     bank.errors = {}
     await desk.make_due()

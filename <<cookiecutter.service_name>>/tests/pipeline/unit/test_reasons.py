@@ -32,6 +32,7 @@ PASSED_ON = {
     "reason",
     "failure.reason",
     "UNDECIDED",
+    "ISOLATED",
     "PARKED",
     "LOST",
 }
@@ -66,6 +67,7 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
                 "REDRIVEN",
                 "UNDECIDED",
                 "UNKNOWN",
+                "ISOLATED",
                 "failure.reason",
             ):
                 given |= set(reasons(node.value))
