@@ -447,6 +447,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "security",
         "sequences",
         "settings",
+        "shared-rows",
         "testing",
         "updating",
         "writer",

@@ -55,6 +55,7 @@ SECTIONS: dict[str, list[Page]] = {
         _service("how-it-works", "the ideas, and the way of a message"),
         _service("delivery-guarantees", "what is once, what can repeat, what is in order"),
         _service("handlers", "registration, transaction, rows, sessions, batches"),
+        _service("shared-rows", "accounts, stock, counters: rows that many messages change"),
         _service("retries", "exceptions, policies, timeouts"),
         _service("failures", "when messages fail: steps, use of attempts, crashes of the process"),
         _service("testing", "the fixture `harness`: time, crashes, every order of messages"),

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import asyncpg
 import pytest
 
+from pipeline import Handlers, Transaction
 from pipeline.apply import turns
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 
 from .bank import Bank
 from .desk import Desk, NewDesk
-from tests.contract.bank import Account, Deposit, histories
+from tests.contract.bank import Account, Deposit, Deposited, histories
 from tests.servers.waiting import PATIENCE, eventually
 
 WAITS = """
@@ -95,6 +96,54 @@ async def test_a_turn_whose_connection_is_lost_fails_no_transaction(
     async with await turn_of(first), await turn_of(second):
         pass  # the server has ended the first one's session
     await first.apply(Deposit(1))
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_lock_of_python_around_a_load_costs_time_and_is_named(
+    new_desk: NewDesk, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One holds the lock and waits for a row; whoever has the row waits for the lock."""
+    handlers, lock = Handlers(), asyncio.Lock()
+
+    @handlers.on(Deposited, topic="deposits", consumer="guarded")
+    async def guarded(event: Deposited, tx: Transaction) -> None:
+        async with lock:
+            account = await tx.load_or_create(Account, "ada")
+        account.balance += 1
+        account.history += f"{event.amount},"
+
+    desks = [
+        await new_desk(handlers, topic="deposits", partition=n, lock_timeout=0.2) for n in range(4)
+    ]
+    numbers = [range(10 * n, 10 * n + 10) for n in range(4)]
+    async with asyncio.TaskGroup() as group:
+        for desk, its in zip(desks, numbers, strict=True):
+            group.create_task(desk.apply(*(Deposit(n, account=f"{n}") for n in its)))
+    for desk in desks:
+        await desk.make_due()
+        await desk.work_off()
+    assert await desks[0].backlog() == []
+    [amounts] = (await histories(db)).values()
+    assert sorted(amounts) == [*range(40)]
+    assert "waits itself for a lock of Python, such as asyncio.Lock" in caplog.text
+
+
+async def test_a_transaction_may_take_its_whole_time_in_its_turn(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Its turn has begun before it, as it waits for a slot, too."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    limits = {"transaction_timeout": 5, "lock_timeout": 1}
+    first, second = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=n, **limits) for n in (0, 1)
+    ]
+    for desk in (first, second):
+        desk.consume.turns.learn(DEADLOCK, await source_of(desk), ())
+    async with await turn_of(first):
+        applying = asyncio.create_task(second.apply(Deposit(1)))
+        await asyncio.sleep(limits["transaction_timeout"] + 1)
+        assert not applying.done()
+    await applying
     assert await histories(db) == {"ada": [1]}
 
 

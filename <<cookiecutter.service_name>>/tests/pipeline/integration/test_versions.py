@@ -564,6 +564,31 @@ async def test_versions_take_as_many_round_trips_however_many_messages_there_are
     assert taken[1] == taken[2]
 
 
+async def test_a_message_takes_few_round_trips_beside_an_audit_trigger(
+    wired: tuple[Habits, Wire], db: asyncpg.Connection
+) -> None:
+    """Its savepoint or flush, the rows that it reads again, and a statement for each table."""
+    habits, wire = wired
+    await db.execute(AUDIT + ON_WALLET)
+
+    async def move(tx: Transaction, key: str) -> None:
+        wallet = await tx.load_or_create(Wallet, key)
+        wallet.cents += 1
+        tx.add(Line(wallet_id=key))
+        tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+    habits.habits = {1: move}
+    taken = []
+    for count in (20, 20, 120):
+        before = wire.seen.total()
+        await habits.apply(1, *("hot" if n % 2 else f"{n % 20}" for n in range(count)))
+        taken.append(wire.seen.total() - before)
+    assert await errors_of(habits.desk) == {}
+    assert len(await history_of(db)) == 160
+    tables = 2
+    assert (taken[2] - taken[1]) / 100 <= 2 + tables
+
+
 async def test_a_default_is_each_rows_own(habits: Habits, db: asyncpg.Connection) -> None:
     found = []
 
