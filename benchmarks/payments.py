@@ -3,9 +3,9 @@
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +18,11 @@ SERVICE = "payment-ledger"
 """Name of the service that is generated with the example, next to the parcel tracker."""
 OURS = Contestant("ours", "benchmarks.ours_payments", service=SERVICE)
 BARE_ORM = Contestant("bare-orm", "benchmarks.bare_payments", service=SERVICE)
-CUSTOMERS = 50
+CUSTOMERS = 5_000
 MERCHANTS = 10
+"""Those of a ledger. The first merchant has a third of the payments, the last one a thirtieth."""
+FEW_CUSTOMERS = 50
+"""Those of a batch of authorizations, whose accounts have an equal share."""
 AUTHORIZE = "payment.authorize.v1"
 CAPTURE = "payment.capture.v1"
 REFUND = "payment.refund.v1"
@@ -176,10 +179,15 @@ class Payments:
 
 
 def make(count: int, *, seed: int = 1) -> Payments:
-    """Return so many commands of payments of 50 customers to 10 merchants."""
+    """Return so many commands of payments of many customers to merchants of unequal size."""
     chance = random.Random(seed)
     commands: list[Command] = []
-    payments = _payments(chance)
+    shares = [1 / (1 + n) for n in range(MERCHANTS)]
+
+    def merchant() -> int:
+        return chance.choices(range(MERCHANTS), shares)[0]
+
+    payments = _payments(chance, partial(chance.randrange, CUSTOMERS), merchant)
     mixed = [next(payments) for _ in range(_OPEN)]
     while len(commands) < count:
         place = chance.randrange(_OPEN)
@@ -192,19 +200,20 @@ def make(count: int, *, seed: int = 1) -> Payments:
 
 def authorizations(count: int, *, seed: int = 1) -> Payments:
     """Return so many authorizations, each of another payment."""
-    firsts = (commands[0] for commands in _payments(random.Random(seed)))
+    chance = random.Random(seed)
+    accounts = (partial(chance.randrange, number) for number in (FEW_CUSTOMERS, MERCHANTS))
+    firsts = (commands[0] for commands in _payments(chance, *accounts))
     return Payments([Command(number, *next(firsts)) for number in range(count)])
 
 
-def _payments(chance: random.Random) -> Iterator[list[Any]]:
-    """Yield the commands of payment after payment."""
+def _payments(
+    chance: random.Random, customer: Callable[[], int], merchant: Callable[[], int]
+) -> Iterator[list[Any]]:
+    """Yield the commands of payment after payment, of customers and merchants by their numbers."""
     number = 0
     while True:
         number += 1
-        accounts = (
-            f"customer:{chance.randrange(CUSTOMERS):02}",
-            f"merchant:{chance.randrange(MERCHANTS)}",
-        )
+        accounts = f"customer:{customer():02}", f"merchant:{merchant()}"
         amount = captured = chance.randint(2, _MOST_CENTS)
         if chance.random() < _PARTLY:
             captured = chance.randint(1, amount - 1)

@@ -12,7 +12,7 @@ from benchmarks.payments import BARE_ORM, OURS, Payments
 from benchmarks.rig import Contestant, Rig, running
 from benchmarks.runs import rate, ready
 
-MESSAGES = 3_000
+MESSAGES = 6_000
 """Commands of a run; fewer in short runs."""
 WARM_UP = 200
 """Messages that are handled before all others are written; they do not count."""

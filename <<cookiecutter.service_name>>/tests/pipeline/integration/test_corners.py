@@ -25,7 +25,7 @@ from .test_backlog import NOW, QUICK, bank_with, forgetful, told
 from .test_dead import redrive
 from tests.conftest import Running
 from tests.contract.bank import Account, Deposit, Deposited, histories
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 
 def of_one_lane(count: int) -> list[int]:
@@ -465,8 +465,8 @@ async def test_a_clean_end_while_suspects_are_tried_one_by_one_counts_no_attempt
         await asyncio.sleep(1.5)
 
     bank.waits = {5: wait}
-    async with running(bank.service, unclean_starts=1, shutdown_grace=2):
-        await asyncio.wait_for(begun.wait(), 20)
+    async with running(bank.service, unclean_starts=1, shutdown_grace=60):
+        await asyncio.wait_for(begun.wait(), PATIENCE)
     assert await position_of(db, bank.deposits) == 10
     left = await db.fetch("SELECT reason, attempts FROM pipeline.backlog")
     assert {tuple(row) for row in left} == {("process died", 0)}

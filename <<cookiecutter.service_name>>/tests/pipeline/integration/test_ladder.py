@@ -29,7 +29,7 @@ from .bank import Bank
 from .desk import Desk, NewDesk
 from .grantees import PASSWORD
 from tests.contract.bank import Account, Deposit, Deposited, histories
-from tests.servers.waiting import eventually
+from tests.servers.waiting import PATIENCE, eventually
 
 POISON = 3
 """The amount whose handling fails."""
@@ -155,7 +155,7 @@ async def test_a_statement_of_the_engine_that_fails_for_many_is_repeated_for_few
     await db.execute(AT_MARKERS.format(1, ends if failure == "lost" else raises))
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     desk = await new_desk(bank.handlers, topic=bank.deposits)
-    await asyncio.wait_for(desk.apply(*deposits(1, 2, POISON, 4, 5)), 20)
+    await asyncio.wait_for(desk.apply(*deposits(1, 2, POISON, 4, 5)), PATIENCE)
     assert set(await histories(db)) == {f"of {amount}" for amount in (1, 2, POISON, 4, 5)}
     assert sorted(bank.calls) == sorted({*bank.calls})
     assert (await desk.backlog(), desk.outages) == ([], [])
@@ -657,13 +657,11 @@ async def test_of_two_messages_of_a_key_to_be_tried_alone_the_earlier_one_is_fir
     calls: list[int] = []
     handlers = Handlers()
 
-    @handlers.on(
-        Deposited, topic="asked", consumer="ask", timeout=0.3, mode="deferred", policy=LATER
-    )
+    @handlers.on(Deposited, topic="asked", consumer="ask", timeout=3, mode="deferred", policy=LATER)
     async def ask(event: Deposited, tx: Transaction) -> None:
         calls.append(event.amount)
         if event.amount == 4 and calls.count(4) == 1:
-            await asyncio.sleep(2)
+            await asyncio.sleep(PATIENCE)
         await add(event, tx)
 
     await db.execute(AT_FLUSH.format("22023"))
@@ -683,13 +681,13 @@ async def test_what_a_worker_has_not_decided_does_not_overtake_what_waits(
     calls: list[int] = []
     handlers = Handlers()
 
-    @handlers.on(Deposited, topic="asked", consumer="ask", timeout=0.3, policy=LATER)
+    @handlers.on(Deposited, topic="asked", consumer="ask", timeout=3, policy=LATER)
     async def ask(event: Deposited, tx: Transaction) -> None:
         calls.append(event.amount)
         if event.amount == 1 and calls.count(1) != IN_THE_LANE:
             raise ValueError("not now")
         if event.amount == 2 and calls.count(2) == 1:
-            await asyncio.sleep(2)
+            await asyncio.sleep(PATIENCE)
         await add(event, tx)
 
     desk = await new_desk(handlers, topic="asked")
