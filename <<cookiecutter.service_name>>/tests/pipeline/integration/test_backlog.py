@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from typing import Literal
 
 import asyncpg
 import pytest
@@ -503,37 +504,23 @@ async def test_rejections_open_no_breaker(new_desk: NewDesk) -> None:
     assert not desk.consume.breaker.open
 
 
+@pytest.mark.parametrize(
+    ("mode", "reason"), [("immediate", "failed in a batch"), ("deferred", "deferred")]
+)
 async def test_a_message_that_failed_beside_others_is_not_judged_again_when_it_is_tried_alone(
-    new_desk: NewDesk, db: asyncpg.Connection
-) -> None:
-    bank, _ = await bank_with(new_desk)
-    desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=5)
-
-    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="checked")
-    async def checked(event: Deposited, tx: Transaction) -> None:
-        if event.amount % 2:
-            await tx.session.execute(sa.text("SELECT 1 / 0"))
-
-    await desk.apply(*(Deposit(n, account=str(n)) for n in range(20)))
-    assert {row["reason"] for row in await desk.backlog()} == {"failed in a batch"}
-    await desk.work_off()
-    assert told(await desk.backlog()) == [(n, "failed", 1) for n in range(1, 20, 2)]
-    assert not desk.consume.breaker.open
-
-
-async def test_deferred_messages_that_failed_beside_others_are_judged_there(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_desk: NewDesk, mode: Literal["immediate", "deferred"], reason: str
 ) -> None:
     """Also those of lanes that the worker gives back before it tries them."""
     handlers = Handlers()
     desk = await new_desk(handlers, topic="asked", breaker_keys=5)
 
-    @handlers.on(Deposited, topic="asked", consumer="later", mode="deferred")
-    async def later(event: Deposited, tx: Transaction) -> None:
+    @handlers.on(Deposited, topic="asked", consumer="checked", mode=mode)
+    async def checked(event: Deposited, tx: Transaction) -> None:
         if event.amount % 2:
             await tx.session.execute(sa.text("SELECT 1 / 0"))
 
     await desk.apply(*(Deposit(n, account=str(n)) for n in range(60)))
+    assert {row["reason"] for row in await desk.backlog()} == {reason}
     await desk.work_off(lanes=LANES)
     assert told(await desk.backlog()) == [(n, "failed", 1) for n in range(1, 60, 2)]
     assert not desk.consume.breaker.open
@@ -542,10 +529,10 @@ async def test_deferred_messages_that_failed_beside_others_are_judged_there(
 async def test_messages_that_no_call_has_tried_are_judged_when_they_are_tried_alone(
     new_desk: NewDesk,
 ) -> None:
-    bank, _ = await bank_with(new_desk)
-    desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=5)
+    handlers = Handlers()
+    desk = await new_desk(handlers, topic="asked", breaker_keys=5)
 
-    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="slow", timeout=0.2)
+    @handlers.on(Deposited, topic="asked", consumer="slow", timeout=0.2)
     async def slow(event: Deposited, tx: Transaction) -> None:
         await tx.session.execute(sa.text("SELECT pg_sleep(30)"))
 

@@ -28,8 +28,15 @@ DEADLOCK = asyncpg.DeadlockDetectedError("deadlock detected")
 @pytest.fixture
 async def desks(new_desk: NewDesk) -> Sequence[Desk]:
     """Return two processes of one service, which have deadlocked."""
+    return await deadlocked(new_desk)
+
+
+async def deadlocked(new_desk: NewDesk, **limits: float) -> Sequence[Desk]:
+    """Return two processes of one service, which have deadlocked."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    found = [await new_desk(bank.handlers, topic=bank.deposits, partition=n) for n in (0, 1)]
+    found = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=n, **limits) for n in (0, 1)
+    ]
     for desk in found:
         error = ExceptionGroup("of tasks", [DEADLOCK])
         desk.consume.turns.learn(error, await source_of(desk), ())
@@ -132,16 +139,11 @@ async def test_a_transaction_may_take_its_whole_time_in_its_turn(
     new_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     """Its turn has begun before it, as it waits for a slot, too."""
-    bank = Bank(deposits="deposits", balances="balances", name="bank")
-    limits = {"transaction_timeout": 5, "lock_timeout": 1}
-    first, second = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=n, **limits) for n in (0, 1)
-    ]
-    for desk in (first, second):
-        desk.consume.turns.learn(DEADLOCK, await source_of(desk), ())
+    limit = 5
+    first, second = await deadlocked(new_desk, transaction_timeout=limit, lock_timeout=1)
     async with await turn_of(first):
         applying = asyncio.create_task(second.apply(Deposit(1)))
-        await asyncio.sleep(limits["transaction_timeout"] + 1)
+        await asyncio.sleep(limit + 1)
         assert not applying.done()
     await applying
     assert await histories(db) == {"ada": [1]}

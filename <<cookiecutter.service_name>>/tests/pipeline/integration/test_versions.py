@@ -541,11 +541,8 @@ async def test_rows_without_a_hash(
     assert [tuple(row) for row in rows] == [("a", 2), ("a again", 2), ("b", 1), ("b again", 1)]
 
 
-async def test_versions_take_as_many_round_trips_however_many_messages_there_are(
-    wired: tuple[Habits, Wire], db: asyncpg.Connection
-) -> None:
-    habits, wire = wired
-    await db.execute("ALTER TABLE wallet ADD CHECK (cents >= 0)")
+async def round_trips_of(habits: Habits, wire: Wire, *counts: int) -> list[int]:
+    """Apply batches of so many messages, half of them of one key; return what each batch takes."""
 
     async def move(tx: Transaction, key: str) -> None:
         wallet = await tx.load_or_create(Wallet, key)
@@ -555,11 +552,19 @@ async def test_versions_take_as_many_round_trips_however_many_messages_there_are
 
     habits.habits = {1: move}
     taken = []
-    for count in (40, 40, 400):
+    for count in counts:
         before = wire.seen.total()
         await habits.apply(1, *("hot" if n % 2 else f"{n % 20}" for n in range(count)))
         taken.append(wire.seen.total() - before)
     assert await errors_of(habits.desk) == {}
+    return taken
+
+
+async def test_versions_take_as_many_round_trips_however_many_messages_there_are(
+    wired: tuple[Habits, Wire], db: asyncpg.Connection
+) -> None:
+    await db.execute("ALTER TABLE wallet ADD CHECK (cents >= 0)")
+    taken = await round_trips_of(*wired, 40, 40, 400)
     assert (await wallet_of(db, "hot"))["cents"] == 240
     assert taken[1] == taken[2]
 
@@ -568,22 +573,8 @@ async def test_a_message_takes_few_round_trips_beside_an_audit_trigger(
     wired: tuple[Habits, Wire], db: asyncpg.Connection
 ) -> None:
     """Its savepoint or flush, the rows that it reads again, and a statement for each table."""
-    habits, wire = wired
     await db.execute(AUDIT + ON_WALLET)
-
-    async def move(tx: Transaction, key: str) -> None:
-        wallet = await tx.load_or_create(Wallet, key)
-        wallet.cents += 1
-        tx.add(Line(wallet_id=key))
-        tx.publish(Changed(cents=wallet.cents), of=wallet)
-
-    habits.habits = {1: move}
-    taken = []
-    for count in (20, 20, 120):
-        before = wire.seen.total()
-        await habits.apply(1, *("hot" if n % 2 else f"{n % 20}" for n in range(count)))
-        taken.append(wire.seen.total() - before)
-    assert await errors_of(habits.desk) == {}
+    taken = await round_trips_of(*wired, 20, 20, 120)
     assert len(await history_of(db)) == 160
     tables = 2
     assert (taken[2] - taken[1]) / 100 <= 2 + tables
