@@ -66,6 +66,7 @@ def upgrade() -> None:
     op.create_table(
         "deposit",
         sa.Column("id", sa.Text, nullable=False),
+        sa.Column("customer", sa.Text, nullable=False),
         sa.Column("amount", sa.BigInteger, nullable=False),
         sa.Column("version", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("id", name="deposit_pkey"),

@@ -1,7 +1,7 @@
 """The events that the service consumes and publishes."""
 # <%- if cookiecutter.worked_example in ("parcels", "yes") +%>
 
-from datetime import datetime
+from pydantic import AwareDatetime
 
 from pipeline import Event
 # <%- elif cookiecutter.worked_example == "payments" +%>
@@ -22,7 +22,7 @@ class ScanRecorded(Event, type="scan.recorded.v1"):
     number: int
     parcel_id: str
     place: str
-    scanned_at: datetime
+    scanned_at: AwareDatetime
     minutes_late: int | None = None
 
 
@@ -47,16 +47,17 @@ class ParcelDelayed(Event, type="parcel.delayed.v1", topic="parcel-events"):
 
 # <%- elif cookiecutter.worked_example == "payments" +%>
 
-# An account is named after what it is for, so that no payment can take a customer's name.
-CustomerId = Annotated[str, Field(pattern="^customer:.")]
-MerchantId = Annotated[str, Field(pattern="^merchant:.")]
-PaymentId = Annotated[str, Field(pattern="^payment:.")]
-DepositId = Annotated[str, Field(pattern="^deposit:.")]
-RefundId = Annotated[str, Field(pattern="^refund:.")]
+# An account is named after what it is for, so that no payment can take a customer's name. All names
+# fit into an index, and have no characters that PostgreSQL can't store.
+CustomerId = Annotated[str, Field(pattern="^customer:[!-~]{1,100}$")]
+MerchantId = Annotated[str, Field(pattern="^merchant:[!-~]{1,100}$")]
+PaymentId = Annotated[str, Field(pattern="^payment:[!-~]{1,100}$")]
+DepositId = Annotated[str, Field(pattern="^deposit:[!-~]{1,100}$")]
+RefundId = Annotated[str, Field(pattern="^refund:[!-~]{1,100}$")]
 # <% if cookiecutter.outside_calls == "yes" %>
-PayoutId = Annotated[str, Field(pattern="^payout:.")]
+PayoutId = Annotated[str, Field(pattern="^payout:[!-~]{1,100}$")]
 # <% endif %>
-BankAccountId = Annotated[str, Field(pattern="^bank:.")]
+BankAccountId = Annotated[str, Field(pattern="^bank:[!-~]{1,100}$")]
 
 Amount = Annotated[int, Field(strict=True, gt=0, le=10**15)]
 """Money in the smallest unit of the one currency (cents): integers add up exactly everywhere."""

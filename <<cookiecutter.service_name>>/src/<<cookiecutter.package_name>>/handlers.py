@@ -26,9 +26,9 @@ from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
 from effects import Call, Effects
-from pipeline import Handlers, Policy, Retry, Transaction
+from pipeline import Handlers, Policy, Reject, Retry, Transaction
 # <% else %>
-from pipeline import Handlers, Policy, Transaction
+from pipeline import Handlers, Policy, Reject, Transaction
 # <% endif %>
 
 from .events import (
@@ -166,11 +166,14 @@ HTTPX2ClientInstrumentor.instrument_client(client)  # type: ignore[arg-type, unu
 )
 async def add_deposit(command: DepositReceived, tx: Transaction) -> Reason | None:
     """Add money from a bank to a customer's account."""
-    if await tx.load(Deposit, command.deposit_id) is not None:
+    earlier = await tx.load(Deposit, command.deposit_id)
+    if earlier is not None:
+        if (earlier.customer, earlier.amount) != (command.customer, command.amount):
+            raise Reject(f"{earlier.id} was another deposit")  # an operator has to look at it
         return "already deposited"
     bank_account = await tx.load_or_create(Account, command.bank_account)
     customer = await tx.load_or_create(Account, command.customer)
-    deposit = Deposit(command.deposit_id, command.amount)
+    deposit = Deposit(command)
     add([deposit, *move(command.amount, bank_account, customer, deposit.id)], tx)
     return None
 

@@ -16,7 +16,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pipeline import Aggregate
 
-from .events import AuthorizePayment, CapturePayment, Reason, RefundPayment
+from .events import AuthorizePayment, CapturePayment, DepositReceived, Reason, RefundPayment
 
 # <%- else %>
 from sqlalchemy.orm import DeclarativeBase
@@ -111,11 +111,13 @@ class Deposit(Aggregate, Base):
     __tablename__ = "deposit"
 
     id: Mapped[str] = mapped_column(Text, primary_key=True)
+    customer: Mapped[str] = mapped_column(Text)
     amount: Mapped[int] = mapped_column(BigInteger)
 
-    def __init__(self, id: str, amount: int) -> None:
-        self.id = id
-        self.amount = amount
+    def __init__(self, command: DepositReceived) -> None:
+        self.id = command.deposit_id
+        self.customer = command.customer
+        self.amount = command.amount
 
 
 class Payment(Aggregate, Base):

@@ -182,6 +182,18 @@ async def test_two_payments_can_not_spend_the_same_money(harness: Harness) -> No
     assert second.reason == "insufficient funds"
 
 
+@pytest.mark.parametrize("change", [{"amount": 900}, {"customer": "customer:bob"}])
+async def test_another_deposit_under_an_id_that_was_used_is_a_dead_letter(
+    harness: Harness, change: dict[str, object]
+) -> None:
+    await harness.handle(deposit(800))
+    await harness.handle(deposit(800).model_copy(update=change))
+    (letter,) = await harness.dead_letters()
+    assert letter.reason == "rejected"
+    assert await balance(harness, ADA) == 800
+    await ledger_is_balanced(harness)
+
+
 async def test_a_dead_command_holds_those_behind_it_of_its_payment_alone(harness: Harness) -> None:
     await harness.handle(deposit(800))
     type = AuthorizePayment.__event_type__
@@ -200,6 +212,8 @@ async def test_a_dead_command_holds_those_behind_it_of_its_payment_alone(harness
         *({"amount": amount} for amount in (True, "7", " 9 ", 5.0, 0, -1, 10**15 + 1)),
         {"currency": "JPY"},
         {"customer": "merchant:books"},
+        {"merchant": "merchant:" + 101 * "x"},
+        {"merchant": "merchant:\x00"},
     ],
 )
 async def test_a_command_that_is_not_exactly_one_is_a_dead_letter(
