@@ -58,13 +58,14 @@ down: $(INSTALLED) ## stop PostgreSQL and Kafka, and a demo, chaos or benchmark 
 demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, check the result
 	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)
 
-# Defaults: EVENTS=200000 SECONDS=600 SEED=1 POISON=0.01 FAULTS=<all kinds, separated by commas>;
+# Defaults: EVENTS=200000 SECONDS=600 SEED=1 POISON=0.01 PAYMENTS=0.1 FAULTS=<all kinds, separated by commas>;
 # with FAULTS= there are none, which gives the rate to compare others with.
 # REPLAY=<report.json> repeats the round of a report.
 chaos: $(INSTALLED) ## run a service under faults on a schedule, check its results
 	@exec $(BIN)/python -m chaos.run $(addprefix --events=,$(EVENTS)) \
 	    $(addprefix --seconds=,$(SECONDS)) $(addprefix --seed=,$(SEED)) \
-	    $(addprefix --poison=,$(POISON)) $(if $(filter-out undefined,$(origin FAULTS)),--faults=$(FAULTS)) \
+	    $(addprefix --poison=,$(POISON)) $(addprefix --payments=,$(PAYMENTS)) \
+	    $(if $(filter-out undefined,$(origin FAULTS)),--faults=$(FAULTS)) \
 	    $(addprefix --replay=,$(REPLAY))
 
 chaos-selftest: $(INSTALLED) ## check that the chaos run finds deliberate errors in the engine

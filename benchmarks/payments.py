@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import asyncpg  # type: ignore[import-untyped]
+
 from benchmarks.check import require
 from benchmarks.load import Record
 from benchmarks.rig import Contestant, Rig, Site, connected, place_of
@@ -262,29 +264,34 @@ async def check(rig: Rig, site: Site, load: Payments) -> None:
 
     published = await rig.read(site.output, note)
     async with connected(site.database) as connection:
-        balances = dict(await connection.fetch("SELECT id, balance FROM account"))
-        rows = await connection.fetch(
-            "SELECT id, customer, merchant, authorized, captured, refunded FROM payment"
-        )
-        refunds = await connection.fetch("SELECT id, payment_id, amount FROM refund")
-        entries = await connection.fetch("SELECT account_id, amount, reference FROM entry")
-    payments = {id: Row(*row) for id, *row in rows}
+        tables, entries = await read(connection)
     has_entries = "entries" not in removed(site.contestant)
-    found = Ledger(
-        balances,
-        payments,
-        events,
-        {id: (payment, amount) for id, payment, amount in refunds},
-        Counter(one["reference"] for one in entries),
-    )
-    faults = [*unlike(load.ledger, found, has_entries=has_entries)]
+    faults = [*unlike(load.ledger, replace(tables, events=events), has_entries=has_entries)]
     if has_entries:
-        faults += unbalanced(balances, entries)
+        faults += unbalanced(tables.balances, entries)
     expected = Counter({id: len(told) for id, told in load.ledger.events.items()})
     faults += published.faults(expected, {}, {})
     if (markers := await rig.markers(site)) != len(load.commands):
         faults.append(f"{markers:,} messages are marked, it should be {len(load.commands):,}")
     require(faults, site.contestant.name)
+
+
+async def read(connection: asyncpg.Connection) -> tuple[Ledger, Sequence[Mapping[str, Any]]]:
+    """Return the ledger that the tables hold, without events, and its entries."""
+    balances = dict(await connection.fetch("SELECT id, balance FROM account"))
+    rows = await connection.fetch(
+        "SELECT id, customer, merchant, authorized, captured, refunded FROM payment"
+    )
+    refunds = await connection.fetch("SELECT id, payment_id, amount FROM refund")
+    entries = await connection.fetch("SELECT account_id, amount, reference FROM entry")
+    found = Ledger(
+        balances,
+        {id: Row(*row) for id, *row in rows},
+        {},
+        {id: (payment, amount) for id, payment, amount in refunds},
+        Counter(one["reference"] for one in entries),
+    )
+    return found, entries
 
 
 def unlike(expected: Ledger, found: Ledger, *, has_entries: bool = True) -> Iterator[str]:

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import asyncpg  # type: ignore[import-untyped]
 
-from chaos.memory import Memory
+from benchmarks.payments import SERVICE
+from chaos import payments
+from chaos.memory import AUDIT, END_AUDIT, Memory
 from chaos.proxy import Proxy
 from chaos.recovery import Ended
 from chaos.releases import Releases
@@ -19,7 +21,8 @@ from chaos.talk import Helper
 from demo.processes import NAME
 
 TERMINATE = f"""
-SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = '{NAME}'
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+ WHERE application_name IN ('{NAME}', '{SERVICE}')
 """
 READ_ONLY = "ALTER SYSTEM SET default_transaction_read_only = on"
 MAY_WRITE = "SET default_transaction_read_only = off"
@@ -29,6 +32,12 @@ LOCK = "LOCK TABLE parcel, tally IN ACCESS EXCLUSIVE MODE"
 SHORTLY = "SET lock_timeout = '1s'"
 RENAME = "ALTER TABLE tally RENAME COLUMN parcel_id TO parcel"
 RENAME_BACK = "ALTER TABLE tally RENAME COLUMN parcel TO parcel_id"
+IS_DONE = (
+    asyncpg.UndefinedColumnError,
+    asyncpg.UndefinedObjectError,
+    asyncpg.DuplicateFunctionError,
+)
+"""What a change that is made already fails with: the answer was lost."""
 LOOK_EVERY = 0.1
 """Seconds until a connection that was given back is taken too, or a fault is tried again."""
 ACTS_WITHIN = 30.0
@@ -45,13 +54,14 @@ class Breaker:
 
     def __init__(self, system: System, memory: Memory, outside: Helper, releases: Releases) -> None:
         self.ended: list[Ended] = []
-        """What took effect, and when it was over."""
+        """What took effect, and when it was over, but for the faults of the payments alone."""
         self._system = system
         self._memory = memory
         self._outside = outside
         self._releases = releases
         self._outside_busy = asyncio.Lock()
         self._renaming = asyncio.Lock()
+        self._auditing = asyncio.Lock()
 
     async def run(self, schedule: Sequence[Fault], note: Callable[[str], None]) -> None:
         """Carry it out, counting from now, and tell of it; return when all is healed."""
@@ -71,7 +81,8 @@ class Breaker:
                     return
                 await asyncio.sleep(LOOK_EVERY)
                 tried = replace(tried, seconds=min(2 * tried.seconds, longest))
-        self.ended.append(ended)
+        if fault.target not in payments.MEMBERS:
+            self.ended.append(ended)
 
     async def _carry_out(self, fault: Fault, note: Callable[[str], None]) -> Ended | None:
         """Carry a fault out and heal it; return nothing if it took no effect."""
@@ -113,6 +124,10 @@ class Breaker:
                 acted = await self._memory.hold_up_moves(fault.seconds)
             case "effects":
                 await self._spoil_the_outside(fault)
+            case "audit":
+                await self.audit()
+                await asyncio.sleep(fault.seconds)
+                await self._change(END_AUDIT)
         ended = Ended(fault.kind, began, time.time(), under_way, self._lanes_lost(fault))
         return ended if acted else None
 
@@ -127,6 +142,8 @@ class Breaker:
                 return self._renaming
             case "effects":
                 return self._outside_busy
+            case "audit":
+                return self._auditing
         return nullcontext()
 
     def _lanes_lost(self, fault: Fault) -> int:
@@ -232,17 +249,22 @@ class Breaker:
 
     async def _rename_column(self, fault: Fault) -> None:
         """Rename a column that a handler writes, and give it its name back."""
-        await self._rename(RENAME)
+        await self._change(RENAME)
         await asyncio.sleep(fault.seconds)
-        await self._rename(RENAME_BACK)
+        await self._change(RENAME_BACK)
 
-    async def _rename(self, statement: str) -> None:
+    async def audit(self) -> None:
+        """Have each version of a parcel's row written down from now on."""
+        await self._change(AUDIT)
+
+    async def _change(self, statements: str) -> None:
+        """Change the schema, in one transaction, as soon as it can be."""
         while True:
             try:
-                await self._system.servers.execute(MAY_WRITE, SHORTLY, statement)
+                await self._system.servers.execute(MAY_WRITE, SHORTLY, statements)
                 return
-            except asyncpg.UndefinedColumnError:
-                return  # it is renamed, and the answer was lost
+            except IS_DONE:
+                return
             except AWAY:
                 await asyncio.sleep(LOOK_EVERY)
 

@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, date, datetime, timedelta
 from datetime import time as time_of_day
 from pathlib import Path
@@ -20,9 +20,11 @@ from typing import Any
 import asyncpg  # type: ignore[import-untyped]
 from aiokafka import ConsumerRecord  # type: ignore[import-untyped]
 
-from chaos import errands
+from chaos import errands, payments
+from chaos.backlog import Backlog, look
 from chaos.errands import REMINDERS, Done, Errand, Reminder, Request
 from chaos.fates import Books, Call, Finding, Identity, Judgement, Stored, judge
+from chaos.payments import Auditor
 from chaos.poison import CONSUMERS, TALLY, Given, understand
 from chaos.recovery import Ended, Recovery, first_sent, measure, met, undisturbed
 from chaos.system import AWAY
@@ -32,16 +34,6 @@ from demo.evidence import Evidence, Illegible, Record, read
 from demo.ledger import Verdict, audit
 from demo.witness import CONSUMER, Witness
 
-POSITIONS = "SELECT partition, next_offset FROM pipeline.position WHERE topic = $1"
-# Behind a dead letter that holds its key, messages wait for a person.
-WAITING = """
-SELECT count(*) FROM pipeline.backlog AS b
- WHERE died_at IS NULL AND NOT EXISTS (
-       SELECT FROM pipeline.backlog AS before
-        WHERE before.order_key = b.order_key AND before.holds
-          AND (before.partition, before."offset") < (b.partition, b."offset"))
-"""
-STAGED = "SELECT DISTINCT event_id FROM pipeline.outbox"
 # What is forgotten was kept by the rig, see `chaos.memory`.
 MARKERS = """
 SELECT source, id
@@ -52,6 +44,8 @@ SELECT source, id
 """
 SCHEDULED = "SELECT name, due_at < clock_timestamp() + interval '1 day' FROM pipeline.scheduled"
 VERSIONS = "SELECT parcel_id, scans FROM rig.version"
+TRANSACTIONS = f"SELECT xid::text FROM {TALLY}"
+UNWATCHED = "SELECT parcel_id, scans FROM rig.unwatched"
 # By the names that the service gives them.
 PARTITIONS = """
 SELECT (SELECT began FROM rig.clock) AS began, clock_timestamp() AS now,
@@ -83,41 +77,19 @@ FINDINGS = 50
 """So many are told; all of them are counted."""
 
 
-@dataclass(frozen=True)
-class Backlog:
-    """What the service has still to do."""
-
-    unread: dict[int, int]
-    """Records behind the position, of every partition that has some."""
-    waiting: int
-    """Messages in the backlog that no dead letter holds; known when nothing is unread."""
-    unpublished: int
-    """Events in the outbox that the output does not show; known when nothing waits either."""
-    scheduled: int = 0
-    """Scheduled events that are due soon; known likewise."""
-    kept: int = 0
-    """Days and generations that nobody needs any more; known likewise."""
-
-    def __str__(self) -> str:
-        """Say what is left, or nothing."""
-        left = [f"partition {p}: {n} records unread" for p, n in sorted(self.unread.items())]
-        if self.waiting:
-            left.append(f"{self.waiting} messages of the backlog waiting")
-        if self.unpublished:
-            left.append(f"{self.unpublished} events of the outbox unpublished")
-        if self.scheduled:
-            left.append(f"{self.scheduled} scheduled events due")
-        if self.kept:
-            left.append(f"{self.kept} days and generations kept that nobody needs")
-        return "; ".join(left)
-
-
 class Checker:
     """Looks from outside."""
 
     def __init__(
-        self, kafka: str, database: str, calls: Path, requests: Path, work: Sequence[str]
+        self,
+        kafka: str,
+        database: str,
+        calls: Path,
+        requests: Path,
+        work: Sequence[str],
+        auditor: Auditor | None,
     ) -> None:
+        """`auditor` looks at the payments, if there are any."""
         self._kafka = kafka
         self._database = database
         self._calls = calls
@@ -125,6 +97,8 @@ class Checker:
         self._work = work
         self._witness = Follower()
         self._reminded = Follower()
+        self._paid = Follower()
+        self._auditor = auditor
         self._began = time.monotonic()
 
     async def follow(self) -> None:
@@ -132,6 +106,8 @@ class Checker:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._witness.watch(self._kafka))
             group.create_task(self._reminded.watch(self._kafka, REMINDERS))
+            if self._auditor:
+                group.create_task(self._paid.watch(self._kafka, payments.EVENTS))
             group.create_task(self._tell())
 
     async def _tell(self) -> None:
@@ -147,42 +123,36 @@ class Checker:
         before: tuple[str, int] = "", 0
         moved = time.monotonic()
         while left := await self._left():
-            now = before[0] if left == UNKNOWN else left, len(self._seen())
+            now = before[0] if left == UNKNOWN else left, len(self._seen() | self._paid.events)
             if now != before:
                 before, moved = now, time.monotonic()
             if time.monotonic() - moved > patience:
                 return left
             await asyncio.sleep(LOOK_EVERY)
-        await self._witness.until_quiet(quiet)
+        await asyncio.gather(*(one.until_quiet(quiet) for one in (self._witness, self._paid)))
         return ""
 
     async def _left(self) -> str:
         """Return what is left to do; `UNKNOWN` while a server is away, which messages may crash."""
         try:
-            return str(await self._backlog())
+            left = [await self._backlog()]
+            if self._auditor:
+                left.append(await self._auditor.look(self._paid.events))
+            return "; ".join(filter(None, map(str, left)))
         except AWAY:
             return UNKNOWN
 
     async def _backlog(self) -> Backlog:
-        async with witness.reading(self._kafka, feed.TOPIC) as consumer:
-            ends = await consumer.end_offsets(consumer.assignment())
         connection = await asyncpg.connect(self._database)
         try:
-            positions = {row[0]: row[1] for row in await connection.fetch(POSITIONS, feed.TOPIC)}
-            unread = {
-                partition.partition: end - positions.get(partition.partition, 0)
-                for partition, end in ends.items()
-            }
-            unread = {partition: number for partition, number in unread.items() if number}
-            waiting = 0 if unread else await connection.fetchval(WAITING)
-            if unread or waiting:
-                return Backlog(unread, waiting, 0)
-            staged = {row[0] for row in await connection.fetch(STAGED)}
+            left = await look(self._kafka, connection, feed.TOPIC, self._seen())
+            if left.unread or left.waiting:
+                return left
             due = sum(is_due for _, is_due in await connection.fetch(SCHEDULED))
             unneeded = kept(await connection.fetchrow(PARTITIONS))
         finally:
             await connection.close()
-        return Backlog(unread, waiting, len(staged - self._seen()), due, unneeded)
+        return replace(left, scheduled=due, kept=unneeded)
 
     def _seen(self) -> set[str]:
         return self._witness.events | self._reminded.events
@@ -219,6 +189,8 @@ class Checker:
         try:
             waiting = [name for name, _ in await connection.fetch(SCHEDULED)]
             versions = [Errand(*row) for row in await connection.fetch(VERSIONS)]
+            transactions = [xid for (xid,) in await connection.fetch(TRANSACTIONS)]
+            unwatched = [Errand(*row) for row in await connection.fetch(UNWATCHED)]
             partitions = await connection.fetchrow(PARTITIONS)
         finally:
             await connection.close()
@@ -233,7 +205,9 @@ class Checker:
             "days dropped": over - kept,
             "generations forgotten": partitions["oldest"] - 1,
         }
-        return Done(self._work, moves, requests, reminders, waiting, versions), counts
+        every = [*versions, *unwatched]
+        done = Done(self._work, moves, requests, reminders, waiting, every, transactions)
+        return done, counts
 
     async def _books(self) -> Books:
         connection = await asyncpg.connect(self._database)
@@ -323,7 +297,8 @@ def _midnight(day: date) -> datetime:
 
 def lanes_lost(logs: Path) -> int:
     """Count how often a worker says that the lane of scans that it worked at was another's."""
-    lost = [n for log in logs.glob("*.log") for n in LANE_LOST.findall(log.read_text("utf-8"))]
+    texts = (log.read_text("utf-8") for log in logs.glob("consume-*.log"))
+    lost = [lane for text in texts for lane in LANE_LOST.findall(text)]
     return sum(int(lane) < OF_CALLS for lane in lost)
 
 
@@ -370,9 +345,15 @@ async def main() -> None:
     parser.add_argument("--patience", type=float, required=True)
     parser.add_argument("--quiet", type=float, required=True)
     parser.add_argument("--after-death", required=True)
+    parser.add_argument("--payments", type=int, required=True)
+    parser.add_argument("--payments-database", required=True)
+    parser.add_argument("--seed", type=int, required=True)
     chosen = parser.parse_args()
     work = chosen.work.split(",")
-    checker = Checker(chosen.kafka, chosen.database, chosen.calls, chosen.requests, work)
+    auditor = None
+    if chosen.payments:
+        auditor = Auditor(chosen.kafka, chosen.payments_database, chosen.payments, chosen.seed)
+    checker = Checker(chosen.kafka, chosen.database, chosen.calls, chosen.requests, work, auditor)
     async with asyncio.TaskGroup() as group:
         following = group.create_task(checker.follow())
         async for line in words():
@@ -396,19 +377,24 @@ async def main() -> None:
                 every = checker.published(first_sent(books.given), evidence)
                 say(met=met(ended, every))
                 recovered = measure(ended, checker.published(undisturbed(books.given), evidence))
-                tell(audit(evidence), judgement, errands.judge(done), counts, recovered)
+                more = errands.judge(done)
+                if auditor:
+                    found, paid = await auditor.judge()
+                    more += found
+                    say(payments=paid)
+                tell(audit(evidence), judgement, more, counts, recovered)
                 return
 
 
 def tell(
     verdict: Verdict,
     judgement: Judgement,
-    of_errands: Sequence[Finding],
+    further: Sequence[Finding],
     counts: Mapping[str, int],
     recovered: Mapping[str, Recovery],
 ) -> None:
     """Tell the rig the verdict."""
-    more = [*judgement.findings, *of_errands]
+    more = [*judgement.findings, *further]
     kinds = Counter[str](finding.kind for finding in more)
     ledger = asdict(verdict.ledger)
     findings = [asdict(one) for one in verdict.findings]

@@ -14,9 +14,10 @@ from zlib import crc32
 
 from chaos.fates import Finding
 
-Work = Literal["effects", "scheduled", "audit"]
+Work = Literal["effects", "scheduled", "audit", "apart"]
 """Errands of a kind, named after the faults that try them. The audit is the database's: a trigger
-writes down each version of a parcel's row."""
+writes down each version of a parcel's row. Apart, each scan has a transaction of its own at the
+deferred consumer."""
 WORK = "CHAOS_WORK"
 """The variable that names what there is to do."""
 OUTSIDE = "CHAOS_OUTSIDE"
@@ -100,6 +101,8 @@ class Done:
     """Names of scheduled events."""
     versions: Sequence[Errand] = ()
     """What the audit has written down."""
+    transactions: Sequence[str] = ()
+    """The transaction of each scan at the deferred consumer."""
     late: int = 0
     """Calls that may come late, when somebody else may have asked and called meanwhile."""
 
@@ -118,6 +121,8 @@ def judge(done: Done) -> list[Finding]:
         findings += _waiting(done)
     if "audit" in done.work:
         findings += _versions(done)
+    if "apart" in done.work:
+        findings += _shared(done.transactions)
     return findings
 
 
@@ -225,6 +230,13 @@ def _versions(done: Done) -> Iterator[Finding]:
     for one, number in times.items():
         if number > 1 or one not in done.moves:
             yield Finding("doubled", f"the version of the row after {one}: written {number} times")
+
+
+def _shared(transactions: Sequence[str]) -> Iterator[Finding]:
+    """Find scans that share the transaction which each was to have for itself."""
+    for one, number in Counter(transactions).items():
+        if number > 1:
+            yield Finding("doubled", f"the transaction {one} has {number} scans, not one")
 
 
 def name_of(errand: Errand) -> str:

@@ -9,15 +9,19 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 from aiokafka.errors import KafkaError  # type: ignore[import-untyped]
 
+from benchmarks import payments
+from benchmarks.load import Record
 from chaos import poison
+from chaos.payments import TOPIC as PAYMENTS
+from chaos.payments import orders
 from chaos.poison import Poison
 from chaos.talk import say, words
 from demo import flights
@@ -34,14 +38,38 @@ BURST_AT_MOST = 500
 """Scans that are under way at once, when the feed has fallen behind."""
 
 
-class Send(NamedTuple):
+class Outgoing(Protocol):
     """A record to be sent."""
+
+    @property
+    def partition(self) -> int | None:
+        """Where it is to go, if not where its key belongs."""
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """What its copies have in common."""
+
+    def record(self) -> Record:
+        """Return key, value and headers."""
+
+
+class Send(NamedTuple):
+    """A scan to be sent."""
 
     scan: Scan
     partition: int | None
     """Where it is to go, if not where its key belongs."""
     poison: Poison | None = None
     """What is wrong with it."""
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """What its copies have in common."""
+        return self.scan.scanner, self.scan.number
+
+    def record(self) -> Record:
+        """Return key, value and headers."""
+        return self.scan.parcel_id.encode(), *poison.record(self.scan, self.poison)
 
 
 def make(
@@ -101,25 +129,36 @@ def of_the_busiest(scans: Sequence[Scan], parcels: int) -> Sequence[Scan]:
 class Feed:
     """Sends at a steady rate; catches up when it had to wait."""
 
-    def __init__(self, bootstrap_servers: str) -> None:
+    def __init__(
+        self,
+        bootstrap_servers: str,
+        topic: str,
+        tell: Callable[..., None] = say,
+        burst_at_most: int = BURST_AT_MOST,
+    ) -> None:
+        """With bursts of one, the first copies lie in the topic in the order that is meant."""
         self._bootstrap_servers = bootstrap_servers
+        self._topic = topic
+        self._tell = tell
+        self._burst_at_most = burst_at_most
         self._producer: AIOKafkaProducer | None = None
 
-    async def run(self, sends: Sequence[Send], seconds: float) -> None:
+    async def run(self, sends: Sequence[Outgoing], seconds: float) -> None:
         """Send all of it within about so many seconds; return when all of it is acknowledged."""
         began, done, sent = time.monotonic(), 0, set[tuple[str, int]]()
         while done < len(sends):
             due = len(sends) * min(1.0, (time.monotonic() - began) / seconds)
-            burst = sends[done : min(round(due), done + BURST_AT_MOST)]
-            say(begun=done + len(burst))
+            burst = sends[done : min(round(due), done + self._burst_at_most)]
+            self._tell(begun=done + len(burst))
             await self._deliver(burst)
             done += len(burst)
-            sent.update((send.scan.scanner, send.scan.number) for send in burst)
-            say(sent=len(sent), done=done)
-            await asyncio.sleep(TICK)
+            sent.update(send.identity for send in burst)
+            self._tell(sent=len(sent), done=done)
+            if done + 1 > due:
+                await asyncio.sleep(TICK)
         await self._discard()
 
-    async def _deliver(self, burst: Sequence[Send]) -> None:
+    async def _deliver(self, burst: Sequence[Outgoing]) -> None:
         while burst:
             with suppress(KafkaError):  # not even a connection
                 burst = await self._try(burst)
@@ -128,7 +167,7 @@ class Feed:
                 await self._discard()
                 await asyncio.sleep(AGAIN_AFTER)
 
-    async def _try(self, burst: Sequence[Send]) -> list[Send]:
+    async def _try(self, burst: Sequence[Outgoing]) -> list[Outgoing]:
         """Send them, and return those of which nobody knows whether they arrived."""
         if self._producer is None:
             producer = AIOKafkaProducer(
@@ -145,11 +184,10 @@ class Feed:
             self._producer = producer
         acknowledged = []
         for send in burst:
-            value, headers = poison.record(send.scan, send.poison)
-            key, partition = send.scan.parcel_id.encode(), send.partition
+            key, value, headers = send.record()
             acknowledged.append(
                 await self._producer.send(
-                    TOPIC, value, key=key, partition=partition, headers=headers
+                    self._topic, value, key=key, partition=send.partition, headers=headers
                 )
             )
         outcomes = await asyncio.gather(*acknowledged, return_exceptions=True)
@@ -178,6 +216,7 @@ async def main() -> None:
     parser.add_argument("--strays", type=float, required=True)
     parser.add_argument("--poison", type=float, required=True)
     parser.add_argument("--kinds", required=True)
+    parser.add_argument("--payments", type=int, required=True)
     chosen = parser.parse_args()
     scans = of_the_busiest(list(flights.scans()), chosen.parcels)[: chosen.events]
     kinds = [kind for kind in chosen.kinds.split(",") if kind]
@@ -189,9 +228,13 @@ async def main() -> None:
         within=chosen.within,
         poisoned=poison.spread(scans, chosen.poison, chosen.seed, kinds),
     )
+    commands = orders(payments.make(chosen.payments, seed=chosen.seed), chosen.seed)
     say(ready=len(scans), sends=len(sends), reach=reach(sends), begun=0, done=0)
     async for word in words():
-        await Feed(word).run(sends, chosen.seconds)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(Feed(word, TOPIC).run(sends, chosen.seconds))
+            paying = Feed(word, PAYMENTS, lambda **_: None, burst_at_most=1)
+            group.create_task(paying.run(commands, chosen.seconds))
         return
 
 

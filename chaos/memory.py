@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 import asyncpg  # type: ignore[import-untyped]
 
+from chaos.backlog import POSITIONS
 from chaos.errands import CHARGE
 from chaos.system import AWAY, Member, Servers
 from chaos.talk import Helper
@@ -38,15 +39,29 @@ CREATE TABLE rig.marker (
     PRIMARY KEY (generation, consumer, source, id))
 """
 """What was remembered in generations that are gone."""
-VERSIONS = "CREATE TABLE rig.version (parcel_id text, scans integer)"
-"""What an audit has written down."""
+VERSIONS = """
+CREATE TABLE rig.version (parcel_id text, scans integer);
+CREATE TABLE rig.unwatched (parcel_id text, scans integer);
+CREATE TABLE rig.audited (parcel_id text PRIMARY KEY, scans integer)
+"""
+"""What an audit has written down, what came while there was none, and where the last one ended."""
 AUDIT = """
 CREATE FUNCTION rig.note_version() RETURNS trigger LANGUAGE plpgsql AS
     'BEGIN INSERT INTO rig.version VALUES (NEW.id, NEW.scans); RETURN NULL; END';
 CREATE TRIGGER audit AFTER INSERT OR UPDATE ON parcel
-   FOR EACH ROW EXECUTE FUNCTION rig.note_version()
+   FOR EACH ROW EXECUTE FUNCTION rig.note_version();
+INSERT INTO rig.unwatched
+SELECT id, number
+  FROM parcel LEFT JOIN rig.audited ON parcel_id = id,
+       generate_series(coalesce(audited.scans, 0) + 1, parcel.scans) AS number
 """
-"""Writes down each version of a parcel's row."""
+"""Writes down each version of a parcel's row from now on: nobody writes one until this commits."""
+END_AUDIT = """
+DROP TRIGGER audit ON parcel;
+DROP FUNCTION rig.note_version;
+INSERT INTO rig.audited SELECT id, scans FROM parcel
+    ON CONFLICT (parcel_id) DO UPDATE SET scans = excluded.scans
+"""
 
 # A day is over and old enough: the service keeps the outbox for two hours, the shortest there is.
 NEXT_DAY = "UPDATE rig.clock SET ahead = ahead + interval '27 hours'"
@@ -62,7 +77,6 @@ SELECT count(*) FROM pipeline.backlog
 """
 CLOSE = "UPDATE pipeline.inbox_generation SET opened_at = opened_at - interval '1 hour'"
 CLOSED = "SELECT generation FROM pipeline.inbox_closed ORDER BY generation"
-POSITIONS = "SELECT partition, next_offset FROM pipeline.position WHERE topic = $1"
 # Closed generations don't change any more.
 KEEP = """
 INSERT INTO rig.marker

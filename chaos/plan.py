@@ -47,6 +47,8 @@ class Plan:
     """Settings of the service, on top of the rig's."""
     errands: Sequence[Work] = ()
     """What scans have the service do besides, beside what the faults of the schedule try."""
+    payments: int = 0
+    """Commands of a second service, the payments example, that come meanwhile."""
     patience: float = PATIENCE
 
     @property

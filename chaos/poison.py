@@ -49,13 +49,17 @@ Trouble = Literal[
     "blames",
     "disconnects",
     "crashes",
+    "remembers",
+    "ends",
     "rejects-late",
     "raises-late",
 ]
 """What a handler does, the first times or always: reads the backlog and goes on; takes a while;
 has it set aside, once; raises; takes longer than it may; lets the flush fail; rejects the scan;
 executes a statement that blames the server; ends its session of the database; kills its process of
-the database, which restarts the server; rejects the scan, or raises, when its work is done."""
+the database, which restarts the server; leaves a setting, a lock and a table with the connection,
+and rejects the scan if an earlier one has; ends the transaction and begins another, from a context
+of its own; rejects the scan, or raises, when its work is done."""
 
 Kind = Trouble | Illegible | Literal["invalid payload", "unknown type", "impostor"]
 
@@ -126,6 +130,9 @@ _TROUBLES: Sequence[tuple[Trouble, int]] = (
     ("blames", ATTEMPTS),
     ("disconnects", 1),
     ("disconnects", ATTEMPTS),
+    ("remembers", 0),
+    ("ends", 1),
+    ("ends", ATTEMPTS),
 )
 LATE: Sequence[Poison] = (
     Poison("rejects-late", CONSUMER, 1),
@@ -156,10 +163,12 @@ def spread(
 ) -> dict[Scan, Poison]:
     """Return which of the scans are poisoned, and how: every way is about as frequent as another.
 
-    `kinds` are those that come; all of them if there are none, see `WITHOUT_SESSIONS`.
+    `kinds` are those that come, maybe with the consumer: "raises", "raises tally"; all of them if
+    there are none, see `WITHOUT_SESSIONS`.
     """
     chance = random.Random(f"poison {seed}")
-    ways = [one for one in WAYS if one.kind in kinds] if kinds else EVERY
+    named = [one for one in WAYS if {one.kind, f"{one.kind} {one.consumer}"} & {*kinds}]
+    ways = named if kinds else EVERY
     first = ways if kinds else [one for one in ways if not one.uses_session]
     until = WITHOUT_SESSIONS * len(scans)
     return {

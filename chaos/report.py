@@ -45,6 +45,8 @@ class Report:
     """Seconds, by kind, from its end until events were published again, and all of them were."""
     errands: Mapping[str, int]
     """What scans had the service do besides, and what it has forgotten and dropped, by name."""
+    payments: Mapping[str, int]
+    """What the payments service has handled, written and published, by name."""
     migrations: Mapping[str, int]
     """Of the releases that came out meanwhile: `expand` before its processes, `contract` behind."""
     rates: Mapping[str, float]

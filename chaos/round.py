@@ -10,9 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks import payments
 from chaos.breaker import Breaker
 from chaos.errands import OUTSIDE, WORK
 from chaos.memory import AUDIT, CLOCK, MARKERS, VERSIONS, Memory
+from chaos.payments import DATABASE, MEMBERS, MODULE
 from chaos.plan import PATIENCE, Plan
 from chaos.poison import AFTER_DEATH, CALLS
 from chaos.rates import Progress
@@ -62,9 +64,11 @@ class Round:
                 serving = group.create_task(outside.run())
                 settings[OUTSIDE] = await outside.says("url")
                 beforehand = [*CLOCK, MARKERS, VERSIONS]
-                afterwards = [AUDIT] if "audit" in self._plan.work else []
+                afterwards = [AUDIT] if "audit" in self._plan.errands else []
                 members = [*CONSUMERS, *RELAYS]
                 await system.start(members, EXTRA, settings, beforehand, afterwards)
+                if self._plan.payments:
+                    await self._start_payments()
                 checker = self._checker()
                 checking = group.create_task(checker.run())
                 guarding = group.create_task(system.guard())
@@ -82,6 +86,8 @@ class Round:
                 noting.cancel()
                 guarding.cancel()
                 await system.stop()
+                if "audit" in self._plan.work:
+                    await breaker.audit()  # what came since the last one is known to it
                 checker.tell(f"audit {json.dumps(ended)}")
                 await checking
                 outside.tell("end")
@@ -92,6 +98,13 @@ class Round:
             await system.close()
         stuck = [*stuck, *system.misbehaved]
         return self._report(checker.said, ended, releases.migrated, progress.rates(), stuck)
+
+    async def _start_payments(self) -> None:
+        """Start the second service; its customers have what they are going to pay."""
+        load = payments.make(self._plan.payments, seed=self._plan.seed)
+        await payments.generate(self._folder)
+        project = self._folder / payments.SERVICE
+        await self._system.start_beside(MEMBERS, project, MODULE, DATABASE, [*load.funding()])
 
     def _feed(self) -> Helper:
         plan = self._plan
@@ -107,6 +120,7 @@ class Round:
             strays=plan.strays,
             poison=plan.poison,
             kinds=",".join(plan.kinds),
+            payments=plan.payments,
         )
 
     def _checker(self) -> Helper:
@@ -123,6 +137,9 @@ class Round:
             **{"after-death": self._plan.after_death},
             patience=self._plan.patience,
             quiet=SESSION,
+            seed=self._plan.seed,
+            payments=self._plan.payments,
+            **{"payments-database": self._system.servers.url(DATABASE)},
         )
 
     def _report(
@@ -157,6 +174,7 @@ class Round:
             unmet=sorted({fault.kind for fault in plan.schedule} - said["met"].keys()),
             recovery=said["recovery"],
             errands=said["errands"],
+            payments=said.get("payments", {}),
             migrations=dict(migrations),
             rates=rates,
             seconds=ledger["seconds"],

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from chaos import payments, schedule
 from chaos import plan as plans
-from chaos import schedule
 from chaos.plan import Plan
 from chaos.poison import WAYS
 from chaos.report import Report
@@ -36,7 +36,7 @@ FAILURES = (
     asyncpg.PostgresError,
     OSError,
 )
-MEMBERS = (*CONSUMERS, *RELAYS, *EXTRA)
+MEMBERS = (*CONSUMERS, *RELAYS, *EXTRA, *payments.MEMBERS)
 WRONG = ("lost", "doubled", "reordered", "misjudged", "stuck")
 FARTHEST = 0.1
 """Share of the scans after which none comes again, in a round in which they are forgotten."""
@@ -80,6 +80,7 @@ def show(report: Report, console: Console) -> None:
         ("misjudged", report.misjudged, "that became something else, or attempts for nothing"),
         ("stuck", len(report.stuck), "that did not go on by themselves"),
         *((name, count, "") for name, count in report.errands.items() if count),
+        *((name, count, "of the payments") for name, count in report.payments.items()),
         *((name, count, "migrations of releases") for name, count in report.migrations.items()),
         ("faults", sum(report.faults.values()), "carried out"),
         *(("applied/s", round(rate), phase) for phase, rate in report.rates.items()),
@@ -134,11 +135,17 @@ def planned(arguments: argparse.Namespace, settings: Mapping[str, str]) -> Plan:
     faults = schedule.make(
         arguments.seed, arguments.seconds, consumers=CONSUMERS, relays=RELAYS, kinds=kinds
     )
+    commands = round(arguments.payments * arguments.events)
+    if commands:
+        faults += schedule.beside(
+            arguments.seed, arguments.seconds, members=payments.MEMBERS, kinds=kinds
+        )
     return Plan(
         arguments.events,
         arguments.seconds,
         arguments.seed,
         faults,
+        payments=commands,
         within=within(arguments.events, faults),
         poison=arguments.poison,
         kinds=tuple(filter(None, arguments.poisons.split(","))),
@@ -169,6 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         " crashes",
     )
     parser.add_argument(
+        "--payments",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="commands of the payments example, a second service, for each scan (%(default)s)",
+    )
+    parser.add_argument(
         "--faults",
         default=",".join(KINDS),
         metavar="KINDS",
@@ -182,8 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--stop", action="store_true", help="stop what a killed round has left running, and end"
     )
     chosen = parser.parse_args(arguments)
-    if chosen.events < 1 or chosen.seconds <= 0 or not 0 <= chosen.poison <= 1:
-        parser.error("--events is at least 1, --seconds more than 0, --poison from 0 to 1")
+    shares = chosen.poison, chosen.payments
+    if chosen.events < 1 or chosen.seconds <= 0 or not all(0 <= one <= 1 for one in shares):
+        parser.error(
+            "--events is at least 1, --seconds more than 0, --poison and --payments from 0 to 1"
+        )
     try:
         plan = planned(chosen, settings_of(os.environ))
     except (ValueError, OSError) as error:

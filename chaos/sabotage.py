@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from chaos.edit import Edit
 from chaos.errands import Work
 from chaos.plan import Plan
-from chaos.poison import LATE
+from chaos.poison import LATE, TALLY
 from chaos.round import CONSUMERS, RELAYS
 from chaos.schedule import EVERYBODY, MODES, Fault
 
@@ -215,6 +215,41 @@ LOADS: Mapping[str, Load] = {
         schedule=[Fault(at, "locked", "postgres", 6.0) for at in (2.0, 9.0)],
         # So a message alone meets the lock more often than it has attempts.
         settings={"PIPELINE_LOCK_TIMEOUT": "0.3"},
+    ),
+    "a column renamed under few keys": Load(
+        events=1_500,
+        seconds=16,
+        schedule=[Fault(at, "renamed", "postgres", 4.0) for at in (3.0, 9.5)],
+        # Too few for the breaker, which spends no attempt either.
+        parcels=8,
+        strays=0.0,
+    ),
+    "connections that do not answer": Load(
+        events=200,
+        seconds=24,
+        # Each scan is alone in its transaction, so that a failure would count. The partition
+        # outlasts the transaction's time limit, the end of its connection, and the probe after it.
+        # The server dies before it ends: a transaction that had begun meanwhile would go on too
+        # late, when the probe succeeds again.
+        schedule=[
+            _slow(24, latency=0.02),
+            *(Fault(5, "partition", name, 14.0, "postgres") for name in CONSUMERS),
+            Fault(17, "database", "postgres", 4.0, hard=True),
+        ],
+        strays=0.0,
+        poison=1.0,
+        kinds=(f"dawdles {TALLY}",),
+        # No lane is lost meanwhile, which would excuse an attempt.
+        settings={"PIPELINE_BACKLOG_LEASE": "30"},
+        errands=("apart",),
+    ),
+    "sessions that are misused": Load(
+        events=2_000,
+        seconds=12,
+        schedule=[_slow(12, latency=0.01)],
+        strays=0.0,
+        poison=0.1,
+        kinds=("blames", "remembers", "ends"),
     ),
     "generations that are forgotten": Load(
         events=2_000,
@@ -544,6 +579,51 @@ reason, attempts, waited,
         "a lock spends an attempt",
         "tables that are locked",
         [Edit("apply/failures.py", "reason=LOCKED_OUT, is_free=True", "reason=LOCKED_OUT")],
+    ),
+    Sabotage(
+        "what the catalog lacks spends attempts",
+        "a column renamed under few keys",
+        [Edit("handlers/policy.py", "isinstance(as_raised(one), MISSING)", "False")],
+    ),
+    Sabotage(
+        "the probe always succeeds",
+        "connections that do not answer",
+        [Edit("servers/probe.py", "await _write(self._engine)", "pass")],
+    ),
+    Sabotage(
+        "own transactions are shared",
+        "connections that do not answer",
+        [
+            Edit(
+                "apply/transactions.py",
+                "for one in handlers if one.own_transaction}",
+                "for one in handlers if False}",
+            )
+        ],
+    ),
+    Sabotage(
+        "an error's class is an outage, whatever the probe says",
+        "sessions that are misused",
+        [Edit("apply/transactions.py", "return asked > 1", "return True")],
+    ),
+    Sabotage(
+        "connections remember earlier messages",
+        "sessions that are misused",
+        [
+            Edit(
+                "handlers/sessions.py",
+                """\
+RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
+SELECT pg_advisory_unlock_all()
+""",
+                "SELECT\n",
+            )
+        ],
+    ),
+    Sabotage(
+        "the transaction that was begun may be another one",
+        "sessions that are misused",
+        [Edit("handlers/sessions.py", "{_IS_AT_WORK}; {CHECK_DEFERRED}", "{CHECK_DEFERRED}")],
     ),
     Sabotage(
         "lane's worker checks neither token nor markers",

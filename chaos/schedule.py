@@ -31,6 +31,7 @@ Kind = Literal[
     "replay",
     "effects",
     "scheduled",
+    "audit",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SERVERS = ("postgres", "kafka")
@@ -69,7 +70,10 @@ LASTS: dict[Kind, tuple[float, float]] = {
     "replay": (2.0, 15.0),
     "effects": (2.0, 5.0),
     "scheduled": (2.0, 5.0),
+    "audit": (4.0, 8.0),
 }
+SINGLE: tuple[Kind, ...] = ("kill", "pause", "cut", "delay", "halfopen", "partition")
+"""Kinds that hit any process of a service, by itself or with all."""
 _HOW_LONG: dict[Kind, str] = {"replay": "of", "rollout": "with pauses of"}
 LATENCY = (0.02, 0.15)
 """Seconds that a delayed link takes longer, shortest and longest."""
@@ -137,6 +141,15 @@ def make(
     return faults
 
 
+def beside(
+    seed: int, seconds: float, *, members: Sequence[str], kinds: Sequence[Kind] = KINDS
+) -> list[Fault]:
+    """Return faults of a service that works beside, of those kinds that hit single processes."""
+    single = [kind for kind in kinds if kind in SINGLE]
+    faults = make(seed, seconds, consumers=(), relays=members, kinds=single, between=2 * BETWEEN)
+    return [fault for fault in faults if fault.target in members]
+
+
 def _deck(chance: random.Random, kinds: Sequence[Kind]) -> Iterator[Kind]:
     while True:
         yield from chance.sample(kinds, len(kinds))
@@ -173,6 +186,7 @@ def _fault(
             | "retention"
             | "rotation"
             | "scheduled"
+            | "audit"
         ):
             return Fault(at, kind, "postgres", seconds)
         case "replay":

@@ -12,7 +12,9 @@ import asyncio
 import json
 import os
 import signal
+from contextvars import Context
 from functools import cache
+from typing import Any
 
 import httpx2
 import sqlalchemy as sa
@@ -27,6 +29,7 @@ from operate.commands import command_line
 from pipeline import Event, Handlers, Park, Policy, Reject, Retry, Service, Transaction
 from pipeline.events.message import marker_key
 from pipeline.handlers.policy import DIED
+from pipeline.servers.database import driver_of
 
 from chaos.errands import (
     AFTER,
@@ -59,6 +62,15 @@ STATES = ("08006", "25006", "57P03", "XX000")
 BLAME = "DO $$ BEGIN RAISE EXCEPTION 'blamed' USING ERRCODE = '{}'; END $$"
 DISCONNECT = sa.text("SELECT pg_terminate_backend(pg_backend_pid())")
 PROCESS = sa.text("SELECT pg_backend_pid()")
+REMEMBER = (
+    "SELECT set_config('rig.message', 'kept', false), pg_advisory_lock_shared(46, 0)",
+    "CREATE TEMPORARY TABLE kept ()",
+)
+REMEMBERED = sa.text("""
+SELECT current_setting('rig.message', true) = 'kept' OR to_regclass('pg_temp.kept') IS NOT NULL
+       OR EXISTS (SELECT FROM pg_locks
+                   WHERE pid = pg_backend_pid() AND locktype = 'advisory' AND classid = 46)
+""")
 
 
 PATIENT = Policy(attempts=1_000, schedule=SCHEDULE)
@@ -203,6 +215,19 @@ async def misbehave(consumer: str, tx: Transaction) -> None:
         case "crashes" if fails:
             os.kill(await tx.session.scalar(PROCESS), signal.SIGKILL)
             await tx.session.execute(PROCESS)
+        case "remembers":
+            if await tx.session.scalar(REMEMBERED):
+                raise Reject("the connection remembers an earlier message")
+            for statement in REMEMBER:
+                await tx.session.execute(sa.text(statement))
+        case "ends" if fails:
+            driver = await driver_of(await tx.session.connection())
+            await asyncio.create_task(begin_anew(driver), context=Context())
+
+
+async def begin_anew(driver: Any) -> None:
+    """End the transaction, and begin another one."""
+    await driver.execute("ROLLBACK; BEGIN")
 
 
 def fail_late(tx: Transaction) -> None:
@@ -243,7 +268,7 @@ _calls = os.open(os.environ[CALLS], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 handlers = Handlers()
 for consumer, function, options in (
     (CONSUMER, record, {"loads": Parcel.by("parcel_id")}),
-    (TALLY, tally, {"mode": "deferred"}),
+    (TALLY, tally, {"mode": "deferred", "own_transaction": "apart" in work}),
 ):
     after_death = os.environ[AFTER_DEATH] if consumer == TALLY else "go on"
     policy = Policy(attempts=ATTEMPTS, schedule=SCHEDULE, after_death=after_death)

@@ -19,7 +19,9 @@ from dataclasses import asdict, fields, replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import asyncpg  # type: ignore[import-untyped]
 import httpx2
 import pytest
 
@@ -28,13 +30,14 @@ from chaos import errands, feed, schedule, system
 from chaos import plan as plans
 from chaos import poison as poisons
 from chaos import run as runs
+from chaos.backlog import Backlog
 from chaos.breaker import UNSAID, WORKERS, Breaker
-from chaos.checker import Backlog, kept, lanes_lost, races_lost
+from chaos.checker import kept, lanes_lost, races_lost
 from chaos.checker import unordered as parcels_without_order
 from chaos.edit import Edit, Outdated
 from chaos.errands import AFTER, CHARGE, TELL, Done, Errand, Reminder, Request
 from chaos.fates import Books, Call, Stored, judge
-from chaos.memory import Memory
+from chaos.memory import END_AUDIT, VERSIONS, Memory
 from chaos.outside import Outside
 from chaos.plan import NOTICED, PATIENCE, Plan
 from chaos.poison import ATTEMPTS, ILLEGIBLE, TALLY, Given, Poison, understand
@@ -228,7 +231,12 @@ def test_lanes_that_were_lost_are_counted_by_the_words_of_those_who_lost_them(
     lost = '"; ".join(f"backlog lane {lane} was taken over" for lane in'
     assert lost in (engine / "retry/lanes.py").read_text()
     assert "\nLANES = 32\n" in (engine / "schema.py").read_text()
-    for name, lanes in (("consume-1", (0, 63, 64)), ("consume-2", (5, 5)), ("relay-1", ())):
+    for name, lanes in (
+        ("consume-1", (0, 63, 64)),
+        ("consume-2", (5, 5)),
+        ("relay-1", ()),
+        ("run-payments-1", (1,)),  # has lanes of its own
+    ):
         lines = [f'{{"message": "backlog lane {lane} was taken over"}}' for lane in lanes]
         (tmp_path / f"{name}.log").write_text("\n".join(["started", *lines, ""]))
     assert lanes_lost(tmp_path) == 4, "in lanes of calls no attempt of a scan is spent"
@@ -267,6 +275,9 @@ def test_poison_is_spread_by_the_seed_and_every_kind_comes() -> None:
     assert set(poisoned.values()) == set(poisons.EVERY)
     only = poisons.spread(SCANS, 0.1, seed=5, kinds=["raises"])
     assert {poison.kind for poison in only.values()} == {"raises"}
+    assert {poison.consumer for poison in only.values()} == {CONSUMER, TALLY}
+    there = poisons.spread(SCANS, 0.1, seed=5, kinds=["raises tally"])
+    assert {(poison.kind, poison.consumer) for poison in there.values()} == {("raises", TALLY)}
 
 
 def test_at_first_no_poison_has_the_services_own_handler_use_its_session() -> None:
@@ -464,7 +475,7 @@ def reminder(scans: int, at: timedelta = AFTER, id: str = "", rest: object = "")
 
 
 DONE = Done(
-    work=("effects", "scheduled", "audit"),
+    work=("effects", "scheduled", "audit", "apart"),
     moves={
         Errand(parcel, n): NOON + timedelta(minutes=n)
         for parcel in (RINGS, WAITS, "N1")
@@ -484,6 +495,7 @@ DONE = Done(
     reminders=[reminder(4), reminder(8), reminder(4)],
     waiting=[f"{WAITS} 9"],
     versions=[Errand(parcel, n) for parcel in ("N1", RINGS, WAITS) for n in range(1, 10)],
+    transactions=["750", "751"],
 )
 
 
@@ -526,6 +538,7 @@ def asked_for(done: Done, *requests: Request) -> Done:
         (lambda d: replace(d, versions=d.versions[1:]), "lost"),
         (lambda d: replace(d, versions=[*d.versions, d.versions[0]]), "doubled"),
         (lambda d: replace(d, versions=[*d.versions, Errand("N1", 10)]), "doubled"),
+        (lambda d: replace(d, transactions=["750", "751", "750"]), "doubled"),
         (lambda d: replace(d, requests=[*d.requests[5:], *d.requests[:5]]), "reordered"),
         (lambda d: replace(d, requests=[d.requests[0], d.requests[5], *d.requests]), "reordered"),
         (lambda d: replace(d, reminders=[reminder(8), reminder(4)]), "reordered"),
@@ -648,6 +661,7 @@ GOOD = Report(
     unmet=[],
     recovery={},
     errands={},
+    payments={},
     migrations={},
     rates={},
     seconds=1.0,
@@ -665,6 +679,7 @@ GOOD = Report(
         after_death="go on",
         settings={"PIPELINE_RELAY_TRANSACTIONAL": "true"},
         errands=["audit"],
+        payments=7,
         patience=5.0,
     ),
 )
@@ -718,7 +733,14 @@ def test_a_new_round_has_the_settings_of_the_environment_that_the_rig_leaves_ope
     assert settings == {"PIPELINE_RELAY_TRANSACTIONAL": "true"}
     assert environment == {"PATH": "/bin"}, "a replay has the settings of its report alone"
     asked = Namespace(
-        replay=None, faults="kill", poisons="", seed=1, seconds=9, events=5, poison=0.0
+        replay=None,
+        faults="kill",
+        poisons="",
+        seed=1,
+        seconds=9,
+        events=5,
+        poison=0.0,
+        payments=0.0,
     )
     assert planned(asked, settings).settings == settings
 
@@ -858,6 +880,48 @@ async def test_a_fault_that_takes_no_effect_is_tried_again_and_then_not_counted(
         server.close()
 
 
+@pytest.mark.integration
+async def test_versions_are_audited_for_a_while_and_known_before_and_after(tmp_path: Path) -> None:
+    own, url = f"rig_{uuid4().hex[:8]}", os.environ["PIPELINE_DATABASE_URL"]
+    async with slow_system(tmp_path) as idle:
+        addresses = idle.servers.stack.addresses
+        addresses["PIPELINE_DATABASE_URL"] = url
+        await idle.servers.execute(f"CREATE DATABASE {own}")
+        addresses["PIPELINE_DATABASE_URL"] = system._in(own, url)
+        breaker = breaker_of(idle)
+        count = "UPDATE parcel SET scans = scans + 1"
+        await idle.servers.execute(
+            "CREATE SCHEMA rig",
+            VERSIONS,
+            "CREATE TABLE parcel (id text, scans integer)",
+            "INSERT INTO parcel VALUES ('N1', 1)",
+            count,
+        )
+        await breaker.audit()
+        await idle.servers.execute("INSERT INTO parcel VALUES ('N2', 1)", count)
+        for _ in range(2):  # as if the answer to the first was lost
+            await breaker._change(END_AUDIT)
+        await idle.servers.execute(count)
+        for _ in range(2):
+            await breaker.audit()
+        await idle.servers.execute(count)
+        connection = await asyncpg.connect(idle.servers.url())
+        try:
+            written, known = [
+                await connection.fetch(f"SELECT parcel_id, scans FROM rig.{table} ORDER BY 1, 2")
+                for table in ("version", "unwatched")
+            ]
+        finally:
+            await connection.close()
+            addresses["PIPELINE_DATABASE_URL"] = url
+            await idle.servers.execute(f"DROP DATABASE {own} WITH (FORCE)")
+        assert [tuple(row) for row in known] == [("N1", 1), ("N1", 2), ("N1", 4), ("N2", 3)]
+        assert [tuple(row) for row in written] == [
+            *(("N1", n) for n in (3, 5)),
+            *(("N2", n) for n in (1, 2, 4)),
+        ]
+
+
 async def test_a_fault_excuses_the_lanes_of_those_that_it_hits_alone(tmp_path: Path) -> None:
     async with slow_system(tmp_path, "consume-1", "consume-2", "relay-1") as some:
         breaker = breaker_of(some)
@@ -924,6 +988,26 @@ def test_every_sabotage_still_fits_the_engine(sabotage: Sabotage, tmp_path: Path
         text = (engine / edit.module).read_text()
         compile(text, edit.module, "exec")
         assert text != (RAW / "src" / "pipeline" / edit.module).read_text()
+
+
+def test_a_column_is_renamed_under_fewer_keys_than_open_the_breaker() -> None:
+    settings = (RAW / "src" / "pipeline" / "settings.py").read_text()
+    [keys] = re.findall(r"breaker_keys: Count = (\d+)\n", settings)
+    load = LOADS["a column renamed under few keys"]
+    assert {fault.kind for fault in load.schedule} == {"renamed"}
+    assert 0 < load.parcels < int(keys)
+    assert "PIPELINE_BREAKER_KEYS" not in {**system.SETTINGS, **load.settings}
+
+
+def test_a_partition_of_connections_that_do_not_answer_outlasts_the_probe() -> None:
+    probe = (RAW / "src" / "pipeline" / "servers" / "probe.py").read_text()
+    [seconds] = re.findall(r"^_SECONDS = ([\d.]+)$", probe, re.MULTILINE)
+    load = LOADS["connections that do not answer"]
+    # For two seconds SQLAlchemy tries to end the connection in an orderly way.
+    limit = float(system.SETTINGS["PIPELINE_TRANSACTION_TIMEOUT"]) + 2 + float(seconds)
+    parted = [fault.seconds for fault in load.schedule if fault.kind == "partition"]
+    assert limit < min(parted)
+    assert max(parted) < float(load.settings["PIPELINE_BACKLOG_LEASE"])
 
 
 def test_the_page_lists_every_kind_of_fault_and_counts_the_sabotages() -> None:
@@ -1150,6 +1234,9 @@ def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorder
     assert report["errands"]["requests"] >= report["errands"]["calls"] > 50, evidence
     assert report["errands"]["reminders"] > 20, evidence
     assert report["errands"]["days dropped"] >= 1, evidence
+    assert report["errands"]["versions"] > 50, evidence
+    assert report["payments"]["commands"] == 400, evidence
+    assert report["payments"]["events"] == 400, evidence
 
 
 @needs_proc
