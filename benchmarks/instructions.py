@@ -83,8 +83,10 @@ KINDS = {
     "alone": Kind(OURS, 1, 100, 300),
     "payments": Kind(payments.OURS, *_OF_PAYMENTS),
     **{
-        f"payments without {part}": Kind(payments.without(payments.OURS, part), *_OF_PAYMENTS)
-        for part in ("CHECK", "entries")
+        f"payments without {' and '.join(parts)}": Kind(
+            payments.without(payments.OURS, *parts), *_OF_PAYMENTS
+        )
+        for parts in (("CHECK",), ("entries",), ("entries", "CHECK"))
     },
 }
 
