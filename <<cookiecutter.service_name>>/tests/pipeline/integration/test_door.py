@@ -175,7 +175,7 @@ async def habits(new_desk: NewDesk) -> Habits:
     return Habits(await new_desk(handlers, topic=TOPIC), handlers)
 
 
-async def row_of(db: asyncpg.Connection, table: str, key: str) -> dict[str, Any]:
+async def row_of(db: asyncpg.Connection, table: str, key: object) -> dict[str, Any]:
     """Return the row of a table, without its key."""
     row = await db.fetchrow(f"SELECT * FROM {table} WHERE id = $1", key)
     return {name: value for name, value in dict(row or {}).items() if name != "id"}
