@@ -76,7 +76,7 @@ class Kind:
         return load.make(1_000, count)
 
 
-_OF_PAYMENTS = 200, 200, 200
+_OF_PAYMENTS = 200, 200, 600
 KINDS = {
     "orm": Kind(OURS, 500, 1_000, 4_000),
     "sql": Kind(OURS_SQL, 500, 1_000, 4_000),
