@@ -14,6 +14,7 @@ from pipeline.apply.encryption import Encryption
 from pipeline.apply.writer import Writer
 from pipeline.errors import StoreUnavailable, summarize_error
 from pipeline.events.event import Unpublishable, declared_events, is_final
+from pipeline.handlers.aggregate import locking
 from pipeline.handlers.registry import TIMEOUT, Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
@@ -89,6 +90,11 @@ class Service:
                 f"a decorator above that of {name} would never be used: the function was registered"
                 " before. Write @handlers… above all others"
             )
+        for entity in {each.entity for one in self.handlers for each in one.loads}:
+            try:
+                locking(entity)  # all of its subclasses are imported now
+            except TypeError as error:
+                yield str(error)
         for one in self.handlers:
             # The default of a handler is cut off by a shorter limit of the transaction.
             is_longer = one.timeout > settings.transaction_timeout and one.timeout != TIMEOUT

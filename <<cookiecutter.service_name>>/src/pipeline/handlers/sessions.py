@@ -6,7 +6,7 @@ are flushed when its handler returns, and the state of the connection is reset.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -161,6 +161,8 @@ class OwnSession(RowSession):
     rows: "Rows"
     earlier: dict[SessionTransaction, tuple[Any, ...]]
     """What was staged, the guard's `contention` and the locked rows before each open savepoint."""
+    dropped: set[InstanceState[Any]]
+    """Rows that have left the session."""
     undone: SessionTransaction | None = None
     """The savepoint that was rolled back last."""
 
@@ -172,6 +174,32 @@ class OwnSession(RowSession):
 
     def reset(self) -> None:
         self.guard.refuse("session.reset()")
+
+    def check_origin(self, state: InstanceState[Any]) -> None:
+        """Raise `HandlerFault` for a row of another transaction, as it may have changed since.
+
+        SQLAlchemy itself compares versions by a `version_id_col`.
+        """
+        is_own = state.session_id == self.hash_key or state in self.dropped
+        if state.key is not None and not is_own and state.mapper.version_id_col is None:
+            raise self.guard.note(
+                f"{state.class_.__name__} {state.key[1]!r} was loaded by another transaction, and"
+                " may have changed since: load it again (an Aggregate by tx.load), or refer to it"
+                " by its key"
+            )
+
+    def _before_attach(self, state: InstanceState[Any], row: object) -> bool:
+        self.check_origin(state)
+        return super()._before_attach(state, row)
+
+    def _merge(self, state: InstanceState[Any], *values: Any, **options: Any) -> Any:
+        self.check_origin(state)
+        return super()._merge(state, *values, **options)
+
+    def bulk_save_objects(self, objects: Iterable[object], *values: Any, **options: Any) -> None:
+        for row in (rows := [*objects]):
+            self.check_origin(instance_state(row))
+        super().bulk_save_objects(rows, *values, **options)
 
     def unwritten(self) -> set[InstanceState[Any]]:
         """Return the rows whose version was raised by an event, and is not written yet."""
@@ -225,6 +253,16 @@ def _note_new(session: SharedSession, row: object) -> None:
 @listens_for(RowSession, "pending_to_persistent", propagate=True)
 def _note_added(session: RowSession, row: object) -> None:
     session.added.add(row)
+
+
+@listens_for(SharedSession, "detached_to_persistent")
+def _note_detached(session: SharedSession, _: object) -> None:
+    session.want()  # which says whose row it is
+
+
+@listens_for(OwnSession, "persistent_to_detached")
+def _note_dropped(session: OwnSession, row: object) -> None:
+    session.dropped.add(instance_state(row))
 
 
 @listens_for(OwnSession, "before_flush")
@@ -299,7 +337,7 @@ async def own_session(
     sync.close = partial(guard.refuse, "connection.close()")  # type: ignore[method-assign]
     session = new_session(connection, kind)
     own = cast(OwnSession, session.sync_session)
-    own.guard, own.earlier = guard, {}
+    own.guard, own.earlier, own.dropped = guard, {}, set()
     try:
         yield session
         # A task that the handler has started last and did not await starts its statement now.

@@ -7,7 +7,6 @@ from typing import Generic, TypeVar
 
 from opentelemetry.context import Context
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
 
 from pipeline.events.event import Event
 from pipeline.events.message import Message
@@ -71,7 +70,7 @@ class UnitOfWork(ABC):
     def add(self, row: object) -> None:
         """Insert a new row when the batch is written, together with those of other messages."""
         self._check()
-        Session.add(self._rows.session.sync_session, row)
+        self._rows.add(row)
 
     async def load(self, entity: type[A], *key: object) -> A | None:
         """Return the row with this primary key, locked until the end of the batch, or None.

@@ -1,6 +1,8 @@
 """More that careless handlers do: it is done as if they were alone, or named at their message."""
 
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -22,9 +24,11 @@ from pipeline import Aggregate, Park, Retry, Transaction
 
 from .test_door import (
     Changed,
+    Good,
     Habit,
     Habits,
     Note,
+    Part,
     Shop,
     Wallet,
     change,
@@ -279,6 +283,177 @@ async def test_two_texts_of_one_uuid_are_one_row_and_one_key(
     await habits.together(1, 2, 3)
     assert await errors_of(habits.desk) == {}
     assert await events_of(db, id) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3)]
+
+
+# Rows that are kept from an earlier message
+
+KEPT: dict[str, Any] = {}
+"""What the module keeps, by the name of its table."""
+
+
+async def keeping(tx: Transaction, key: str) -> None:
+    await change(tx, key)
+    KEPT["wallet"] = await tx.load_or_create(Wallet, key)
+    KEPT["part"] = await tx.load_or_create(Part, "part")
+    KEPT["note"] = Note(text=key)
+    tx.add(KEPT["note"])
+
+
+async def keeping_a_loaded_one(tx: Transaction, key: str) -> None:
+    KEPT["good"] = await tx.session.get_one(Good, 1)
+
+
+async def adding(tx: Transaction, key: str) -> None:
+    tx.add(KEPT["wallet"])
+    KEPT["wallet"].cents = 100
+
+
+async def adding_a_note(tx: Transaction, key: str) -> None:
+    tx.add(KEPT["note"])
+
+
+async def adding_in_silence(tx: Transaction, key: str) -> None:
+    with suppress(Exception):
+        tx.session.add(KEPT["wallet"])
+
+
+async def merging(tx: Transaction, key: str) -> None:
+    await change(tx, key)
+    await tx.session.merge(KEPT["wallet"])
+
+
+async def merging_by_a_relationship(tx: Transaction, key: str) -> None:
+    shop = Shop(id=key)
+    shop.parts = [KEPT["part"]]
+    await tx.session.merge(shop)
+
+
+async def deleting(tx: Transaction, key: str) -> None:
+    await tx.session.delete(KEPT["note"])
+
+
+async def saving_in_bulk(tx: Transaction, key: str) -> None:
+    KEPT["wallet"].cents = 100
+    await tx.session.run_sync(lambda sync: sync.bulk_save_objects([KEPT["wallet"]]))
+
+
+async def publishing(tx: Transaction, key: str) -> None:
+    tx.publish(Changed(cents=0), of=KEPT["wallet"])
+
+
+async def appending(tx: Transaction, key: str) -> None:
+    shop = await tx.load_or_create(Shop, key)
+    shop.parts.append(KEPT["part"])
+
+
+async def appending_what_was_loaded(tx: Transaction, key: str) -> None:
+    shop = await tx.load_or_create(Shop, key)
+    shop.goods.append(KEPT["good"])
+
+
+BRINGING = (
+    adding,
+    adding_a_note,
+    adding_in_silence,
+    merging,
+    merging_by_a_relationship,
+    deleting,
+    saving_in_bulk,
+    publishing,
+)
+
+
+@pytest.mark.parametrize("habit", [*BRINGING, appending])
+async def test_a_row_that_is_kept_from_an_earlier_transaction_is_refused(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    habits.habits = {1: keeping, 2: habit}
+    await habits.together(1)
+    await habits.together(2)
+    assert set(errors := await errors_of(habits.desk)) == {1}
+    assert re.search("by another transaction|is locked|already present", errors[1])
+    assert await events_of(db) == [(1, '{"cents":1}')]
+    assert (await wallet_of(db))["cents"] == 1
+    assert await db.fetchval("SELECT count(*) FROM note") == 1
+
+
+@pytest.mark.parametrize("habit", BRINGING)
+async def test_a_row_that_is_kept_from_another_message_of_the_batch_is_refused(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    habits.habits = {1: keeping, 2: habit}
+    await habits.together(1, 2)
+    assert set(errors := await errors_of(habits.desk)) == {1}
+    assert re.search("by another transaction|is locked|already present", errors[1])
+    assert await events_of(db) == [(1, '{"cents":1}')]
+    assert (await wallet_of(db))["cents"] == 1
+    assert await db.fetchval("SELECT count(*) FROM note") == 1
+
+
+async def test_a_row_that_is_no_aggregate_is_refused_too(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    await db.execute("INSERT INTO shop (id, cents, version) VALUES ('s', 0, 0)")
+    await db.execute("INSERT INTO good (id, shop_id) VALUES (1, 's')")
+    habits.habits = {1: keeping_a_loaded_one, 2: appending_what_was_loaded}
+    await habits.together(1)
+    await habits.together(2, 3)
+    assert "Good (1,) was loaded by another transaction" in (await errors_of(habits.desk))[1]
+    assert await db.fetchval("SELECT shop_id FROM good") == "s"
+
+
+async def adding_again(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    tx.add(wallet)
+    note = Note(text=str(tx.message.id))
+    tx.add(note)
+    tx.add(note)
+    wallet.cents += 1
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+async def expunging_and_adding(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    await tx.session.flush()
+    tx.session.expunge(wallet)
+    tx.session.add(wallet)
+    wallet.cents += 1
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+async def expunging_and_merging(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    await tx.session.flush()
+    tx.session.expunge(wallet)
+    wallet.cents += 1
+    await tx.load(Wallet, key)
+    wallet = await tx.session.merge(wallet)
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+async def merging_itself(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    assert await tx.session.merge(wallet) is wallet
+    wallet.cents += 1
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+@pytest.mark.parametrize(
+    "habit", [adding_again, expunging_and_adding, expunging_and_merging, merging_itself]
+)
+async def test_a_row_of_the_message_itself_may_be_added_and_merged(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    habits.habits = {2: habit, 3: habit}
+    await habits.together(1, 2, 3, 4)
+    assert await errors_of(habits.desk) == {}
+    assert await events_of(db) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3, 4)]
+
+
+async def test_adding_its_own_rows_twice_needs_no_session_of_its_own(habits: Habits) -> None:
+    habits.habits = {2: adding_again}
+    await habits.together(1, 2, 3)
+    assert habits.calls == [1, 2, 3]
 
 
 # Rows that were published
