@@ -24,6 +24,7 @@ def provide() -> object:
 def provider(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], Credentials]:
     """Make credentials of a function, which have little patience."""
     monkeypatch.setattr(credentials, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(credentials, "_running", {})
     released.clear()
     calls.clear()
 
