@@ -37,7 +37,9 @@ _INFRASTRUCTURE = (
     "58",  # system error
 )
 """Error codes of PostgreSQL (Appendix A) or the beginnings of some: a class has two characters."""
-_CONTENTION = ("40001", "40P01", "55P03", "57014")
+QUERY_CANCELED = "57014"
+"""By a role's `statement_timeout`, or `pg_cancel_backend`."""
+_CONTENTION = ("40001", "40P01", "55P03", QUERY_CANCELED)
 _OF_SERVERS = ("08", "25", "53", "57", "58", "XX")
 _OF_THE_PROCESS = (errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 _OF_RESOURCES = ("53", "58")

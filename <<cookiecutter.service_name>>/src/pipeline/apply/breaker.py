@@ -40,15 +40,18 @@ class BreakerOpen(Paused):
 
     reason = "breaker open"
 
+    def __init__(self, text: str, consumer: str) -> None:
+        super().__init__(text)
+        self.consumer = consumer
+
 
 @dataclass(slots=True)
 class _Consumer:
     kind: type[BaseException]
     keys: set[bytes] = field(default_factory=set)
-    probe_at: float = 0.0
-    """When workers may probe."""
-    read_at: float = 0.0
-    """When a reader may probe; workers, which try what has failed, must not use up its turns."""
+    probe_at: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    """When a worker (True), or a reader, may probe. Workers try what has failed, and must not use
+    up the turns of readers."""
     is_open: bool = False
     text: str = ""
 
@@ -69,40 +72,41 @@ class Breaker:
 
     @property
     def resting(self) -> set[str]:
-        """Consumers for which it is open, and whose next probe is not due."""
+        """Consumers for which it is open, and whose next probe by a worker is not due."""
         now = monotonic()
-        return {name for name, one in self._failing.items() if one.is_open and now < one.probe_at}
+        return {name for name in self.open if now < self._failing[name].probe_at[True]}
 
     @contextmanager
-    def probe(self, consumers: Iterable[str]) -> Iterator[None]:
-        """Apply a reader's batch, which is the probe of consumers for which it is open.
+    def probe(self, consumers: Iterable[str], *, is_worker: bool = False) -> Iterator[None]:
+        """Apply a batch, which is the probe of consumers for which it is open.
 
-        Raises `BreakerOpen` if another reader has made it within the pause.
+        Raises `BreakerOpen` if another reader, or worker, has made it within the pause.
         """
-        now = monotonic()
-        probed = [self._failing[name] for name in self.open.intersection(consumers)]
-        for state in probed:
-            if now < state.read_at:
-                refused = BreakerOpen(state.text)
-                refused.after = state.read_at - now
+        now, failed = monotonic(), None
+        probed = {name: self._failing[name] for name in self.open.intersection(consumers)}
+        for name, state in probed.items():
+            if now < state.probe_at[is_worker]:
+                refused = BreakerOpen(state.text, name)
+                refused.after = state.probe_at[is_worker] - now
                 raise refused
-        read_at = now
-        for state in probed:
-            state.read_at = now + self._pause
+        probe_at = now + self._pause
+        for state in probed.values():
+            state.probe_at[is_worker] = probe_at
         try:
             yield
-        except BreakerOpen:
-            read_at = now + self._pause
+        except BreakerOpen as error:
+            failed = error.consumer
             raise
         finally:
-            for state in probed:  # unless messages have failed, what follows may be the probe
-                state.read_at = read_at
+            for name, state in probed.items():
+                if name != failed and state.probe_at[is_worker] == probe_at:
+                    state.probe_at[is_worker] = now  # what follows may be the probe
 
     def forget_idle(self) -> None:
         """Close it for consumers that this process does not probe any more."""
         now = monotonic()
         for name in self.open:
-            if now > self._failing[name].probe_at + _FORGOTTEN_AFTER:
+            if now > self._failing[name].probe_at[True] + _FORGOTTEN_AFTER:
                 self._close(name, "is not tried here any more: another process has its partitions")
 
     @property
@@ -141,18 +145,18 @@ class Breaker:
                 self._open(state, consumer, error)
 
     def _open(self, state: "_Consumer", consumer: str, error: BaseException) -> None:
-        state.probe_at = monotonic() + self._pause
+        state.probe_at[True] = probe_at = monotonic() + self._pause
         kind = type(as_raised(error)).__qualname__
         state.text = text = (
             f"{consumer} fails with {kind} for at least {self._limit} keys in a row:"
             " its messages are paused, and retried until one succeeds"
         )
         if not state.is_open:
-            state.is_open, state.read_at = True, state.probe_at
+            state.is_open, state.probe_at[False] = True, probe_at
             log.error("breaker: %s", text, exc_info=error)
             metrics.set_breaker(consumer, is_open=True)
         self._health.not_ready(f"breaker of {consumer}", text)
-        raise BreakerOpen(text) from error
+        raise BreakerOpen(text, consumer) from error
 
     def _close(self, consumer: str, why: str) -> None:
         state = self._failing.pop(consumer, None)

@@ -28,6 +28,7 @@ from dataclasses import replace
 from opentelemetry.context import Context
 
 from pipeline.errors import (
+    QUERY_CANCELED,
     Repeat,
     StoreUnavailable,
     is_contention,
@@ -35,6 +36,7 @@ from pipeline.errors import (
     is_of_the_database,
     lacks_partition,
     may_be_outage,
+    sqlstate_of,
 )
 from pipeline.handlers.policy import (
     ISOLATED,
@@ -162,10 +164,10 @@ def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> Rolled
     if not attempt.has_begun_calls:
         # Of many records they may be too much. Decisions alone are stored in one transaction, if
         # there is time for it.
+        is_cut_off = attempt.is_late or sqlstate_of(cause) == QUERY_CANCELED
         called = without_decision(source, source.decisions | attempt.memory.decisions)
-        may_be_divided = not is_single(source) and not is_nobodys(cause)
-        divides = may_be_divided and (called or attempt.is_late)
-        return StatementFailed(cause) if divides else None
+        divides = is_cut_off or (called and not is_nobodys(cause))
+        return StatementFailed(cause) if divides and not is_single(source) else None
     is_without_answer = attempt.is_committing and attempt.is_late
     if attempt.is_late and not is_without_answer:
         late = TimeoutError(
@@ -184,15 +186,12 @@ def decide_isolated(item: Item, failure: RolledBack, outcome: BatchOutcome) -> N
     """Decide on an isolated message that has failed; later ones of its key may wait for it."""
     # Otherwise Python raised it in its handler: it is the message's own.
     if is_of_the_database(failure.error) and not isinstance(failure.error, HandlerFault):
-        decision = undecided(failure.error, item.history, ISOLATED)
-        decision = replace(decision, trace=failure.trace)
+        decision = undecided(failure.error, item.history, ISOLATED, failure.trace)
     else:
         decision = _after_failure(item, failure)
     outcome.failed.append((item, failure.error))
     outcome.counted[item.consumer] += len(observed(outcome.failed[-1:]))
-    outcome.decided.append((item, decision))
-    if not decision.is_dead or decision.holds:
-        outcome.behind.add(item.order_key)
+    outcome.decide(item, decision)
 
 
 def decide_alone(item: Item, failure: RolledBack) -> Decision:

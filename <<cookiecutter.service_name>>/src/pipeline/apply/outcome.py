@@ -30,14 +30,12 @@ class BatchOutcome:
     mismatched: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
     decided: list[tuple[Item, Decision]] = field(default_factory=list)
     """Messages that are not applied now: parked, or dead."""
-    early: set[bytes] = field(default_factory=set)
-    """Order keys of events that came too early in their sequence."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)
     """Those of them whose handler, or flush, has failed."""
     counted: Counter[str] = field(default_factory=Counter)
     """Number of those that the breaker observes, by consumer."""
     behind: set[bytes] = field(default_factory=set)
-    """Order keys of failed messages that later ones of the key wait for."""
+    """Order keys of messages that later ones of the key wait for."""
     undecoded: list[Row] = field(default_factory=list)
     """Records that can't be given to a handler."""
 
@@ -61,6 +59,12 @@ class BatchOutcome:
         """Whether rows of the backlog are due at once."""
         return any(decision.due_in == 0.0 for _, decision in self.decided)
 
+    def decide(self, item: Item, decision: Decision) -> None:
+        """Add a decision on a message, which later ones of its key may have to wait for."""
+        self.decided.append((item, decision))
+        if not decision.is_dead or decision.holds:
+            self.behind.add(item.order_key)
+
     def add(self, run: "BatchOutcome") -> None:
         """Add the outcome of a run of the transaction's messages."""
         self.applied += run.applied
@@ -68,7 +72,6 @@ class BatchOutcome:
         self.decided += run.decided
         self.failed += run.failed
         self.counted += run.counted
-        self.early |= run.early
         self.behind |= run.behind
         self.returned |= run.returned
         self.seconds += run.seconds

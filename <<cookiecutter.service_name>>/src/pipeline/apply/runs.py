@@ -104,7 +104,7 @@ async def apply_runs(
         point = await attempt.connection.begin_nested()
         attempt.begin_run(run)
         try:
-            part = BatchOutcome(early={*outcome.early}, behind={*outcome.behind})
+            part = BatchOutcome(behind={*outcome.behind})
             await apply_run(run, attempt, generations, part, point)
             outcome.add(part)
             await point.commit()

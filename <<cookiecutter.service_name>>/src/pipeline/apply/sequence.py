@@ -11,7 +11,7 @@ from pipeline.handlers.ordering import (
     name_of,
     sequence_of,
 )
-from pipeline.handlers.policy import FOLLOWER, GAP, SHORTEST, Decision, dead, described
+from pipeline.handlers.policy import GAP, SHORTEST, Decision, dead, described
 from pipeline.handlers.rows import Rows
 
 from .item import Item, StoredRecord
@@ -30,17 +30,14 @@ async def gap_before(item: Item, rows: Rows, outcome: BatchOutcome) -> int | Non
         if sequence == row.followed and row.followed_by not in (None, name_of(item.message)):
             error = SequenceConflict(sequence, str(row.followed_by))
             decided = dead(item.handler.policy, "sequence conflict", error, item.history)
-            outcome.decided.append((item, decided))
+            outcome.decide(item, decided)
         else:
             outcome.superseded.append((item, f"sequence {row.followed} of {row.followed_by!r}"))
         return None
-    follows = item.order_key in outcome.early
-    decision = _decide_on_early(item, gap, follows=follows) if gap > 0 else None
+    decision = _decide_on_early(item, gap) if gap > 0 else None
     if decision is None:
         return gap
-    outcome.decided.append((item, decision))
-    if not decision.is_dead or decision.holds:
-        outcome.early.add(item.order_key)
+    outcome.decide(item, decision)
     return None
 
 
@@ -57,10 +54,8 @@ async def _followed(item: Item, rows: Rows) -> Sequenced | None:
     return cast(Sequenced | None, await rows.get(loads.entity, loads.key_of(item.event)))
 
 
-def _decide_on_early(item: Item, gap: int, *, follows: bool) -> Decision | None:
+def _decide_on_early(item: Item, gap: int) -> Decision | None:
     """Return the decision on an event before which others are missing; None: it is applied."""
-    if follows:  # also if its own time is over
-        return FOLLOWER
     gaps, policy = item.handler.gaps, item.handler.policy
     assert gaps is not None
     error = SequenceGap(item.sequence, gap)

@@ -71,6 +71,5 @@ def without_decision(source: Source, decisions: Collection[bytes]) -> Sequence[I
 
 
 def is_single(source: Source) -> bool:
-    """Whether the messages are those of one record."""
-    places = {(one.record.topic, one.record.partition, one.record.offset) for one in source.items}
-    return len(places) <= 1
+    """Whether it is one record, also one that can't be decoded, and so can't be divided."""
+    return len(source.pieces(1)) == 1

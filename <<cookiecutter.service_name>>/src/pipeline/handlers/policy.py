@@ -245,7 +245,7 @@ LOCKED_OUT = "locked out"
 DIED = "process died"
 """Reason of a message that is tried alone; its attempt is counted before it begins."""
 UNDECIDED = "undecided"
-"""Reason of a message of which no call has ended: a time limit has cut it off, or none was made."""
+"""Reason of a message that a time limit has cut off, or whose handler was not called any more."""
 ISOLATED = "failed in a batch"
 """Reason of a message that has failed as a run of its own, and maybe because of another."""
 TRIED_ALONE = UNDECIDED, ISOLATED
@@ -266,13 +266,15 @@ DEFERRED = Decision("deferred")
 """Decision on a message whose handler is called later: a deferred one or a call."""
 
 
-def undecided(error: BaseException, history: History, reason: str = UNDECIDED) -> Decision:
+def undecided(
+    error: BaseException, history: History, reason: str = UNDECIDED, trace: str | None = None
+) -> Decision:
     """Return the decision on a message that has failed beside others, and maybe because of one.
 
     It is tried by itself, at once; what has happened, or the death of processes (`DIED`), counts as
     no attempt.
     """
-    return Decision(reason, history, error=described(error))
+    return Decision(reason, history, error=described(error), trace=trace)
 
 
 def dead(policy: Policy, reason: str, error: BaseException, history: History = NEW) -> Decision:

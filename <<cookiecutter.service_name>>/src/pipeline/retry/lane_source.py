@@ -148,11 +148,12 @@ class LaneSource:
         first, *others = (self.items[n : n + size] for n in range(0, len(self.items), size))
         return [
             replace(self, items=first),
-            *(
-                replace(self, items=one, keys=[item.order_key for item in one], unhandleable=())
-                for one in others
-            ),
+            *(replace(self, items=one, keys=self._keys_of(one), unhandleable=()) for one in others),
         ]
+
+    def _keys_of(self, items: Sequence[Item]) -> Sequence[bytes]:
+        # Rows of records that could not be decoded have keys of their own.
+        return self.keys if self.redecoded else [item.order_key for item in items]
 
     def record_metrics(self, group: str, applied: Sequence[Item], seconds: float) -> None:
         """Record how long the messages were stored before they were applied."""

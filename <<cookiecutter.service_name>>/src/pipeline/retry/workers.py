@@ -21,6 +21,7 @@ from pipeline.apply.claim_check import resolve
 from pipeline.apply.encryption import Rows
 from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.source import without_decision
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.handlers.policy import TRIED_ALONE
@@ -289,7 +290,7 @@ class BacklogWorkers:
         alone = [*takewhile(lambda item: item.reason in TRIED_ALONE, source.items)]
         if not alone:
             items = [*takewhile(lambda item: item.reason not in TRIED_ALONE, source.items)]
-            await self._apply(self._consume, replace(source, items=items))
+            await self._try(self._consume, replace(source, items=items))
             return lease
         waiting: set[bytes] = set()
         tries = 0
@@ -302,7 +303,7 @@ class BacklogWorkers:
                 tries += 1
                 lease = await self._only(lease, lane)
                 only = replace(LaneSource.of(lease, [item]), compares=True)
-                outcomes = await self._apply(self._consume, only)
+                outcomes = await self._try(self._consume, only)
                 if not any(one.decided for one in outcomes):
                     continue
             waiting.add(item.order_key)
@@ -328,7 +329,7 @@ class BacklogWorkers:
             try:
                 source = await self._read(lease, [row])
                 # It is not due: its attempt is stored.
-                await self._apply(consume, replace(source, compares=False))
+                await self._try(consume, replace(source, compares=False))
             except (BreakerOpen, StoreUnavailable):
                 await self._apply(consume, undone)
                 raise
@@ -338,6 +339,14 @@ class BacklogWorkers:
                         async with asyncio.timeout(_UNDO_ATTEMPT_SECONDS):
                             await self._apply(consume, undone)
                 raise
+
+    async def _try(
+        self, consume: ConsumeTransactions, source: LaneSource
+    ) -> Sequence[BatchOutcome]:
+        """Call the handlers of rows, which is the probe of consumers whose breaker is open."""
+        called = {item.consumer for item in without_decision(source, source.decisions)}
+        with self._breaker.probe(called, is_worker=True):
+            return await self._apply(consume, source)
 
     async def _apply(
         self, consume: ConsumeTransactions, source: LaneSource

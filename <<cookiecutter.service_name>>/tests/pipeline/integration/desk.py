@@ -98,7 +98,7 @@ class Desk:
 
     def let_probe(self, consumer: str) -> None:
         """Let the time pass for which the breaker lets a consumer rest."""
-        self.lanes._breaker._failing[consumer].probe_at = monotonic()
+        self.lanes._breaker._failing[consumer].probe_at[True] = monotonic()
 
     async def backlog(self) -> list[asyncpg.Record]:
         """Return the rows of the backlog, in the order of their records."""

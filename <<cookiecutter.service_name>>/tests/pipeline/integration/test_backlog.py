@@ -1,7 +1,9 @@
 """The backlog: what fails is set aside and tried again, and its key waits behind it, in order."""
 
+import asyncio
 import logging
 from collections import Counter
+from contextlib import suppress
 from typing import Literal
 
 import asyncpg
@@ -10,7 +12,7 @@ import sqlalchemy as sa
 
 from pipeline import Handlers, Park, Policy, Reject, Retry, Transaction
 from pipeline.apply import backlog, positions
-from pipeline.apply.breaker import BreakerOpen
+from pipeline.apply.breaker import BreakerOpen, FailedMessage
 from pipeline.handlers.policy import DEFERRED, dead
 from pipeline.observe import metrics
 from pipeline.schema import LANES
@@ -571,6 +573,45 @@ async def test_retries_that_fail_do_not_look_like_a_bad_deployment(
     await desk.make_due()
     await desk.work_off()
     assert {row["attempts"] for row in await desk.backlog()} == {3}
+
+
+async def test_one_worker_at_a_time_probes_for_an_open_breaker(new_desk: NewDesk) -> None:
+    called, others_are_done = asyncio.Event(), asyncio.Event()
+    calls = 0
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic="asked", consumer="ask", mode="deferred")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        nonlocal calls
+        calls += 1
+        called.set()
+        await others_are_done.wait()
+        raise ValueError("not yet")
+
+    desk = await new_desk(handlers, topic="asked", backlog_workers=2)
+    await desk.apply(*(Deposit(n, account=str(n)) for n in range(20)))
+    with suppress(BreakerOpen):
+        desk.consume.breaker.observe(
+            FailedMessage("ask", bytes([n]), ValueError(n)) for n in range(20)
+        )
+    desk.let_probe("ask")
+    probe = asyncio.create_task(desk.lanes.work_off())
+    await called.wait()
+    for _ in range(5):  # other lanes are due
+        await desk.lanes.work_off()
+    assert calls == 1
+    others_are_done.set()
+    await probe
+    assert {row["attempts"] for row in await desk.backlog()} == {0}
+
+
+async def test_an_invalid_payload_that_holds_its_key_lets_those_before_it_pass(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await bank_with(new_desk, policy=Policy(after_death="hold"))
+    await desk.apply(Deposit(10), Deposit(20, value=b'{"account": 7}'), Deposit(30))
+    assert await histories(db) == {"ada": [10]}
+    assert told(await desk.backlog()) == [(1, "invalid payload", 0), (2, "follows another", 0)]
 
 
 async def test_an_invalid_payload_is_dead_at_once_and_its_neighbours_are_applied(

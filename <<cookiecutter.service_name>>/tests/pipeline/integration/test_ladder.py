@@ -146,7 +146,7 @@ async def test_it_is_the_messages_at_the_flush_and_at_the_commit_too(
     assert row["waits"]
 
 
-@pytest.mark.parametrize("failure", [*OF_SERVERS, "lost"])
+@pytest.mark.parametrize("failure", [*OF_SERVERS, "57014", "lost"])
 async def test_a_statement_of_the_engine_that_fails_for_many_is_repeated_for_fewer(
     new_desk: NewDesk, db: asyncpg.Connection, failure: str
 ) -> None:
@@ -192,6 +192,35 @@ async def test_the_engines_own_statements_are_no_fault_of_the_only_message_that_
     await asyncio.wait_for(desk.apply(*others, Deposit(POISON)), 20)
     assert await histories(db) == {"ada": [POISON]}
     assert {row["consumer"] for row in await desk.backlog()} == {"later"}
+
+
+@pytest.mark.parametrize(
+    "fails", ["RAISE EXCEPTION 'late' USING ERRCODE = '57014'", "PERFORM pg_sleep(600)"]
+)
+async def test_storing_records_that_can_not_be_decoded_may_take_too_long(
+    new_desk: NewDesk, db: asyncpg.Connection, fails: str
+) -> None:
+    await db.execute(
+        f"""
+        CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            IF (SELECT count(*) > 50 FROM added) THEN {fails}; END IF;
+            RETURN NULL;
+        END $$;
+        CREATE TRIGGER fail AFTER INSERT ON pipeline.backlog REFERENCING NEW TABLE AS added
+        FOR EACH STATEMENT EXECUTE FUNCTION fail()
+        """
+    )
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic="asked", consumer="ask")
+    async def ask(event: Deposited, tx: Transaction) -> None: ...
+
+    desk = await new_desk(handlers, topic="asked", transaction_timeout=5.0, lock_timeout=0.5)
+    records = (Deposit(n, type="") for n in range(120))
+    await asyncio.wait_for(desk.apply(*records), PATIENCE)
+    assert {row["reason"] for row in await desk.backlog()} == {"missing attribute"}
+    assert (len(await desk.backlog()), await desk.position()) == (120, 120)
 
 
 async def test_declared_rows_that_can_not_be_locked_are_the_fault_of_their_message(

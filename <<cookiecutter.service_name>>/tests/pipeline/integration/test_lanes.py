@@ -253,7 +253,7 @@ async def test_a_death_counts_until_every_row_was_tried_alone(
         if len(alone) == 2:
             alone.append(False)
             if why == "an open breaker":
-                raise BreakerOpen(why)
+                raise BreakerOpen(why, "deposit")
             desk.lanes.stop()
             return
         alone.append(len(rows) == 1 and is_suspect(lease, rows[0]))

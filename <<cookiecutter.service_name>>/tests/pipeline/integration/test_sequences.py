@@ -446,6 +446,22 @@ async def test_two_events_of_one_sequence_are_an_incident(
     assert outcomes["dead"] == 1
 
 
+@pytest.mark.parametrize("size", [1, 3])
+async def test_an_incident_may_hold_its_key(
+    new_desk: NewDesk, db: asyncpg.Connection, size: int
+) -> None:
+    _, desk = await following(new_desk, policy=Policy(after_death="hold"))
+    await desk.apply(*numbered(1, 2))
+    later = [replace(numbered(2)[0], id="another"), *numbered(3, 4)]
+    for n in range(0, 3, size):
+        await desk.apply(*later[n : n + size])
+    assert await history(db) == [1, 2]
+    assert [row["reason"] for row in await desk.backlog()] == [
+        "sequence conflict",
+        *["follows another"] * 2,
+    ]
+
+
 async def test_a_row_that_is_created_again_is_superseded_and_then_an_incident(
     new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
 ) -> None:

@@ -39,16 +39,17 @@ def test_retries_open_it_by_no_error_and_spend_no_attempt_while_it_is_open(
         of_three.observe([failed(1, KeyError(1), is_repeated=True)])
 
 
-def test_one_batch_of_all_readers_probes_in_each_pause(
-    of_three: Breaker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_worker", [False, True], ids=["readers", "workers"])
+def test_one_batch_of_all_of_them_probes_in_each_pause(
+    of_three: Breaker, monkeypatch: pytest.MonkeyPatch, is_worker: bool
 ) -> None:
     def read() -> bool:
-        """Return whether a reader's batch, which fails, was tried."""
+        """Return whether a batch, which fails, was tried."""
         was_tried = False
-        with suppress(BreakerOpen), of_three.probe({"ask", "other"}):
+        with suppress(BreakerOpen), of_three.probe({"ask", "other"}, is_worker=is_worker):
             was_tried = True
             let_fail(of_three, failed(7, ValueError(7)))
-            raise BreakerOpen
+            raise BreakerOpen("it fails", "ask")
         return was_tried
 
     assert [read() for _ in range(12)] == [True] * 12
@@ -59,15 +60,60 @@ def test_one_batch_of_all_readers_probes_in_each_pause(
         assert [read() for _ in range(12)].count(True) == (pauses > 0)
         with (
             pytest.raises(BreakerOpen, match="with ValueError") as refused,
-            of_three.probe({"ask"}),
+            of_three.probe({"ask"}, is_worker=is_worker),
         ):
             pytest.fail("another has probed")
         assert refused.value.after is not None
         assert 0 < refused.value.after <= PAUSE + 1e-6  # floats are rounded
-        with of_three.probe({"other"}):
+        with of_three.probe({"other"}, is_worker=is_worker):
             """Its consumer is not judged."""
     of_three.succeeded({"ask"})
     assert read()
+
+
+def test_a_worker_that_tries_what_has_failed_leaves_readers_their_turn(
+    of_three: Breaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_fail(of_three, *(failed(n, ValueError(n)) for n in range(3)))
+    later = monotonic() + PAUSE
+    monkeypatch.setattr(breaker, "monotonic", lambda: later)
+    with of_three.probe({"ask"}, is_worker=True):
+        with pytest.raises(BreakerOpen), of_three.probe({"ask"}, is_worker=True):
+            pytest.fail("two workers at once")
+        with of_three.probe({"ask"}):
+            """What it has read is new."""
+
+
+@pytest.mark.parametrize("is_worker", [False, True], ids=["readers", "workers"])
+def test_a_probe_is_that_of_the_consumer_which_fails(
+    of_three: Breaker, monkeypatch: pytest.MonkeyPatch, is_worker: bool
+) -> None:
+    def fail(consumer: str, *keys: int) -> None:
+        of_three.observe(FailedMessage(consumer, bytes([key]), ValueError(key)) for key in keys)
+
+    for consumer in ("ask", "tell"):
+        with suppress(BreakerOpen):
+            fail(consumer, 1, 2, 3)
+    later = monotonic() + PAUSE
+    monkeypatch.setattr(breaker, "monotonic", lambda: later)
+    with suppress(BreakerOpen), of_three.probe({"ask", "tell"}, is_worker=is_worker):
+        fail("ask", 4)
+    with pytest.raises(BreakerOpen), of_three.probe({"ask"}, is_worker=is_worker):
+        pytest.fail("it has just failed")
+    with of_three.probe({"tell"}, is_worker=is_worker):
+        """It was not judged."""
+
+
+def test_a_consumer_rests_for_as_long_after_a_probe_that_took_long(
+    of_three: Breaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_fail(of_three, *(failed(n, ValueError(n)) for n in range(3)))
+    begun = monotonic() + PAUSE
+    monkeypatch.setattr(breaker, "monotonic", lambda: begun)
+    with suppress(BreakerOpen), of_three.probe({"ask"}, is_worker=True):
+        monkeypatch.setattr(breaker, "monotonic", lambda: begun + 10 * PAUSE)
+        of_three.observe([failed(1, ValueError(1))])
+    assert of_three.resting == {"ask"}
 
 
 def test_a_batch_in_which_nothing_has_failed_leaves_the_probe_to_the_next(
