@@ -311,6 +311,9 @@ class ConsumeTransactions:
             decisions = none | decisions
         items = to_handle(found, decisions, outcome)
         if items:
+            if source.is_alone and attempt.seconds > attempt.time_limit / 2:
+                # What is left would be too little, and the message's failure.
+                raise TimeoutError("the database took half of the time limit before the call")
             attempt.has_begun_calls = True
             if rung.run is None:
                 await apply_run(items, attempt, generations, outcome)

@@ -15,7 +15,7 @@ from sqlalchemy import make_url
 from sqlalchemy.orm import object_session
 
 from pipeline import Event, Handlers, Policy, Reject, Transaction
-from pipeline.apply import backlog
+from pipeline.apply import backlog, limits
 from pipeline.apply.backlog import Row
 from pipeline.apply.ladder import BATCH
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
@@ -629,6 +629,32 @@ async def test_a_time_limit_that_passes_in_an_outage_is_nobodys(
     await applying
     await desk.work_off()
     assert (set(await histories(db)), await desk.backlog()) == ({"of 1"}, [])
+
+
+async def test_time_that_the_database_takes_before_a_call_is_not_the_messages(
+    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = Handlers()
+    calls = 0
+
+    @handlers.on(Deposited, topic="asked", consumer="ask", mode="deferred")
+    async def ask(event: Deposited, tx: Transaction) -> None:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(3)
+
+    desk = await new_desk(handlers, topic="asked", transaction_timeout=6.0, lock_timeout=0.5)
+    await desk.apply(Deposit(1))
+    begin, delays = limits.begin, [4.0]
+
+    async def slowly(connection: Any, statement: str) -> None:
+        await begin(connection, statement)
+        await asyncio.sleep(delays.pop() if delays else 0)
+
+    monkeypatch.setattr(limits, "begin", slowly)
+    await desk.work_off()
+    assert [row["attempts"] for row in await desk.backlog()] == []
+    assert calls == 1
 
 
 async def test_a_call_that_waits_for_the_database_until_its_time_limit_says_so(
