@@ -650,7 +650,13 @@ async def release(tx: Transaction, key: str) -> None:
     await tx.session.execute(sa.text("INSERT INTO note (text) VALUES ('outside')"))
 
 
+async def session_rollback_in_a_thread(tx: Transaction, key: str) -> None:
+    await tx.session.flush()
+    await asyncio.get_running_loop().run_in_executor(None, tx.session.sync_session.rollback)
+
+
 ENDINGS = (
+    session_rollback_in_a_thread,
     text_commit,
     text_rollback,
     connection_commit,
