@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.claim_check import ClaimCheck
@@ -14,6 +15,7 @@ from pipeline.apply.encryption import Encryption
 from pipeline.apply.writer import Writer
 from pipeline.errors import StoreUnavailable, summarize_error
 from pipeline.events.event import Unpublishable, declared_events, is_final
+from pipeline.handlers.aggregate import locking
 from pipeline.handlers.registry import TIMEOUT, Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
@@ -89,6 +91,12 @@ class Service:
                 f"a decorator above that of {name} would never be used: the function was registered"
                 " before. Write @handlers… above all others"
             )
+        loaded = {each.entity for one in self.handlers for each in one.loads}
+        for entity in sorted(loaded, key=lambda one: one.__qualname__):
+            try:
+                locking(entity)  # all of its subclasses are imported now
+            except (TypeError, SQLAlchemyError) as error:
+                yield str(error)
         for one in self.handlers:
             # The default of a handler is cut off by a shorter limit of the transaction.
             is_longer = one.timeout > settings.transaction_timeout and one.timeout != TIMEOUT

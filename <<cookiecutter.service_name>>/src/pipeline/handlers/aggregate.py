@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Self, TypeVar, Union, get_args, get_
 import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import ARRAY
-from sqlalchemy.orm import Mapped, Mapper, mapped_column, selectin_polymorphic
+from sqlalchemy.orm import Mapped, Mapper, class_mapper, mapped_column, selectin_polymorphic
 from sqlalchemy.orm.attributes import instance_state
 
 from pipeline.events.event import Event
@@ -58,7 +58,9 @@ class Loads(Generic[A]):
         return tuple([getattr(event, field) for field in self.fields])
 
     def check(self, event: type[Event]) -> None:
-        """Raise `TypeError` if the event lacks a field or the key has another number of columns."""
+        """Raise `TypeError` if the event lacks a field, the key has another number of columns, or
+        the rows can't be locked."""
+        _lockable(self.entity)
         columns = primary_key(self.entity)
         canonical(self.entity, ())
         known = event.model_fields
@@ -155,19 +157,10 @@ def locking(entity: type[Aggregate]) -> sa.Select[Any]:
     `FOR UPDATE` two transactions that each refer to the other's row would deadlock. A statement
     that deletes a row, or changes its key, takes the stronger lock itself.
     """
-    mapper = sa.inspect(entity)
+    class_mapper(entity)  # configures it, by which some get their selectable
+    mapper = _lockable(entity)
     base = _base_of(mapper)  # of a class in several tables: the others may have no row
     derived = {one for one in mapper.self_and_descendants if _base_of(one) is base} - {mapper}
-    if mapper.with_polymorphic is not None and mapper.with_polymorphic[1] is not None:
-        raise TypeError(
-            f"{entity.__name__} is loaded from a selectable of several tables, whose rows can't be"
-            " locked: load the classes of its tables"
-        )
-    if mapper.version_id_col is not None and mapper.version_id_col is mapper.columns.get("version"):
-        raise TypeError(
-            f"{entity.__name__}.version counts events, and a version_id_col counts flushes: leave"
-            " that out, because the row is locked"
-        )
     columns = [getattr(entity, name) for name in primary_key(entity)]
     # Arrays, not an IN list: the statement is the same for every number of keys.
     wanted = sa.select(
@@ -187,6 +180,23 @@ def locking(entity: type[Aggregate]) -> sa.Select[Any]:
         .with_for_update(of=base.local_table, key_share=True)
         .execution_options(populate_existing=True)
     )
+
+
+def _lockable(entity: type[Any]) -> Mapper[Any]:
+    """Return the mapper of a class. Raises `TypeError` if its rows can't be locked."""
+    mapper: Mapper[Any] = sa.inspect(entity)
+    is_table = isinstance(_base_of(mapper).local_table, sa.Table)
+    if not is_table or (mapper.with_polymorphic and mapper.with_polymorphic[1] is not None):
+        raise TypeError(
+            f"{entity.__name__} is loaded from a selectable in place of a table, whose rows can't"
+            " be locked: load the classes of its tables"
+        )
+    if mapper.version_id_col is not None and mapper.version_id_col is mapper.columns.get("version"):
+        raise TypeError(
+            f"{entity.__name__}.version counts events, and a version_id_col counts flushes: leave"
+            " that out, because the row is locked"
+        )
+    return mapper
 
 
 def _base_of(mapper: Mapper[Any]) -> Mapper[Any]:

@@ -49,7 +49,7 @@ class Rows:
             self._known.rows = self
         self.locked: dict[Place, Aggregate | None] = {}
         self._taken: dict[InstanceState[Any], int] = {}
-        """Number of the message that has loaded the row last."""
+        """Number of the message that has loaded or added the row last."""
         self._added: dict[type[Aggregate], list[Aggregate]] = {}
         """Rows that earlier messages have added, by base class, until one of it is looked for."""
         self._new: dict[Place, Aggregate] = {}
@@ -123,6 +123,7 @@ class Rows:
         known = cast(SharedSession, self._known)
         added, known.recent = known.recent, []
         for row in added:
+            self._taken[instance_state(row)] = self.message
             if isinstance(row, Aggregate):
                 self._added.setdefault(_base(type(row)), []).append(row)
         new = (*added, *self._created.values())
@@ -240,7 +241,6 @@ class Rows:
         if not self.writes.is_current(found):
             return False
         self.locked[place] = found
-        self._taken.setdefault(instance_state(found), 0)
         return True
 
     async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
@@ -298,6 +298,8 @@ class Rows:
         if not isinstance(row, Aggregate):
             raise TypeError(f"an event of= needs an Aggregate that is locked, not {row!r}")
         state = instance_state(row)
+        if self._taken.get(state, self.message) != self.message:  # another message has left it
+            cast(SharedSession, self._known).want()
         self._note(state)
         values = () if state.expired else key_of(row)
         if None in values:

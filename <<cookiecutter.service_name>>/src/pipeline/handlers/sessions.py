@@ -173,6 +173,27 @@ class OwnSession(RowSession):
     def reset(self) -> None:
         self.guard.refuse("session.reset()")
 
+    def check_origin(self, state: InstanceState[Any]) -> None:
+        """Raise `HandlerFault` for a row that this session has not loaded: it may be out of date.
+
+        SQLAlchemy itself compares versions by a `version_id_col`.
+        """
+        is_foreign = state.key is not None and state.session_id != self.hash_key
+        if is_foreign and state.mapper.version_id_col is None:
+            raise self.guard.note(
+                f"{state.class_.__name__} {state.identity!r} is no row of this message's session,"
+                " and may have changed since it was loaded: load it again (an Aggregate by"
+                " tx.load), or refer to it by its key"
+            )
+
+    def _before_attach(self, state: InstanceState[Any], row: object) -> bool:
+        self.check_origin(state)
+        return super()._before_attach(state, row)
+
+    def _merge(self, state: InstanceState[Any], *values: Any, **options: Any) -> Any:
+        self.check_origin(state)
+        return super()._merge(state, *values, **options)
+
     def unwritten(self) -> set[InstanceState[Any]]:
         """Return the rows whose version was raised by an event, and is not written yet."""
         return {
@@ -210,6 +231,9 @@ class WriterSession(OwnSession):
         self.written = IdentitySet()
         """Rows that were inserted or updated."""
 
+    def check_origin(self, state: InstanceState[Any]) -> None:
+        """Take every row: the application has loaded it, and no batch shares it."""
+
 
 @listens_for(WriterSession, "after_flush")
 def _note_written(session: WriterSession, _: object) -> None:
@@ -225,6 +249,11 @@ def _note_new(session: SharedSession, row: object) -> None:
 @listens_for(RowSession, "pending_to_persistent", propagate=True)
 def _note_added(session: RowSession, row: object) -> None:
     session.added.add(row)
+
+
+@listens_for(SharedSession, "detached_to_persistent")
+def _note_detached(session: SharedSession, _: object) -> None:
+    session.want()  # which says whose row it is
 
 
 @listens_for(OwnSession, "before_flush")

@@ -1,6 +1,8 @@
 """More that careless handlers do: it is done as if they were alone, or named at their message."""
 
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -14,6 +16,7 @@ from sqlalchemy.orm import (
     Mapped,
     declared_attr,
     make_transient,
+    make_transient_to_detached,
     mapped_column,
     relationship,
 )
@@ -22,9 +25,11 @@ from pipeline import Aggregate, Park, Retry, Transaction
 
 from .test_door import (
     Changed,
+    Good,
     Habit,
     Habits,
     Note,
+    Part,
     Shop,
     Wallet,
     change,
@@ -70,6 +75,18 @@ class Mailbox(Aggregate, Base):
 
     id: Mapped[str] = mapped_column(Text, primary_key=True)
     mail: Mapped[str | None] = mapped_column(Text, unique=True)
+
+
+class Counted(Base):
+    """A row whose versions SQLAlchemy compares."""
+
+    __tablename__ = "careless_counted"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    text: Mapped[str] = mapped_column(Text)
+    revision: Mapped[int] = mapped_column()
+
+    __mapper_args__ = {"version_id_col": revision}  # noqa: RUF012  # SQLAlchemy reads it once
 
 
 class Numbered(Aggregate, Base):
@@ -279,6 +296,173 @@ async def test_two_texts_of_one_uuid_are_one_row_and_one_key(
     await habits.together(1, 2, 3)
     assert await errors_of(habits.desk) == {}
     assert await events_of(db, id) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3)]
+
+
+# Rows that are kept from an earlier message
+
+KEPT: dict[str, Any] = {}
+"""What the module keeps, by the name of its table."""
+
+
+async def keeping(tx: Transaction, key: str) -> None:
+    await change(tx, key)
+    KEPT["wallet"] = await tx.load_or_create(Wallet, key)
+    KEPT["part"] = await tx.load_or_create(Part, "part")
+    KEPT["note"] = Note(text=key)
+    tx.add(KEPT["note"])
+
+
+async def keeping_a_loaded_one(tx: Transaction, key: str) -> None:
+    KEPT["good"] = await tx.session.get_one(Good, 1)
+
+
+async def adding(tx: Transaction, key: str) -> None:
+    tx.add(KEPT["wallet"])
+    KEPT["wallet"].cents = 100
+
+
+async def adding_a_note(tx: Transaction, key: str) -> None:
+    tx.add(KEPT["note"])
+
+
+async def adding_in_silence(tx: Transaction, key: str) -> None:
+    with suppress(Exception):
+        tx.session.add(KEPT["wallet"])
+
+
+async def merging(tx: Transaction, key: str) -> None:
+    await change(tx, key)
+    await tx.session.merge(KEPT["wallet"])
+
+
+async def merging_by_a_relationship(tx: Transaction, key: str) -> None:
+    shop = Shop(id=key)
+    shop.parts = [KEPT["part"]]
+    await tx.session.merge(shop)
+
+
+async def deleting(tx: Transaction, key: str) -> None:
+    await tx.session.delete(KEPT["note"])
+
+
+async def publishing(tx: Transaction, key: str) -> None:
+    tx.publish(Changed(cents=0), of=KEPT["wallet"])
+
+
+async def appending(tx: Transaction, key: str) -> None:
+    shop = await tx.load_or_create(Shop, key)
+    shop.parts.append(KEPT["part"])
+
+
+async def appending_what_was_loaded(tx: Transaction, key: str) -> None:
+    shop = await tx.load_or_create(Shop, key)
+    shop.goods.append(KEPT["good"])
+
+
+BRINGING = (adding_in_silence, merging, merging_by_a_relationship, deleting, publishing)
+REFUSAL = "is no row of this message's session|is locked|already present"
+
+
+@pytest.mark.parametrize("habit", [*BRINGING, adding, adding_a_note, appending])
+async def test_a_row_that_is_kept_from_an_earlier_transaction_is_refused(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    habits.habits = {1: keeping, 2: habit}
+    await habits.together(1)
+    await habits.together(2)
+    assert set(errors := await errors_of(habits.desk)) == {1}
+    assert re.search(REFUSAL, errors[1])
+    assert await events_of(db) == [(1, '{"cents":1}')]
+    assert (await wallet_of(db))["cents"] == 1
+    assert await db.fetchval("SELECT count(*) FROM note") == 1
+
+
+@pytest.mark.parametrize("habit", BRINGING)
+async def test_a_row_that_is_kept_from_another_message_of_the_batch_is_refused(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    habits.habits = {1: keeping, 2: habit}
+    await habits.together(1, 2)
+    assert set(errors := await errors_of(habits.desk)) == {1}
+    assert re.search(REFUSAL, errors[1])
+    assert await events_of(db) == [(1, '{"cents":1}')]
+    assert (await wallet_of(db))["cents"] == 1
+    assert await db.fetchval("SELECT count(*) FROM note") == 1
+
+
+async def test_a_row_that_is_no_aggregate_is_refused_too(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    await db.execute("INSERT INTO shop (id, cents, version) VALUES ('s', 0, 0)")
+    await db.execute("INSERT INTO good (id, shop_id) VALUES (1, 's')")
+    habits.habits = {1: keeping_a_loaded_one, 2: appending_what_was_loaded}
+    await habits.together(1)
+    await habits.together(2, 3)
+    assert "Good (1,) is no row of this message's session" in (await errors_of(habits.desk))[1]
+    assert await db.fetchval("SELECT shop_id FROM good") == "s"
+
+
+async def adding_a_copy(tx: Transaction, key: str) -> None:
+    row = Wallet(id=key, cents=100, version=1)
+    make_transient_to_detached(row)
+    tx.session.add(row)
+
+
+async def test_a_row_that_no_session_has_loaded_is_refused(habits: Habits) -> None:
+    habits.habits = {2: adding_a_copy}
+    await habits.together(1, 2)
+    assert "may have changed since it was loaded" in (await errors_of(habits.desk))[1]
+
+
+async def merging_a_counted_row(tx: Transaction, key: str) -> None:
+    KEPT["counted"] = await tx.session.merge(KEPT.get("counted") or Counted(id=1, text=""))
+    KEPT["counted"].text += "x"
+
+
+async def test_a_row_with_a_version_id_may_be_kept(habits: Habits, db: asyncpg.Connection) -> None:
+    """SQLAlchemy compares its versions."""
+    KEPT.pop("counted", None)
+    habits.habits = dict.fromkeys((1, 2, 3), merging_a_counted_row)
+    await habits.together(1)
+    await habits.together(2)
+    assert await errors_of(habits.desk) == {}
+    assert await db.fetchrow("SELECT text, revision FROM careless_counted") == ("xx", 2)
+    await db.execute("UPDATE careless_counted SET revision = 5")
+    await habits.together(3)
+    assert "StaleDataError" in (await errors_of(habits.desk))[2]
+
+
+async def adding_again(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    tx.add(wallet)
+    note = Note(text=str(tx.message.id))
+    tx.add(note)
+    tx.add(note)
+    wallet.cents += 1
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+async def merging_itself(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    assert await tx.session.merge(wallet) is wallet
+    wallet.cents += 1
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+@pytest.mark.parametrize("habit", [adding_again, merging_itself])
+async def test_a_row_of_the_message_itself_may_be_added_and_merged(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    habits.habits = {2: habit, 3: habit}
+    await habits.together(1, 2, 3, 4)
+    assert await errors_of(habits.desk) == {}
+    assert await events_of(db) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3, 4)]
+
+
+async def test_adding_its_own_rows_twice_needs_no_session_of_its_own(habits: Habits) -> None:
+    habits.habits = {2: adding_again}
+    await habits.together(1, 2, 3)
+    assert habits.calls == [1, 2, 3]
 
 
 # Rows that were published

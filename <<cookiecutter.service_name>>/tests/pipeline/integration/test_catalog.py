@@ -1,13 +1,25 @@
 """What the database does with the versions of a row, as far as only its catalog knows."""
 
+from contextlib import suppress
+
 import asyncpg
 import pytest
-from sqlalchemy import Text
+from sqlalchemy import Text, insert
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Mapped, mapped_column
 
 from pipeline import Aggregate, Transaction
 
-from .test_door import Habit, Habits, Wallet, add_cents, errors_of, habits, wallet_of
+from .test_door import (
+    Habit,
+    Habits,
+    Wallet,
+    add_cents,
+    errors_of,
+    executing,
+    habits,
+    wallet_of,
+)
 from .test_versions import AUDIT, ON_WALLET, Line, adding, history_of
 from tests.contract.bank import Base, Deposit
 
@@ -101,6 +113,50 @@ async def test_a_constraint_that_is_deferred_is_checked_after_each_message(
     assert waiting["reason"] == "failed in a batch"
     assert await errors_of(habits.desk) == {}  # it is there by now
     assert await db.fetchval("SELECT count(*) FROM versions_line") == 2
+
+
+SETTING = 'SET CONSTRAINTS "its wallet" {}'
+FUNCTION = f"""
+CREATE FUNCTION catalog_set() RETURNS void LANGUAGE plpgsql AS
+$$ BEGIN {SETTING} ; END $$
+"""
+
+
+async def child_before_parent(tx: Transaction, key: str) -> None:
+    """Add a line before its wallet, as a deferred constraint allows."""
+    await tx.session.execute(insert(Line).values(wallet_id=key))
+    await tx.session.execute(insert(Wallet).values(id=key, cents=0, version=0))
+
+
+async def child_without_parent(tx: Transaction, key: str) -> None:
+    """Try to add a line without its wallet, which an immediate constraint rejects at once."""
+    with suppress(IntegrityError):
+        async with tx.session.begin_nested():
+            await tx.session.execute(insert(Line).values(wallet_id="nobody"))
+
+
+@pytest.mark.parametrize(
+    ("initially", "mode", "habit"),
+    [
+        ("DEFERRED", "IMMEDIATE", child_before_parent),
+        ("IMMEDIATE", "DEFERRED", child_without_parent),
+    ],
+)
+@pytest.mark.parametrize("by", ["SELECT catalog_set()", f"DO $$ BEGIN {SETTING}; END $$"])
+async def test_a_mode_that_a_function_or_a_block_sets_fails_no_other_message(
+    habits: Habits, db: asyncpg.Connection, initially: str, mode: str, habit: Habit, by: str
+) -> None:
+    """Some are repeated alone, and none has spent an attempt."""
+    await db.execute(DEFERRED.replace("INITIALLY DEFERRED", f"INITIALLY {initially}"))
+    await db.execute(FUNCTION.format(mode))
+    step = executing(by.format(mode))
+    await together(habits, step, habit, habit, step, habit)
+    waiting = await habits.desk.backlog()
+    assert {(row["reason"], row["attempts"]) for row in waiting} <= {("failed in a batch", 0)}
+    assert await errors_of(habits.desk) == {}
+    added = ["1", "2", "4"] if habit is child_before_parent else []
+    rows = await db.fetch("SELECT wallet_id FROM versions_line ORDER BY wallet_id")
+    assert [row["wallet_id"] for row in rows] == added
 
 
 async def test_a_constraint_of_the_same_name_may_come_and_go(

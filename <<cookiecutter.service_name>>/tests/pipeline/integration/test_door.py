@@ -723,6 +723,12 @@ LEFT = [
     "SELECT pg_advisory_lock(12345)",
     "LISTEN something",
     "DECLARE kept CURSOR WITH HOLD FOR SELECT 1",
+    "DO $$ BEGIN SET search_path TO pg_catalog; END $$",
+    "DO $$ BEGIN EXECUTE 'SET ROLE pg_read_all_data'; END $$",
+    "DO $$ BEGIN CREATE TEMP TABLE left_behind (id int); END $$",
+    "DO $$ BEGIN PERFORM pg_advisory_lock(12345); END $$",
+    "DO $$ BEGIN LISTEN something; END $$",
+    "DO $$ BEGIN EXECUTE 'DECLARE kept CURSOR WITH HOLD FOR SELECT 1'; END $$",
 ]
 STATE = """
 SELECT current_setting('search_path'), current_user = session_user, current_setting('TimeZone'),

@@ -6,10 +6,16 @@ from typing import Annotated, Any, Generic, NewType, TypeVar
 
 import pytest
 from pydantic import Field, create_model
-from sqlalchemy import Text
+from sqlalchemy import Text, outerjoin
 from sqlalchemy.dialects.postgresql import TIME, TIMESTAMP
 from sqlalchemy.ext.declarative import ConcreteBase
-from sqlalchemy.orm import DeclarativeBase, Mapped, configure_mappers, mapped_column
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    column_property,
+    declared_attr,
+    mapped_column,
+)
 
 from pipeline import (
     Aggregate,
@@ -29,7 +35,7 @@ from pipeline import (
     Tombstone,
     Transaction,
 )
-from pipeline.handlers.aggregate import create, key_of, locking
+from pipeline.handlers.aggregate import Loads, create, key_of
 from pipeline.handlers.columns import primary_key
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.staging import CALLS
@@ -322,7 +328,7 @@ def test_keys_whose_time_the_database_rounds_are_refused(kind: Any) -> None:
         Handlers().on(Booked, topic="a", consumer="b", loads=Timed.by("flight"))
 
 
-def test_a_class_whose_rows_can_not_be_locked_is_refused() -> None:
+def test_a_class_whose_rows_can_not_be_locked_is_refused_at_the_start() -> None:
     class Local(DeclarativeBase):
         """Tables of this test."""
 
@@ -334,6 +340,9 @@ def test_a_class_whose_rows_can_not_be_locked_is_refused() -> None:
 
         flight: Mapped[str] = mapped_column(Text, primary_key=True)
 
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="b", loads=General.by("flight"))(note)
+
     class Special(General):
         """A row of another table."""
 
@@ -343,9 +352,57 @@ def test_a_class_whose_rows_can_not_be_locked_is_refused() -> None:
         flight: Mapped[str] = mapped_column(Text, primary_key=True)
         version: Mapped[int] = mapped_column()
 
-    configure_mappers()
-    with pytest.raises(TypeError, match=r"General is loaded from a selectable of several tables"):
-        locking(General)
+    service = Service("tests", handlers=handlers, metadata=Local.metadata)
+    with pytest.raises(Misconfigured, match=r"General is loaded from a selectable in place of a"):
+        service.check(SETTINGS)
+    with pytest.raises(TypeError, match=r"General is loaded from a selectable in place of a table"):
+        Handlers().on(Booked, topic="a", consumer="b", loads=General.by("flight"))
+
+
+class Numbered(Aggregate, Base):
+    """A row whose version SQLAlchemy counts."""
+
+    __tablename__ = "numbered"
+
+    flight: Mapped[str] = mapped_column(Text, primary_key=True)
+
+    @declared_attr.directive
+    @classmethod
+    def __mapper_args__(cls) -> dict[str, object]:
+        return {"version_id_col": cls.version}
+
+
+class Place(Base):
+    """A part of a row."""
+
+    __tablename__ = "place"
+
+    flight: Mapped[str] = mapped_column(Text, primary_key=True)
+    version: Mapped[int]
+
+
+seat, place = Seat.__table__, Place.__table__
+
+
+class Joined(Aggregate, Base):
+    """A row of which a part may be missing."""
+
+    __table__ = outerjoin(seat, place, seat.c.flight_no == place.c.flight)
+
+    flight = column_property(seat.c.flight_no, place.c.flight)
+    version = column_property(seat.c.version, place.c.version)
+
+
+@pytest.mark.parametrize(
+    ("loads", "text"),
+    [
+        (Numbered.by("flight"), "Numbered.version counts events, and a version_id_col counts"),
+        (Joined.by("flight", "seat"), "Joined is loaded from a selectable in place of a table"),
+    ],
+)
+def test_rows_that_can_not_be_locked_are_refused(loads: Loads[Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        Handlers().on(Booked, topic="a", consumer="b", loads=loads)
 
 
 def test_gaps_that_make_no_sense_are_refused() -> None:
