@@ -169,7 +169,7 @@ class Rows:
                     if not self._has(place):
                         await self.lock(entity, {place[1]})
             except BaseException as error:
-                self.error = error
+                self.error = self.error or error  # others of this message fail by the first
                 raise
         row = self.locked[place]
         if row is None:

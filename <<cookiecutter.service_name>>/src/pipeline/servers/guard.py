@@ -226,7 +226,7 @@ def in_context(
     """Await a coroutine in a context of its own: variables that it sets end with it.
 
     `call` is the result of a coroutine function; `guard` checks its statements. How often it
-    cancels its task, and takes that back, by the task's `cancelling`, goes to `cancellations`.
+    cancels its task, by the task's `cancelling`, goes to `cancellations`.
     """
     run, inner = copy_context().run, cast("Coroutine[Any, Any, T]", call)  # quicker as text
     run(CURRENT_GUARD.set, guard)
@@ -241,7 +241,7 @@ def in_context(
         except StopIteration as end:
             return cast(T, end.value)
         finally:
-            if cancelling() != requested and cancellations is not None:
+            if cancelling() > requested and cancellations is not None:
                 cancellations.append(cancelling() - requested)
         if guard is not None:
             guard.has_waited = True

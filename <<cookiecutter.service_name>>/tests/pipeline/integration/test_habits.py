@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
@@ -343,7 +343,7 @@ async def expire_in_a_thread(tx: Tx, key: str, cents: int) -> None:
     await asyncio.get_running_loop().run_in_executor(None, tx.session.expire_all)
 
 
-async def roll_back_in_a_thread_and_go_on(tx: Tx, key: str, cents: int) -> None:
+async def roll_back_in_a_thread(tx: Tx, key: str, cents: int) -> None:
     if isinstance(tx, ByHand):
         tx.is_broken = True
         return
@@ -351,8 +351,9 @@ async def roll_back_in_a_thread_and_go_on(tx: Tx, key: str, cents: int) -> None:
     roll_back = tx.session.sync_session.rollback
     with suppress(Exception):
         await asyncio.get_running_loop().run_in_executor(None, roll_back)
-    with suppress(Exception):
-        await tx.session.execute(sa.text("SELECT 1"))
+    if cents % 2:
+        with suppress(Exception):
+            await tx.session.execute(sa.text("SELECT 1"))
 
 
 def cancel_the_task() -> None:
@@ -443,7 +444,8 @@ FREE = (
 CANCELLING = cancel, cancel_at_the_end, cancel_a_statement, await_what_is_cancelled
 DEADLY = die, die_and_go_on
 HARMFUL = (
-    *(fail, swallow, break_check, commit, forget, round_a_time, roll_back_in_a_thread_and_go_on),
+    *(fail, swallow, break_check, commit, forget, round_a_time),
+    roll_back_in_a_thread,
     *(set_constraints, blame_the_server, blame_the_server, *CANCELLING, *DEADLY),
 )
 LAST = (expunge_all, set_for_good)
@@ -539,20 +541,8 @@ free = st.lists(steps, min_size=1, max_size=3)
 last = st.lists(st.builds(Step, st.sampled_from(HARMFUL + LAST), cents), min_size=1, max_size=1)
 
 
-def without_gathering(steps: list[Step]) -> list[Step]:
-    """Leave out loads at the same time: the error of the last hides that of the first."""
-    kept = (step for step in steps if step.habit is not gather)
-    return [replace(step, inner=without_gathering(step.inner)) for step in kept]
-
-
-def without_hiding(steps: list[Step]) -> list[Step]:
-    """Leave out such loads if the search path may lack their table."""
-    names = {name for step in steps for name in step.names()}
-    return without_gathering(steps) if set_for_good.__name__ in names else steps
-
-
 messages = st.builds(
-    lambda key, first, then, loses: Message(key, without_hiding(first) + then, loses),
+    lambda key, first, then, loses: Message(key, first + then, loses),
     st.sampled_from(KEYS),
     plain | free,
     st.just([]) | st.just([]) | st.just([]) | last,
