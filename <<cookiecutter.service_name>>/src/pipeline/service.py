@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.orm import configure_mappers
 
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.encryption import Encryption
 from pipeline.apply.writer import Writer
-from pipeline.errors import StoreUnavailable, summarize_error
+from pipeline.errors import StoreUnavailable, describe_error, summarize_error
 from pipeline.events.event import Unpublishable, declared_events, is_final
 from pipeline.handlers.aggregate import locking
 from pipeline.handlers.registry import TIMEOUT, Handlers
@@ -92,11 +92,12 @@ class Service:
                 " before. Write @handlers… above all others"
             )
         loaded = {each.entity for one in self.handlers for each in one.loads}
-        for entity in sorted(loaded, key=lambda one: one.__qualname__):
-            try:
+        try:
+            configure_mappers()
+            for entity in sorted(loaded, key=lambda one: one.__qualname__):
                 locking(entity)  # all of its subclasses are imported now
-            except (TypeError, SQLAlchemyError) as error:
-                yield str(error)
+        except Exception as error:  # also of the service's code, in a relationship
+            yield describe_error(error)
         for one in self.handlers:
             # The default of a handler is cut off by a shorter limit of the transaction.
             is_longer = one.timeout > settings.transaction_timeout and one.timeout != TIMEOUT

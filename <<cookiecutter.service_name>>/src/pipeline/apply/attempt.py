@@ -164,6 +164,8 @@ class Attempt:
 
     async def roll_back(self, *, discards: bool = False) -> None:
         """Roll back; the connection stays usable unless a statement may be under way."""
+        # A handler that is called again may have kept rows of its first call.
+        cast(RowSession, self.rows.session.sync_session).by_engine(Session.expunge_all)
         if discards or self.is_busy or self.is_late:
             await self.connection.invalidate()
         elif self.own:

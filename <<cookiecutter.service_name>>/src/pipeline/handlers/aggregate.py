@@ -185,8 +185,8 @@ def locking(entity: type[Aggregate]) -> sa.Select[Any]:
 def _lockable(entity: type[Any]) -> Mapper[Any]:
     """Return the mapper of a class. Raises `TypeError` if its rows can't be locked."""
     mapper: Mapper[Any] = sa.inspect(entity)
-    is_table = isinstance(_base_of(mapper).local_table, sa.Table)
-    if not is_table or (mapper.with_polymorphic and mapper.with_polymorphic[1] is not None):
+    of_union = mapper.with_polymorphic and mapper.with_polymorphic[1] is not None
+    if of_union or not _has_rows(_base_of(mapper).local_table):
         raise TypeError(
             f"{entity.__name__} is loaded from a selectable in place of a table, whose rows can't"
             " be locked: load the classes of its tables"
@@ -197,6 +197,14 @@ def _lockable(entity: type[Any]) -> Mapper[Any]:
             " that out, because the row is locked"
         )
     return mapper
+
+
+def _has_rows(selectable: sa.FromClause) -> bool:
+    """Whether it is a table, or an inner join of tables."""
+    if isinstance(selectable, sa.Join):
+        is_outer = selectable.isouter or selectable.full
+        return not is_outer and _has_rows(selectable.left) and _has_rows(selectable.right)
+    return isinstance(selectable, sa.Table)
 
 
 def _base_of(mapper: Mapper[Any]) -> Mapper[Any]:

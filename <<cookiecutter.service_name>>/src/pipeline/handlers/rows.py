@@ -305,9 +305,8 @@ class Rows:
         if None in values:
             raise TypeError("an event of=row needs the row's primary key: flush first")
         key = canonical(type(row), values)
-        if not values or not (
-            self._holds(row, key) or row in self._known.new or row in self._known.added
-        ):
+        is_own = self._holds(row, key) or row in self._known.new or row in self._known.added
+        if not values or not is_own or row not in self._known:
             raise TypeError(
                 f"an event of={type(row).__name__} needs a row that is locked, or events lose"
                 " their order: fetch it by tx.load or tx.load_or_create, and once more after a"

@@ -129,6 +129,11 @@ class SharedSession(RowSession):
     def bind(self, connection: Any) -> None:
         self._bind = connection
 
+    def _before_attach(self, state: InstanceState[Any], row: object) -> bool:
+        if state.key is not None and state.session_id != self.hash_key:
+            self.want()  # which says whose row it is
+        return super()._before_attach(state, row)
+
     def want(self) -> None:
         """Note that a handler needs a session of its own, and leave it; nothing for the engine."""
         if self.is_of_handler:
@@ -161,6 +166,8 @@ class OwnSession(RowSession):
     rows: "Rows"
     earlier: dict[SessionTransaction, tuple[Any, ...]]
     """What was staged, the guard's `contention` and the locked rows before each open savepoint."""
+    dropped: set[InstanceState[Any]]
+    """Rows that it has expunged."""
     undone: SessionTransaction | None = None
     """The savepoint that was rolled back last."""
 
@@ -178,8 +185,8 @@ class OwnSession(RowSession):
 
         SQLAlchemy itself compares versions by a `version_id_col`.
         """
-        is_foreign = state.key is not None and state.session_id != self.hash_key
-        if is_foreign and state.mapper.version_id_col is None:
+        is_own = state.key is None or state.session_id == self.hash_key or state in self.dropped
+        if not is_own and state.mapper.version_id_col is None:
             raise self.guard.note(
                 f"{state.class_.__name__} {state.identity!r} is no row of this message's session,"
                 " and may have changed since it was loaded: load it again (an Aggregate by"
@@ -251,9 +258,9 @@ def _note_added(session: RowSession, row: object) -> None:
     session.added.add(row)
 
 
-@listens_for(SharedSession, "detached_to_persistent")
-def _note_detached(session: SharedSession, _: object) -> None:
-    session.want()  # which says whose row it is
+@listens_for(OwnSession, "persistent_to_detached")
+def _note_dropped(session: OwnSession, row: object) -> None:
+    session.dropped.add(instance_state(row))
 
 
 @listens_for(OwnSession, "before_flush")
@@ -328,7 +335,7 @@ async def own_session(
     sync.close = partial(guard.refuse, "connection.close()")  # type: ignore[method-assign]
     session = new_session(connection, kind)
     own = cast(OwnSession, session.sync_session)
-    own.guard, own.earlier = guard, {}
+    own.guard, own.earlier, own.dropped = guard, {}, set()
     try:
         yield session
         # A task that the handler has started last and did not await starts its statement now.

@@ -41,6 +41,7 @@ from .test_door import (
     tagging,
     wallet_of,
 )
+from .test_versions import AUDIT, ON_WALLET
 from tests.contract.bank import Base, Deposit
 from tests.servers.pooler import CANCELLING
 
@@ -360,7 +361,7 @@ async def appending_what_was_loaded(tx: Transaction, key: str) -> None:
 
 
 BRINGING = (adding_in_silence, merging, merging_by_a_relationship, deleting, publishing)
-REFUSAL = "is no row of this message's session|is locked|already present"
+REFUSAL = "is no row of this message's session|needs a row that is locked"
 
 
 @pytest.mark.parametrize("habit", [*BRINGING, adding, adding_a_note, appending])
@@ -414,15 +415,24 @@ async def test_a_row_that_no_session_has_loaded_is_refused(habits: Habits) -> No
     assert "may have changed since it was loaded" in (await errors_of(habits.desk))[1]
 
 
+async def adding_a_counted_row(tx: Transaction, key: str) -> None:
+    row = KEPT.setdefault("counted", Counted(id=1, text=""))
+    tx.add(row)
+    row.text += "x"
+
+
 async def merging_a_counted_row(tx: Transaction, key: str) -> None:
     KEPT["counted"] = await tx.session.merge(KEPT.get("counted") or Counted(id=1, text=""))
     KEPT["counted"].text += "x"
 
 
-async def test_a_row_with_a_version_id_may_be_kept(habits: Habits, db: asyncpg.Connection) -> None:
+@pytest.mark.parametrize("habit", [adding_a_counted_row, merging_a_counted_row])
+async def test_a_row_with_a_version_id_may_be_kept(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
     """SQLAlchemy compares its versions."""
     KEPT.pop("counted", None)
-    habits.habits = dict.fromkeys((1, 2, 3), merging_a_counted_row)
+    habits.habits = dict.fromkeys((1, 2, 3), habit)
     await habits.together(1)
     await habits.together(2)
     assert await errors_of(habits.desk) == {}
@@ -449,7 +459,16 @@ async def merging_itself(tx: Transaction, key: str) -> None:
     tx.publish(Changed(cents=wallet.cents), of=wallet)
 
 
-@pytest.mark.parametrize("habit", [adding_again, merging_itself])
+async def expunging_and_adding(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    await tx.session.flush()
+    tx.session.expunge(wallet)
+    tx.session.add(wallet)
+    wallet.cents += 1
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+
+
+@pytest.mark.parametrize("habit", [adding_again, merging_itself, expunging_and_adding])
 async def test_a_row_of_the_message_itself_may_be_added_and_merged(
     habits: Habits, db: asyncpg.Connection, habit: Habit
 ) -> None:
@@ -457,6 +476,42 @@ async def test_a_row_of_the_message_itself_may_be_added_and_merged(
     await habits.together(1, 2, 3, 4)
     assert await errors_of(habits.desk) == {}
     assert await events_of(db) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3, 4)]
+
+
+async def publishing_what_was_expunged(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    await tx.session.flush()
+    tx.session.expunge(wallet)
+    tx.publish(Changed(cents=0), of=wallet)
+
+
+@pytest.mark.parametrize("trigger", [False, True], ids=["", "beside a trigger"])
+@pytest.mark.parametrize("habit", [publishing, publishing_what_was_expunged])
+async def test_no_event_is_of_a_row_that_is_in_no_session(
+    habits: Habits, db: asyncpg.Connection, habit: Habit, trigger: bool
+) -> None:
+    if trigger:
+        await db.execute(AUDIT + ON_WALLET)
+    habits.habits = {1: keeping, 2: habit}
+    await habits.together(1, 2)
+    assert "needs a row that is locked" in (await errors_of(habits.desk))[1]
+    assert await events_of(db) == [(1, '{"cents":1}')]
+
+
+async def noting_and_selecting(tx: Transaction, key: str) -> None:
+    note = KEPT.setdefault(key, Note(text=key))
+    tx.add(note)
+    await tx.session.execute(sa.text("SELECT 1"))
+
+
+async def test_a_row_of_the_call_before_is_the_messages_own(
+    habits: Habits, db: asyncpg.Connection
+) -> None:
+    """The handler is called again with a session of its own."""
+    habits.habits = {2: noting_and_selecting}
+    await habits.together(1, 2, 3)
+    assert await errors_of(habits.desk) == {}
+    assert await db.fetchval("SELECT count(*) FROM note") == 1
 
 
 async def test_adding_its_own_rows_twice_needs_no_session_of_its_own(habits: Habits) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Generic, NewType, TypeVar
 
 import pytest
 from pydantic import Field, create_model
-from sqlalchemy import Text, outerjoin
+from sqlalchemy import Text, join, outerjoin
 from sqlalchemy.dialects.postgresql import TIME, TIMESTAMP
 from sqlalchemy.ext.declarative import ConcreteBase
 from sqlalchemy.orm import (
@@ -391,6 +391,19 @@ class Joined(Aggregate, Base):
 
     flight = column_property(seat.c.flight_no, place.c.flight)
     version = column_property(seat.c.version, place.c.version)
+
+
+class Whole(Aggregate, Base):
+    """A row in two tables."""
+
+    __table__ = join(seat, place, seat.c.flight_no == place.c.flight)
+
+    flight = column_property(seat.c.flight_no, place.c.flight)
+    version = column_property(seat.c.version, place.c.version)
+
+
+def test_rows_of_two_tables_can_be_locked() -> None:
+    Handlers().on(Booked, topic="a", consumer="b", loads=Whole.by("flight", "seat"))
 
 
 @pytest.mark.parametrize(
