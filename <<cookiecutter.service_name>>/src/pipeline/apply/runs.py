@@ -143,8 +143,7 @@ async def apply_run(
     earlier = outbox.staged
     try:
         await _call(items, attempt, outcome)
-        begun = point or attempt.connection.get_transaction()
-        if not driver.is_in_transaction() or begun is None or not begun.is_active:
+        if not driver.is_in_transaction() or (point is not None and not point.is_active):
             raise HandlerFault(HAS_ENDED)
         if outcome.returned:
             await inbox.keep_results(driver, generations, outcome.returned)

@@ -326,7 +326,9 @@ async def own_session(
     `HandlerFault` if the handler has made that impossible.
     """
     sync = connection.sync_connection
+    begun = connection.get_nested_transaction() or connection.get_transaction()
     assert sync is not None
+    assert begun is not None
     # `Session.connection(execution_options=…)` sets them in place.
     options = sync._execution_options
     info = connection.info
@@ -340,6 +342,8 @@ async def own_session(
         yield session
         # A task that the handler has started last and did not await starts its statement now.
         await asyncio.sleep(0)
+        if not begun.is_active and not driver.is_closed():
+            raise HandlerFault(HAS_ENDED)  # perhaps only for SQLAlchemy, whose COMMIT does nothing
         await _end(session, driver, guard, restore_limits)
     except BaseException as error:
         fault = HandlerFault(CANCELLED) if guard.was_cancelled else guard.fault

@@ -226,7 +226,8 @@ def in_context(
     """Await a coroutine in a context of its own: variables that it sets end with it.
 
     `call` is the result of a coroutine function; `guard` checks its statements. How often it
-    cancels its task, by the task's `cancelling`, goes to `cancellations`.
+    cancels its task, and takes that back, by the task's `cancelling`, goes to `cancellations`;
+    what was requested while it waited, as by a timer or a task group, it takes back first.
     """
     run, inner = copy_context().run, cast("Coroutine[Any, Any, T]", call)  # quicker as text
     run(CURRENT_GUARD.set, guard)
@@ -234,15 +235,20 @@ def in_context(
     run(decimal.setcontext, decimal.getcontext().copy())
     step: Callable[..., Any] = inner.send
     value: Any = None
+    left, others = cancelling(), 0
     while True:
         requested = cancelling()
+        others += requested - left
         try:
             waits_for = run(step, value)
         except StopIteration as end:
             return cast(T, end.value)
         finally:
-            if cancelling() > requested and cancellations is not None:
-                cancellations.append(cancelling() - requested)
+            left = cancelling()
+            if left != requested and cancellations is not None:
+                others += min(0, left - requested)
+                cancellations.append(max(0, left - requested) + min(0, others))
+                others = max(0, others)
         if guard is not None:
             guard.has_waited = True
         try:

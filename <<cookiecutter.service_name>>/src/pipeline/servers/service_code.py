@@ -36,33 +36,33 @@ async def call_service(
     try:
         result = await in_context(call, guard, own, task.cancelling)
     except BaseException as error:
-        is_cancelled = isinstance(error, asyncio.CancelledError)
-        if is_cancelled and task.cancelling() - before > sum(own):
-            raise
-        await _undo(task, before, own)
-        if is_cancelled:
+        if own:
+            await _undo(task, before, own)
+        if isinstance(error, asyncio.CancelledError) and task.cancelling() <= before:
             raise CancelledItself from error
         raise
-    if task.cancelling() > before and await _undo(task, before, own):
+    if own and await _undo(task, before, own):
         raise CancelledItself
     return result
 
 
 async def _undo(task: asyncio.Task[object], before: int, own: Iterable[int]) -> bool:
-    """Undo the cancellations of a task that its code has caught or requested; return whether one
-    was pending.
+    """Undo what the code itself has requested; return whether a cancellation was pending.
 
     A task is cancelled from outside while it waits; what is requested in a step of the code is the
     code's own. Raises `CancelledError` if the pending one may come from outside.
     """
+    requested = 0
+    for number in own:
+        requested = max(0, requested + number)
     is_pending = False
-    if task.cancelling() > before:
+    if requested:
         try:
             await asyncio.sleep(0)  # a pending cancellation is raised at the next `await`
         except asyncio.CancelledError:
             is_pending = True
-            if task.cancelling() - before > sum(own):
-                raise
-        while task.cancelling() > before:  # also by task groups: some Pythons leave theirs
+        for _ in range(requested):
             task.uncancel()
+        if is_pending and task.cancelling() > before:
+            raise asyncio.CancelledError
     return is_pending

@@ -468,7 +468,18 @@ async def expunging_and_adding(tx: Transaction, key: str) -> None:
     tx.publish(Changed(cents=wallet.cents), of=wallet)
 
 
-@pytest.mark.parametrize("habit", [adding_again, merging_itself, expunging_and_adding])
+async def deleting_and_adding_anew(tx: Transaction, key: str) -> None:
+    wallet = await tx.load_or_create(Wallet, key)
+    wallet.cents += 1
+    await tx.session.delete(wallet)
+    await tx.session.flush()
+    tx.publish(Changed(cents=wallet.cents), of=wallet)
+    tx.session.add(Wallet(id=key, cents=wallet.cents, version=wallet.version))
+
+
+@pytest.mark.parametrize(
+    "habit", [adding_again, merging_itself, expunging_and_adding, deleting_and_adding_anew]
+)
 async def test_a_row_of_the_message_itself_may_be_added_and_merged(
     habits: Habits, db: asyncpg.Connection, habit: Habit
 ) -> None:

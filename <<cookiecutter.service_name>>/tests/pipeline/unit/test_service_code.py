@@ -1,0 +1,159 @@
+"""Who has cancelled a call of the service's code: itself, or somebody else."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from pipeline.apply.limits import Deadline
+from pipeline.servers.service_code import CancelledItself, call_service
+
+Code = Callable[[], Coroutine[Any, Any, None]]
+LIMIT = 0.05
+"""Seconds after which a call that hangs is cancelled."""
+
+
+def cancel() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+async def hang() -> None:
+    await asyncio.Event().wait()
+
+
+async def fail() -> None:
+    raise ValueError
+
+
+async def catch() -> None:
+    """Cancel the own task, and catch that."""
+    cancel()
+    with suppress(asyncio.CancelledError):
+        await hang()
+
+
+async def take_back() -> None:
+    """Cancel the own task, catch that, and say so."""
+    await catch()
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
+
+
+async def cancel_and_hang() -> None:
+    cancel()
+    await hang()
+
+
+async def cancel_and_fail() -> None:
+    cancel()
+    await fail()
+
+
+async def cancel_after_the_first() -> None:
+    await catch()
+    cancel()
+
+
+async def fail_in_a_group() -> None:
+    async with asyncio.TaskGroup() as group:  # which cancels this task
+        group.create_task(fail())
+        group.create_task(hang())
+
+
+async def catch_and_fail_in_a_group() -> None:
+    await catch()
+    await fail_in_a_group()
+
+
+async def time_out() -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await hang()
+
+
+async def catch_and_time_out() -> None:
+    await catch()
+    await time_out()
+
+
+async def catch_and_hang() -> None:
+    await catch()
+    await hang()
+
+
+async def take_back_and_hang() -> None:
+    await take_back()
+    await hang()
+
+
+async def time_out_and_hang() -> None:
+    await time_out()
+    await hang()
+
+
+async def await_what_is_cancelled() -> None:
+    future = asyncio.get_running_loop().create_future()
+    future.cancel()
+    await future
+
+
+async def outcome(call: Awaitable[None]) -> type[BaseException] | None:
+    """Return the class of the error of a call."""
+    try:
+        await call
+    except BaseException as error:
+        return type(error)
+    return None
+
+
+ENDING: dict[Code, type[BaseException] | None] = {
+    catch: None,
+    take_back: None,
+    time_out: None,
+    catch_and_time_out: None,
+    fail: ValueError,
+    cancel_and_fail: ValueError,
+    fail_in_a_group: ExceptionGroup,
+    catch_and_fail_in_a_group: ExceptionGroup,
+    cancel_and_hang: CancelledItself,
+    cancel_after_the_first: CancelledItself,
+    await_what_is_cancelled: CancelledItself,
+}
+HANGING = hang, catch_and_hang, take_back_and_hang, time_out_and_hang
+
+
+@pytest.mark.parametrize("code", ENDING)
+async def test_what_the_code_cancels_itself_ends_with_its_call(code: Code) -> None:
+    async def run() -> type[BaseException] | None:
+        found = await outcome(call_service(code()))
+        await asyncio.sleep(0)  # nothing is pending
+        return found
+
+    assert await asyncio.create_task(run()) == ENDING[code]
+
+
+@pytest.mark.parametrize("code", HANGING)
+async def test_a_stop_is_not_taken_for_the_codes_own_cancellation(code: Code) -> None:
+    task = asyncio.create_task(outcome(call_service(code())))
+    await asyncio.sleep(LIMIT)
+    task.cancel()
+    assert await task is asyncio.CancelledError
+
+
+@pytest.mark.parametrize("code", HANGING)
+async def test_a_time_limit_is_not_taken_for_the_codes_own_cancellation(code: Code) -> None:
+    async def within() -> None:
+        with Deadline().within(LIMIT):
+            await call_service(code())
+
+    async def outside() -> None:
+        async with asyncio.timeout(LIMIT):
+            await call_service(code())
+
+    for run in (within, outside):
+        assert await asyncio.create_task(outcome(run())) is TimeoutError
