@@ -129,11 +129,6 @@ class SharedSession(RowSession):
     def bind(self, connection: Any) -> None:
         self._bind = connection
 
-    def _before_attach(self, state: InstanceState[Any], row: object) -> bool:
-        if state.key is not None and state.session_id != self.hash_key:
-            self.want()  # which says whose row it is
-        return super()._before_attach(state, row)
-
     def want(self) -> None:
         """Note that a handler needs a session of its own, and leave it; nothing for the engine."""
         if self.is_of_handler:
@@ -256,6 +251,11 @@ def _note_new(session: SharedSession, row: object) -> None:
 @listens_for(RowSession, "pending_to_persistent", propagate=True)
 def _note_added(session: RowSession, row: object) -> None:
     session.added.add(row)
+
+
+@listens_for(SharedSession, "detached_to_persistent")
+def _note_detached(session: SharedSession, _: object) -> None:
+    session.want()  # which says whose row it is
 
 
 @listens_for(OwnSession, "persistent_to_detached")

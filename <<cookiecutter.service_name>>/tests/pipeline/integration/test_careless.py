@@ -361,7 +361,7 @@ async def appending_what_was_loaded(tx: Transaction, key: str) -> None:
 
 
 BRINGING = (adding_in_silence, merging, merging_by_a_relationship, deleting, publishing)
-REFUSAL = "is no row of this message's session|needs a row that is locked"
+REFUSAL = "is no row of this message's session|needs a row that is locked|already present"
 
 
 @pytest.mark.parametrize("habit", [*BRINGING, adding, adding_a_note, appending])
