@@ -305,8 +305,11 @@ class Rows:
         if None in values:
             raise TypeError("an event of=row needs the row's primary key: flush first")
         key = canonical(type(row), values)
-        is_own = self._holds(row, key) or row in self._known.new or row in self._known.added
-        if not values or not is_own or not (row in self._known or state.deleted):
+        if (
+            not values
+            or state.session_id != self._known.hash_key
+            or not (self._holds(row, key) or row in self._known.new or row in self._known.added)
+        ):
             raise TypeError(
                 f"an event of={type(row).__name__} needs a row that is locked, or events lose"
                 " their order: fetch it by tx.load or tx.load_or_create, and once more after a"
