@@ -10,6 +10,8 @@ import pytest
 from pipeline.servers import credentials
 from pipeline.servers.credentials import Credentials, CredentialsUnavailable
 
+PATIENCE = 60.0
+"""Seconds that a function may take which answers."""
 NAME = f"{__name__}:provide"
 released = threading.Event()
 calls: list[int] = []
@@ -22,13 +24,14 @@ def provide() -> object:
 
 @pytest.fixture
 def provider(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], Credentials]:
-    """Make credentials of a function, which have little patience."""
-    monkeypatch.setattr(credentials, "ANSWER_SECONDS", 0.2)
+    """Make credentials of a function, which have little patience with those that hang."""
     monkeypatch.setattr(credentials, "_running", {})
     released.clear()
     calls.clear()
 
     def make(function: Callable[[], object]) -> Credentials:
+        seconds = 0.2 if function in (hang, hang_in_the_loop) else PATIENCE
+        monkeypatch.setattr(credentials, "ANSWER_SECONDS", seconds)
         monkeypatch.setattr(f"{__name__}.provide", function)
         return Credentials("PIPELINE_X", NAME, "logicalCluster=lkc-1,identityPoolId=pool=2")
 
@@ -90,13 +93,14 @@ async def test_a_function_that_ends_its_thread_ends_no_process(
 
 
 async def test_a_function_that_hangs_has_one_thread_and_its_late_answer_is_used(
-    provider: Callable[[Callable[[], object]], Credentials],
+    provider: Callable[[Callable[[], object]], Credentials], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = provider(hang)
     for _ in range(3):
         with pytest.raises(CredentialsUnavailable):
             await tokens.token()
     assert len(calls) == 1
+    monkeypatch.setattr(credentials, "ANSWER_SECONDS", PATIENCE)
     released.set()
     assert await tokens.token() == "late"
 
