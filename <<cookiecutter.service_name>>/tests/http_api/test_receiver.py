@@ -19,7 +19,6 @@ from http_api import Answer, KeyReused, Receiver, Unavailable, UnderWay, open_re
 from pipeline import Event, Gaps, Park, Reject, Retry, Transaction
 from pipeline.events.payload import payload_hash
 from pipeline.retention import generations
-from pipeline.servers.guard import HandlerFault
 from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 from pipeline.testing.crashes import MortalEngine, crashes_of
@@ -31,7 +30,7 @@ from tests.pipeline.integration.calling import take_calls
 from tests.pipeline.integration.conftest import new_desk  # noqa: F401 (a fixture)
 from tests.pipeline.integration.desk import NewDesk
 from tests.pipeline.integration.processes import forwarding
-from tests.pipeline.integration.test_door import ENDINGS, REFUSED, SAVEPOINTS, Changed
+from tests.pipeline.integration.test_door import ENDED, ENDINGS, REFUSED, SAVEPOINTS, Changed
 from tests.servers.waiting import PATIENCE, eventually
 
 KEY = "7c4a8d09-ca95-4c28-a1d5-3b7f0c1a4e10"
@@ -321,7 +320,7 @@ async def test_a_handler_that_ends_its_transaction_stores_nothing_and_says_so(
     async with open_receiver(bank.service, settings(concurrency=1)) as receiver:
         open_it = partial(receiver.receive, consumer="open")
         for key in ("1", "2"):
-            with pytest.raises((HandlerFault, DBAPIError, asyncpg.PostgresError), match=REFUSED):
+            with pytest.raises(ENDED, match=REFUSED):
                 await open_it(Named(account="ada"), key=key)
             assert await stored(db) == NOTHING
         assert await db.fetchval("SELECT count(*) FROM note") == 0

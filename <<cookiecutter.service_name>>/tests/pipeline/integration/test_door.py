@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import Text
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError, MissingGreenlet
 from sqlalchemy.ext.asyncio import AsyncConnection, async_object_session
 from sqlalchemy.orm import (
     Mapped,
@@ -30,7 +30,7 @@ from sqlalchemy.orm import (
 from pipeline import Aggregate, Event, EventBatch, Handlers, Reject, Transaction
 from pipeline.apply.positions import SourceLost
 from pipeline.servers.database import driver_of
-from pipeline.servers.guard import watch_coroutines
+from pipeline.servers.guard import HandlerFault, watch_coroutines
 
 from .calling import take_calls
 from .desk import Desk, NewDesk
@@ -679,8 +679,10 @@ ENDINGS = (
     release,
 )
 """What ends the transaction of a handler, a request or a writer."""
-REFUSED = "begin_nested|a handler has sent COMMIT"
-"""What the error of such an ending says."""
+ENDED = HandlerFault, DBAPIError, asyncpg.PostgresError, MissingGreenlet
+"""Errors of such an ending; the last one is that of a thread."""
+REFUSED = "begin_nested|a handler has sent COMMIT|greenlet_spawn"
+"""What they say."""
 
 
 @pytest.mark.parametrize("swallows", [False, True], ids=["", "swallowed"])
