@@ -322,21 +322,22 @@ class Rig:
     async def _watch(
         self, services: Sequence[Service], count: Count, expected: int, begun: Count | None
     ) -> list[Sample]:
-        samples: list[Sample] = []
+        def sample(count: int) -> Sample:
+            python = sum(process_seconds(service.pid or 0) for service in services)
+            return Sample(time.monotonic(), count, {"python": python, **self.servers_cpu()})
+
+        samples = [sample(0)]  # all may be there at the first look
         progressed, is_begun = time.monotonic(), False
-        while not samples or samples[-1].count < expected:
+        while samples[-1].count < expected:
             done = await count()
             is_begun = is_begun or done > 0 or (begun is not None and await begun() > 0)
-            if samples and done > samples[-1].count:
+            if done > samples[-1].count:
                 progressed = time.monotonic()
             elif time.monotonic() - progressed > PATIENCE:
                 raise ProcessFailed(f"it stands at {done:,} of {expected:,}: {services[0].log}")
-            python = sum(process_seconds(service.pid or 0) for service in services)
-            cpu = {"python": python, **self.servers_cpu()}
-            sample = Sample(time.monotonic(), done, cpu)
             if not is_begun:
                 samples.clear()
-            samples.append(sample)
+            samples.append(sample(done))
             await asyncio.sleep(_LOOK_SECONDS)
         return samples
 

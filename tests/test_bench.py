@@ -304,7 +304,7 @@ class Told:
     [
         pytest.param([0, 0, 0, 2, 4], None, [0, 2, 4], id="published at once"),
         pytest.param([0, 0, 0, 0, 4], [0, 0, 1], [0, 0, 0, 4], id="consumed before"),
-        pytest.param([4], None, [4], id="all is there"),
+        pytest.param([4], None, [0, 4], id="all is there at once"),
     ],
 )
 async def test_work_is_watched_from_the_last_look_at_which_it_had_not_begun(
