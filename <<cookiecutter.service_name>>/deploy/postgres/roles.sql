@@ -108,6 +108,7 @@ SELECT to_regclass('pipeline.personal_key') IS NOT NULL AS has_keys \gset
 -- operator: reads the engine's tables and later partitions, and redrives or discards dead letters.
 
 GRANT SELECT ON ALL TABLES IN SCHEMA pipeline TO :"operator";
+GRANT SELECT ON ALL SEQUENCES IN SCHEMA pipeline TO :"operator";
 ALTER DEFAULT PRIVILEGES FOR ROLE :"owner", :"retention" IN SCHEMA pipeline
 GRANT SELECT ON TABLES TO :"operator";
 GRANT INSERT, UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why,

@@ -13,7 +13,7 @@ from aiokafka.errors import KafkaError
 
 from pipeline.consume import stamps
 from pipeline.errors import describe_error, summarize_error
-from pipeline.servers import clients, revisions, topics
+from pipeline.servers import clients, revisions, sequences, topics
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
@@ -181,6 +181,7 @@ def _of_database(
         **({"group": _group(connection, service, settings)} if has_brokers else {}),
         "schema": _schema(connection),
         "tables": _tables(connection, service),
+        "sequences": _sequences(connection),
         "pooler": _pooler(connection, settings),
         "clock": _clock(connection),
         "status": _status(connection, service, settings),
@@ -241,6 +242,12 @@ async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
     advice = "run `service migrate`" if is_behind else revisions.WRITE_MIGRATION
     for found in await revisions.lacking(connection, service.metadata, migrations):
         yield Finding("wrong", found, advice)
+
+
+async def _sequences(connection: asyncpg.Connection) -> Findings:
+    for name, highest in (await sequences.behind(connection)).items():
+        found = f"{name} is behind {highest}, the highest number that a row has"
+        yield Finding("wrong", found, f"SELECT setval('{name}', {highest})")
 
 
 async def _pooler(connection: asyncpg.Connection, settings: Settings) -> Findings:

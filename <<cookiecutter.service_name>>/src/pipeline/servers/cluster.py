@@ -6,6 +6,8 @@ until this cluster's ids have caught up. They stay valid after a physical restor
 
 import asyncpg
 
+from . import sequences
+
 IS_OURS = """EXISTS (
        SELECT FROM pipeline.outbox_cluster JOIN pg_control_system() AS cluster
          ON cluster.system_identifier = outbox_cluster.system_identifier)"""
@@ -34,13 +36,6 @@ _RENEW_EVENTS = "UPDATE pipeline.outbox SET xid = DEFAULT"
 
 # The transactions that closed them were another cluster's; this one comes after all of them.
 _CLOSE_DAYS_AGAIN = "UPDATE pipeline.outbox_closed SET xid = DEFAULT"
-
-# Logical replication carries rows over and leaves sequences behind.
-_RAISE_SEQUENCE = """
-SELECT setval('pipeline.outbox_id_seq', newest)
-  FROM (SELECT max(id) AS newest FROM pipeline.outbox) AS outbox
- WHERE newest > COALESCE(pg_sequence_last_value('pipeline.outbox_id_seq'), 0)
-"""
 
 _SET_CLUSTER = """
 UPDATE pipeline.outbox_cluster
@@ -90,6 +85,6 @@ async def reset(connection: asyncpg.Connection, *, keep_progress: bool) -> int:
             done = await connection.execute(_RENEW_EVENTS, timeout=_SECONDS)
             renewed = int(done.split()[-1])
             await connection.execute(_CLOSE_DAYS_AGAIN)
-            await connection.execute(_RAISE_SEQUENCE, timeout=_SECONDS)
+        await sequences.advance(connection, _SECONDS)
         await connection.execute(_SET_CLUSTER, keep_progress)
     return renewed

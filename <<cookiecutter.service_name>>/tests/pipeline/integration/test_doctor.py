@@ -20,7 +20,7 @@ from operate import doctor, health, status, status_commands, topic_checks
 from operate.commands import command_line
 from operate.health import Finding
 from pipeline import Reject, Retry
-from pipeline.servers import topics
+from pipeline.servers import cluster, sequences, topics
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.settings import Settings
 
@@ -202,6 +202,32 @@ async def test_an_outbox_of_another_cluster_is_told(
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     found = (await examine())["cluster"]
     assert (found.level, found.advice) == ("wrong", "run `service relay reset`")
+
+
+_CALL = """
+INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
+                              headers, hash_version, reason, attempts, waited, holds)
+VALUES ('x', 64, '', 'deposit', 't', 0, 20, 0, '[]', 1, 'deferred', 0, 0, false),
+       ('y', 32, '', 'deposit', 't', 0, 2000000, 0, '[]', 1, 'deferred', 0, 0, false)
+"""
+
+
+async def test_sequences_that_are_behind_their_rows_are_told_and_raised_together(
+    examine: Examine, db: asyncpg.Connection
+) -> None:
+    """As after logical replication, which carries rows over and no sequence."""
+    await stage(db, [event("t", 1), event("t", 2)])
+    assert "sequences" not in await examine()
+    await db.execute(_CALL)
+    highest = await db.fetchval("SELECT max(id) FROM pipeline.outbox")
+    await db.execute("SELECT setval('pipeline.outbox_id_seq', 1, false)")
+    found = await sequences.behind(db)
+    assert found == {"pipeline.backlog_call_seq": 20, "pipeline.outbox_id_seq": highest}
+    assert (await examine())["sequences"].level == "wrong"
+    await cluster.reset(db, keep_progress=True)
+    assert "sequences" not in await examine()
+    assert await db.fetchval("SELECT nextval('pipeline.backlog_call_seq')") == 21
+    assert await db.fetchval("SELECT nextval('pipeline.outbox_id_seq')") == highest + 1
 
 
 async def test_partitions_that_run_out_are_told(examine: Examine, db: asyncpg.Connection) -> None:

@@ -1,6 +1,6 @@
 """What is known of a message in the backlog is stored beside the reason for which it waits.
 
-Rows that are due are found by their consumer. The table `inbox_filter` is used by processes of
+The database whose outbox it is, and its brokers, are stored beside the cluster. Rows that are due are found by their consumer. The table `inbox_filter` is used by processes of
 version 1.0.0 only.
 
 Revision ID: pipeline_0002
@@ -35,10 +35,19 @@ def upgrade() -> None:
          WHERE due_at IS NOT NULL;
         """,
     )
+    op.execute("""
+        ALTER TABLE pipeline.outbox_cluster
+            ADD COLUMN database_oid oid, ADD COLUMN kafka_cluster text;
+        UPDATE pipeline.outbox_cluster SET database_oid = oid
+          FROM pg_database WHERE datname = current_database()
+    """)
 
 
 def downgrade() -> None:
     """Remove the columns, and find due rows as before."""
+    op.execute("""
+        ALTER TABLE pipeline.outbox_cluster DROP COLUMN database_oid, DROP COLUMN kafka_cluster
+    """)
     op.execute("""
         ALTER TABLE pipeline.backlog
             DROP COLUMN deaths, DROP COLUMN losses, DROP COLUMN is_redriven
