@@ -73,6 +73,7 @@ GRANT SELECT, INSERT ON pipeline.inbox_consumer TO :"service";
 GRANT SELECT, UPDATE ON pipeline.backlog_lane TO :"service";
 GRANT SELECT ON pipeline.inbox_generation, pipeline.inbox_closed, pipeline.outbox_cluster
    TO :"service";
+GRANT UPDATE (kafka_cluster) ON pipeline.outbox_cluster TO :"service", :"relay";
 GRANT SELECT, UPDATE (archives) ON pipeline.retention_round TO :"service";
 GRANT INSERT ON pipeline.claim TO :"service";
 GRANT USAGE ON SEQUENCE pipeline.backlog_call_seq TO :"service";

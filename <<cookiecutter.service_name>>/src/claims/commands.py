@@ -7,7 +7,6 @@ from operate.output import print_json, write
 from operate.terminal import DryRun, Invocation, operation
 
 from .check import open_claims
-from .sweeping import NotOurs
 
 app = typer.Typer(help="Payloads in the object store.", no_args_is_help=True)
 app.callback()(lambda: None)  # a group, although it has one command
@@ -20,10 +19,7 @@ async def sweep(invocation: Invocation, dry_run: DryRun = False) -> None:
     if claims is None:
         raise Refused("there is no object store: PIPELINE_CLAIM_URL is not set")
     async with invocation.connected() as connection:
-        try:
-            done = await claims.sweeper.all(connection, dry_run=dry_run)
-        except NotOurs as error:
-            raise Refused(str(error)) from None
+        done = await claims.sweeper.all(connection, dry_run=dry_run)
     if invocation.as_json:
         print_json(done)
         return

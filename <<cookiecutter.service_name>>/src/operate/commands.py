@@ -109,36 +109,40 @@ def relay(context: typer.Context) -> None:
         _serve(context, Part.RELAY)
 
 
-@operation(relay_app, example="service relay reset")
-async def reset(
+@operation(relay_app, "reset", example="service relay reset")  # its name in 1.0.0
+@operation(app, example="service adopt")
+async def adopt(
     invocation: Invocation,
     keep_progress: Annotated[
         bool, typer.Option("--keep-progress", help="transaction ids were kept (pg_upgrade)")
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """Publish everything in the outbox again, after a dump was restored."""
-    async with invocation.connected() as connection:
+    """Make the database the service's, after a restore: publish the outbox again, go on with all.
+
+    It decides that what has filled it does not run any more.
+    """
+    async with invocation.connected(revisions.check_database) as connection:
         if not yes:
             question = "Continue where the relays were?"
             if not keep_progress:
                 number = await cluster.count(connection)
                 is_ours = await cluster.is_ours(connection)
-                why = "The outbox already belongs to this database cluster. " if is_ours else ""
+                why = "The database is the service's already. " if is_ours else ""
                 question = f"{why}Publish {number:,} events again, with their ids?"
             invocation.confirm(question)
         try:
-            renewed = await cluster.reset(connection, keep_progress=keep_progress)
+            renewed = await cluster.adopt(connection, keep_progress=keep_progress)
         except _UNPUBLISHABLE as error:
             raise Refused(
-                f"nothing was reset: {summarize_error(error)}. `service relay reset` updates every"
+                f"nothing was adopted: {summarize_error(error)}. `service adopt` updates every"
                 " event, which a publication (CREATE PUBLICATION) prevents: exclude updates from it"
                 " for this time, ALTER PUBLICATION … SET (publish = 'insert, delete, truncate')"
             ) from None
     if invocation.as_json:
         print_json({"published_again": renewed})
     else:
-        write("The outbox belongs to this database cluster now; relays publish it.")
+        write("The database is the service's now: its processes go on, and relays publish it.")
 
 
 @operation(scheduled_app, "list", example="service scheduled list --limit 10")
@@ -214,7 +218,7 @@ async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) 
 
     Raises `Refused` if it has others and lacks some: Alembic can't apply these then.
     """
-    async with invocation.connected() as connection:
+    async with invocation.connected(revisions.check_database) as connection:
         if migrations is None:
             return False
         if wrong := await revisions.wrong_columns(connection, migrations):
@@ -230,7 +234,7 @@ async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) 
 
 
 async def _make_ahead(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
-    async with invocation.connected() as connection:
+    async with invocation.connected(revisions.check_database) as connection:
         await revisions.check(connection, invocation.service.name, migrations)
         await make_ahead(connection, invocation.settings)
         if invocation.as_json:

@@ -123,7 +123,7 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     """Yield a line's name, the part of the status that it needs, and its text."""
     age = f", oldest {format_span(found.outbox_seconds)}" if found.outbox_events else ""
     to_publish = f"{format_count(found.outbox_events)} to publish{age}"
-    other = "of another cluster, nothing is published: `service relay reset`"
+    other = "of a copy, nothing is published: `service adopt`"
     yield "outbox", "outbox", to_publish if found.is_this_cluster else other
     shards = sum(len(one.shards) for one in found.relays.values())
     without = found.shards_without_relay

@@ -38,7 +38,8 @@ from pipeline.errors import (
 from pipeline.observe import logs
 from pipeline.observe.health import CannotListen
 from pipeline.servers import guard, revisions
-from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.cluster import read_only
+from pipeline.servers.database import Check, autocommitting, create_engine
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
@@ -118,13 +119,15 @@ class Invocation:
     as_json: bool
 
     @asynccontextmanager
-    async def connected(self) -> AsyncIterator[asyncpg.Connection]:
-        """Open a connection to the service's database; each statement is a transaction."""
-        engine = create_engine(self.settings, name=self.service.name)
+    async def connected(self, check: Check = read_only) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection to the service's database; each statement is a transaction.
+
+        By default a copy can only be read before it is adopted.
+        """
+        engine = create_engine(self.settings, name=self.service.name, check=check)
         try:
             with naming_servers(self.settings):
                 async with autocommitting(engine) as connection:
-                    await revisions.check_database(connection, self.service.name)
                     yield connection
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
             raise revisions.NotMigrated from None

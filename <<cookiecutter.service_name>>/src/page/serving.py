@@ -13,6 +13,7 @@ import uvicorn
 from pipeline import Service
 from pipeline.observe import logs
 from pipeline.observe.health import listen
+from pipeline.servers.cluster import read_only
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
@@ -51,7 +52,7 @@ async def serve(service: Service, settings: Settings, chosen: PageSettings) -> N
         loggers=service.loggers(settings),
         queues=True,
     )
-    engine = create_engine(settings, name=f"{service.name}-page")
+    engine = create_engine(settings, name=service.name, check=read_only)
     page = Page(service, settings, chosen, engine)
     config = uvicorn.Config(
         page.app(),

@@ -6,9 +6,10 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from enum import Flag, auto
 
+from aiokafka.errors import GroupAuthorizationFailedError
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -16,7 +17,7 @@ from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.consume import inbox_coverage
+from pipeline.consume import inbox_coverage, stamps
 from pipeline.consume.consumer import Consumer
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import exporters, logs, metrics
@@ -25,8 +26,8 @@ from pipeline.observe.watchdog import heartbeat, watch_calls
 from pipeline.relay.relay import Relay
 from pipeline.retention.worker import RetentionWorker
 from pipeline.retry.workers import BacklogWorkers
-from pipeline.servers import revisions
-from pipeline.servers.database import create_engine
+from pipeline.servers import cluster, revisions
+from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.guard import stack_of
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
@@ -168,6 +169,9 @@ async def serve(
         await retention.start(service.name, service.metadata, migrations, handlers.sharing)
         if stopping.is_set():
             return
+        stamp = await _check_owner(service, settings, engine, health, stopping, parts)
+        if stopping.is_set():
+            return
         if is_consuming and topics:
             health.not_ready("consumer", "the retention of its topics is not checked yet")
             await inbox_coverage.check(settings, topics)
@@ -178,7 +182,7 @@ async def serve(
             health=health,
             encryption=service.encryption,
         )
-        consuming = _consuming(service, settings, engine, health, relay, claims)
+        consuming = _consuming(service, settings, engine, health, relay, claims, stamp)
         # In this order they stop: the relay publishes what the others have committed last.
         groups: list[tuple[float, Sequence[Running]]] = []
         if is_consuming:
@@ -193,6 +197,53 @@ async def serve(
             await _run_until(stopping, (retaining, opening), groups)
     finally:
         await engine.dispose()
+
+
+async def _check_owner(
+    service: Service,
+    settings: Settings,
+    engine: AsyncEngine,
+    health: Health,
+    stopping: asyncio.Event,
+    parts: Part,
+) -> str:
+    """Return the stamp of the database once it is known to be this service's, at these brokers.
+
+    Connections are asked for the rest, see `cluster.gate`. No other part may begin before. Raises
+    `WrongDatabase` if the group reads for another database.
+    """
+    stamp = ""
+
+    async def check_database(brokers: str | None) -> None:
+        nonlocal stamp
+        async with autocommitting(engine) as driver:
+            if brokers:
+                await cluster.check_brokers(driver, brokers)
+            stamp = await stamps.stamp_of(driver)
+
+    async def check_group() -> None:
+        with suppress(*(() if Part.CONSUME in parts else (GroupAuthorizationFailedError,))):
+            await stamps.check(settings, service.handlers.topics, service.name, stamp)
+
+    def attempts(server: str) -> Attempts:
+        return Attempts(
+            "asking whose the database is",
+            server,
+            unless=stopping.is_set,
+            report=lambda reason: health.not_ready("database", reason),
+        )
+
+    health.not_ready("database", "it is not known yet whether it is this service's")
+    try:
+        brokers = await attempts(settings.kafka)(cluster.id_of_brokers, settings)
+        await attempts(settings.postgresql)(check_database, brokers)
+        if service.handlers.topics:
+            await attempts(settings.kafka)(check_group)
+    except Exception:
+        if not stopping.is_set():
+            raise
+    health.forget("database")
+    return stamp
 
 
 async def _open_codecs(
@@ -217,6 +268,7 @@ def _consuming(
     health: Health,
     relay: Relay,
     claims: ClaimCheck | None,
+    stamp: str,
 ) -> Sequence[Running]:
     """Return the parts that apply messages."""
     signals = _Signals(relay)
@@ -234,7 +286,7 @@ def _consuming(
     signals.lanes = BacklogWorkers(consume, health)
     kinds = service.workers if service.handlers.callers else ()
     signals.calls = [workers(consume, health) for workers in kinds]
-    return [Consumer(consume, health), signals.lanes, *signals.calls]
+    return [Consumer(consume, health, stamp), signals.lanes, *signals.calls]
 
 
 async def _run_until(

@@ -1,68 +1,111 @@
-"""Copies of a database beside production: no call is made before it is decided whose they are."""
+"""Copies of a database: nothing leaves them before an operator has decided whose they are."""
 
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import asyncpg
+import pytest
 from aiokafka import AIOKafkaProducer
 
 from tests.contract.bank import Deposit
 from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.processes import variables_of
-from tests.servers.processes import starting
+from tests.servers.processes import Start, starting
+from tests.servers.topics import following
 from tests.servers.waiting import eventually
 
 CALLS = "SELECT count(*) FROM pipeline.backlog WHERE consumer IN ('tell', 'pay')"
+HOLD = "SELECT FROM pipeline.backlog_lane WHERE lane >= 64 FOR UPDATE"
 
 
-async def test_a_copy_and_a_second_database_of_the_group_call_nobody(
-    bank: Bank,
-    database_url: str,
-    kafka: str,
-    producer: AIOKafkaProducer,
-    db: asyncpg.Connection,
-    tmp_path: Path,
-) -> None:
-    outside = tmp_path / "outside"
-    outside.touch()
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """File of the calls that were made."""
+    file = tmp_path / "outside"
+    file.touch()
+    return file
+
+
+@pytest.fixture
+async def start(bank: Bank, database_url: str, kafka: str, outside: Path) -> AsyncIterator[Start]:
+    """Start processes of the bank that calls the outside."""
     variables = variables_of(bank) | {"BANK_OUTSIDE": str(outside), "BANK_DIES": ""}
-
-    async def has_calls() -> bool:
-        return bool(await db.fetchval(CALLS) == 10)
-
-    async def has_none() -> bool:
-        return not await db.fetchval(CALLS)
-
-    here = await db.fetchval("SELECT system_identifier FROM pipeline.outbox_cluster")
-    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     async with starting(
         "tests.effects.app",
         lambda: variables,
         database_url=database_url,
         kafka_bootstrap_servers=kafka,
     ) as start:
-        copy = await start("consume")
+        yield start
+
+
+async def leave_work(
+    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    """Leave five events to be published, and ten calls to be made."""
+
+    async def has_calls() -> bool:
+        return bool(await db.fetchval(CALLS) == 10)
+
+    async with db.transaction():
+        await db.execute(HOLD)
+        origin = await start("consume")
         for amount in range(5):
             await Deposit(amount, f"account-{amount}").send(producer, bank.deposits)
         await eventually(has_calls)
+        origin.send(signal.SIGTERM)
+        assert await origin.ended() == 0
+
+
+@pytest.mark.parametrize(
+    "another", ["system_identifier = 1", "database_oid = 1", "kafka_cluster = 'another'"]
+)
+async def test_nothing_leaves_a_copy_before_it_is_adopted(
+    start: Start,
+    bank: Bank,
+    kafka: str,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    outside: Path,
+    another: str,
+) -> None:
+    await leave_work(start, bank, producer, db)
+    await db.execute(f"UPDATE pipeline.outbox_cluster SET {another}")
+    handled = "SELECT count(*) FROM pipeline.inbox WHERE consumer = 'have told'"
+
+    async def has_handled_all() -> bool:
+        return bool(await db.fetchval(handled) == 6)
+
+    async def has_no_calls() -> bool:
+        return not await db.fetchval(CALLS)
+
+    async with following(kafka, bank.balances) as tail:
+        copy = await start("run")
+        await Deposit(5, "account-5").send(producer, bank.deposits)
 
         async def says_why() -> bool:
-            return "no call is made" in (await copy.reasons()).get("calls", "")
+            return any("service adopt" in one for one in (await copy.reasons()).values())
 
         await eventually(says_why)
-        copy.send(signal.SIGTERM)
-        assert await copy.ended() == 0
-        assert outside.read_text() == ""
+        assert await db.fetchval(handled) == 5
+        assert await db.fetchval(CALLS) == 10
+        assert (outside.read_text(), tail.ids) == ("", [])
+        adopted = await start("adopt", "--yes")
+        assert await adopted.ended() == 0, adopted.output
+        await eventually(has_handled_all)
+        await eventually(has_no_calls)
+        await eventually(lambda: len(tail.ids) == 6)
+    assert len(outside.read_text().splitlines()) == 12
 
-        await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = $1", here)
-        mine = await db.fetchval("SELECT database_id FROM pipeline.inbox_generation")
-        await db.execute("UPDATE pipeline.inbox_generation SET database_id = gen_random_uuid()")
-        second = await start("consume")
+
+async def test_a_second_database_of_a_group_calls_nobody_before_it_is_refused(
+    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, outside: Path
+) -> None:
+    await leave_work(start, bank, producer, db)
+    await db.execute("UPDATE pipeline.inbox_generation SET database_id = gen_random_uuid()")
+    for part in ("run", "relay"):
+        second = await start(part)
         assert await second.ended() == 1
         assert "reads its topics for another database" in second.output
-        assert outside.read_text() == ""
-
-        await db.execute("UPDATE pipeline.inbox_generation SET database_id = $1", mine)
-        await start("consume")
-        await eventually(has_none)
-    assert len(outside.read_text().splitlines()) == 10
+    assert outside.read_text() == ""

@@ -11,6 +11,7 @@ import pytest
 
 from page.app import Page
 from page.settings import PageSettings
+from pipeline.servers.cluster import read_only
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
@@ -50,7 +51,7 @@ def opened(
         **chosen: object,
     ) -> AsyncIterator[httpx2.AsyncClient]:
         of_service = settings(database_url=url, backlog_lease=backlog_lease)
-        engine = create_engine(of_service, name="page")
+        engine = create_engine(of_service, name=bank.service.name, check=read_only)
         how = PageSettings.model_validate(chosen or {"token": TOKEN})
         page = Page(bank.service, of_service, how, engine)
         transport = httpx2.ASGITransport(page.app(), client=(address, 1))

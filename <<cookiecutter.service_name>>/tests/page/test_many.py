@@ -156,7 +156,7 @@ async def test_the_doctor_says_what_is_wrong_first_and_what_to_do(
     assert levels == sorted(levels, key=["wrong", "warning", "ok"].index)
     assert ["wrong", "cluster"] in [cells[:2] for cells in found]
     advice = {cells[1]: cells[3] for cells in found}
-    assert advice["cluster"] == "run `service relay reset`"
+    assert advice["cluster"] == "run `service adopt`"
     assert {"kafka", "clock", "server"} < advice.keys()
 
 

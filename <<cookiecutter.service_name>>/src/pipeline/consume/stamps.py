@@ -4,13 +4,16 @@ Positions are in PostgreSQL, so two databases that one group reads for would eac
 other handles. The id stays the same through a restore, a failover and pg_upgrade.
 """
 
+import asyncio
 from collections.abc import Collection
 
 import asyncpg
 
-from pipeline.servers.consumer import KafkaConsumer
+from pipeline.servers import clients
 from pipeline.servers.revisions import WrongDatabase
+from pipeline.settings import Settings
 
+_ANSWER_SECONDS = 10.0
 _PREFIX = "database "
 _ID = "SELECT database_id FROM pipeline.inbox_generation"
 
@@ -20,12 +23,17 @@ async def stamp_of(driver: asyncpg.Connection) -> str:
     return f"{_PREFIX}{await driver.fetchval(_ID)}"
 
 
-async def check(client: KafkaConsumer, topics: Collection[str], group: str, stamp: str) -> None:
+async def check(settings: Settings, topics: Collection[str], group: str, stamp: str) -> None:
     """Raise `WrongDatabase` if the group has read one of the topics for another database.
 
-    The client is one of the group, and need not be a member. Raises `KafkaError`.
+    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
     """
-    stamps = {one for one in await client.offset_metadata(topics) if one.startswith(_PREFIX)}
+    async with (
+        asyncio.timeout(_ANSWER_SECONDS),
+        clients.offsets_client(settings, group) as client,
+    ):
+        found = await client.offset_metadata(topics)
+    stamps = {one for one in found if one.startswith(_PREFIX)}
     if others := stamps - {stamp}:
         raise WrongDatabase(
             f"the group {group} reads its topics for another database: the group's metadata in"

@@ -16,7 +16,6 @@ import asyncpg
 
 from pipeline.observe import metrics
 from pipeline.schema import SHARDS
-from pipeline.servers.cluster import IS_OURS, OtherCluster
 from pipeline.servers.database import lease_ended
 from pipeline.settings import Settings
 
@@ -51,7 +50,6 @@ WITH gone AS (DELETE FROM pipeline.outbox_relay WHERE {lease_ended("$1")})
 SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE NOT {lease_ended("$1")}) AS alive,
        (SELECT extract(epoch FROM min(lease_until) - clock_timestamp())::float
           FROM pipeline.outbox_cursor WHERE lease_until >= clock_timestamp()) AS first_ends,
-       {IS_OURS} AS is_ours,
        pg_postmaster_start_time() AS server
 """
 
@@ -78,7 +76,7 @@ UPDATE pipeline.outbox_cursor
         WHERE (lease_until IS NULL OR {lease_ended("$2")}
                OR (owner = $1 AND shard <> ALL ($4)))
           AND (owner IS NULL OR owner = $1 OR (owner = ANY ($5) AND lease_until <= $6))
-          AND pg_postmaster_start_time() = $7 AND {IS_OURS}
+          AND pg_postmaster_start_time() = $7
         ORDER BY shard LIMIT $3
           FOR UPDATE SKIP LOCKED)
 RETURNING shard, token, seen, target, last_id, high_id
@@ -153,13 +151,11 @@ class Cursor:
     async def renew(self, driver: asyncpg.Connection, fence: Fence) -> bool:
         """Extend the leases, and claim or release shards up to an even share of all relays.
 
-        Returns whether some were claimed. Raises `OtherCluster` and `ServerChanged`.
+        Returns whether some were claimed. Raises `ServerChanged`.
         """
         lease = self._settings.relay_lease
         await self.extend(driver)
-        alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS, lease)
-        if not is_ours:
-            raise OtherCluster
+        alive, first_ends, server = await driver.fetchrow(_COUNT_RELAYS, lease)
         if self.server not in (None, server):
             raise ServerChanged
         self.server = server

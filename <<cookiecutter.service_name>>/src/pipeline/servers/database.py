@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,8 +19,12 @@ from pipeline.observe import statements
 from pipeline.settings import Settings
 
 from . import revisions
+from .cluster import COPY, gate
 from .credentials import Credentials, CredentialsUnavailable
 from .guard import CURRENT_GUARD, GUARD, NOT_ITS_CONNECTION, GuardedConnection, HandlerFault
+
+Check = Callable[[asyncpg.Connection, str], Awaitable[None]]
+"""Raises if a database is not to be used by the service of that name."""
 
 IDLE_LIMIT = "set_config('idle_in_transaction_session_timeout', '5s', true)"
 """For a transaction that locks what others wait for: a process that stops in it loses its locks."""
@@ -52,8 +56,14 @@ def lease_ended(seconds: str) -> str:
                OR lease_until > clock_timestamp() + {_LONGER} * make_interval(secs => {seconds}))"""
 
 
-def create_engine(settings: Settings, *, name: str, is_pooled: bool = True) -> AsyncEngine:
-    """Return a pool of as many connections as the process needs, or one that keeps none."""
+def create_engine(
+    settings: Settings, *, name: str, is_pooled: bool = True, check: Check | None = gate
+) -> AsyncEngine:
+    """Return a pool of as many connections as the process needs, or one that keeps none.
+
+    `name` is the service's. Each new connection is checked before it is used; behind a pooler,
+    which may lead to another server meanwhile, each one that leaves the pool.
+    """
     size = settings.concurrency + settings.backlog_workers + _BESIDE_TRANSACTIONS
     # At ordinary rates a few sessions of the server do all the work, with warm caches.
     pool = {"pool_size": size, "max_overflow": 0, "pool_use_lifo": True}
@@ -69,8 +79,19 @@ def create_engine(settings: Settings, *, name: str, is_pooled: bool = True) -> A
     )
     sa.event.listen(engine.sync_engine, "connect", keep_alive)
     sa.event.listen(engine.sync_engine, "checkout", _refuse_if_closed)
+    if check is not None:
+        event = "checkout" if settings.database_pooler else "connect"
+        sa.event.listen(engine.sync_engine, event, partial(_checked, check, name))
     _watch_statements(engine.sync_engine)
     return engine
+
+
+def _checked(check: Check, name: str, connection: Any, *_: object) -> None:
+    try:
+        connection.run_async(lambda driver: check(driver, name))
+    except BaseException:
+        connection.terminate()  # it is not in the pool yet
+        raise
 
 
 def _watch_statements(engine: sa.Engine) -> None:
@@ -189,12 +210,18 @@ async def autocommitting(engine: AsyncEngine) -> AsyncIterator[asyncpg.Connectio
     """Yield a connection of asyncpg on which each statement is a transaction of its own."""
     async with aclosing(await _connect(engine)) as transactional:
         connection = await transactional.execution_options(isolation_level="AUTOCOMMIT")
+        driver = await driver_of(connection)
+        copy: Exception | None = getattr(driver, "info", {}).get(COPY)
         try:
-            yield await driver_of(connection)
-        except BaseException:
+            yield driver
+        except BaseException as error:
             # A statement may be under way: the connection must not be used again.
             await connection.invalidate()
+            if copy and isinstance(error, asyncpg.ReadOnlySQLTransactionError):
+                raise copy from error
             raise
+        if copy:
+            await connection.invalidate()  # it may be adopted now
 
 
 async def _connect(engine: AsyncEngine) -> AsyncConnection:

@@ -28,19 +28,17 @@ SELECT highest FROM (SELECT max({field}) AS highest FROM {rows}) AS assigned
 """
 
 
-async def behind(
-    connection: asyncpg.Connection, timeout: float | None = None
-) -> dict[str, int]:
+async def behind(connection: asyncpg.Connection, seconds: float | None = None) -> dict[str, int]:
     """Return the sequences that are behind their rows, with the highest number of a row."""
     found = {}
     for one in await connection.fetch(_SEQUENCES):
-        highest = await connection.fetchval(_BEHIND.format(**one), timeout=timeout)
+        highest = await connection.fetchval(_BEHIND.format(**one), timeout=seconds)
         if highest is not None:
             found[one["name"]] = highest
     return found
 
 
-async def advance(connection: asyncpg.Connection, timeout: float) -> None:
-    """Let each sequence go on after its rows; `timeout` is that of each statement."""
-    for name, highest in (await behind(connection, timeout)).items():
+async def advance(connection: asyncpg.Connection, seconds: float) -> None:
+    """Let each sequence go on after its rows; `seconds` is the time-out of each statement."""
+    for name, highest in (await behind(connection, seconds)).items():
         await connection.execute("SELECT setval($1::text::regclass, $2)", name, highest)

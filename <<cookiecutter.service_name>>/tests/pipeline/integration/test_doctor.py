@@ -91,7 +91,7 @@ def with_argument(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object
 
 @asynccontextmanager
 async def _connected(chosen: Settings) -> AsyncIterator[asyncpg.Connection]:
-    engine = create_engine(chosen, name="bank")
+    engine = create_engine(chosen, name="bank", check=cluster.read_only)
     try:
         async with autocommitting(engine) as connection:
             yield connection
@@ -201,7 +201,7 @@ async def test_an_outbox_of_another_cluster_is_told(
 ) -> None:
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     found = (await examine())["cluster"]
-    assert (found.level, found.advice) == ("wrong", "run `service relay reset`")
+    assert (found.level, found.advice) == ("wrong", "run `service adopt`")
 
 
 _CALL = """
@@ -224,7 +224,7 @@ async def test_sequences_that_are_behind_their_rows_are_told_and_raised_together
     found = await sequences.behind(db)
     assert found == {"pipeline.backlog_call_seq": 20, "pipeline.outbox_id_seq": highest}
     assert (await examine())["sequences"].level == "wrong"
-    await cluster.reset(db, keep_progress=True)
+    await cluster.adopt(db, keep_progress=True)
     assert "sequences" not in await examine()
     assert await db.fetchval("SELECT nextval('pipeline.backlog_call_seq')") == 21
     assert await db.fetchval("SELECT nextval('pipeline.outbox_id_seq')") == highest + 1
@@ -722,9 +722,9 @@ async def test_settings_that_no_service_starts_with_are_told(examine: Examine, b
 
 
 async def test_a_standby_is_told(bank: Bank, settings: Callable[..., Settings]) -> None:
-    with private() as cluster:
-        await asyncio.to_thread(build, cluster.url())
-        with standing_by(cluster) as standby:
+    with private() as origin:
+        await asyncio.to_thread(build, origin.url())
+        with standing_by(origin) as standby:
 
             async def found_at(url: str) -> dict[str, Finding]:
                 chosen = settings(database_url=url, database_pooler=False)
@@ -732,7 +732,7 @@ async def test_a_standby_is_told(bank: Bank, settings: Callable[..., Settings]) 
                     found = doctor.examine(connection, bank.service, chosen)
                     return {one.check: one async for one in found if one.level != "ok"}
 
-            assert "standby" not in await found_at(cluster.url())
+            assert "standby" not in await found_at(origin.url())
             server = (await found_at(standby.url()))["standby"]
             assert (server.level, server.found) == (
                 "wrong",

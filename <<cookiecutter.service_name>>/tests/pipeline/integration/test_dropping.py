@@ -348,8 +348,8 @@ async def test_after_a_dump_was_restored_days_stay_until_the_outbox_is_reset_and
     await publish_all(old_day)
     await old_day.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     (held,) = (await run_retention(old_day, settings())).held
-    assert "service relay reset" in str(held.needed_by)
-    await cluster.reset(old_day, keep_progress=False)
+    assert "service adopt" in str(held.needed_by)
+    await cluster.adopt(old_day, keep_progress=False)
     (held,) = (await run_retention(old_day, settings())).held
     assert "no relay" in str(held.needed_by), "all of it is to be published again"
     await publish_all(old_day)

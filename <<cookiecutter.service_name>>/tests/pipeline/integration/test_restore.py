@@ -507,7 +507,7 @@ async def test_a_dump_restored_into_another_cluster_is_published_again_when_a_pe
     async with running(chain.bank.service, database_url=new) as health, connected(new) as db:
         await chain.deposit(range(26, 31))
         await until_applied(db, range(1, 31))
-        await eventually(lambda: "service relay reset" in health.reasons.get("relay", ""))
+        await eventually(lambda: "service adopt" in health.reasons.get("relay", ""))
         assert amounts_in(await chain.told()) == before
         reset = await start("relay", "reset", "--yes", database_url=new)
         assert await reset.ended() == 0

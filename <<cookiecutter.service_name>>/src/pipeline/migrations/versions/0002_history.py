@@ -1,7 +1,7 @@
 """What is known of a message in the backlog is stored beside the reason for which it waits.
 
-The database whose outbox it is, and its brokers, are stored beside the cluster. Rows that are due are found by their consumer. The table `inbox_filter` is used by processes of
-version 1.0.0 only.
+The database whose outbox it is, and its brokers, are stored beside the cluster. Rows that are due
+are found by their consumer. The table `inbox_filter` is used by processes of version 1.0.0 only.
 
 Revision ID: pipeline_0002
 Revises: pipeline_0001
@@ -37,7 +37,9 @@ def upgrade() -> None:
     )
     op.execute("""
         ALTER TABLE pipeline.outbox_cluster
-            ADD COLUMN database_oid oid, ADD COLUMN kafka_cluster text;
+            ADD COLUMN database_oid oid, ADD COLUMN kafka_cluster text
+    """)
+    op.execute("""
         UPDATE pipeline.outbox_cluster SET database_oid = oid
           FROM pg_database WHERE datname = current_database()
     """)
