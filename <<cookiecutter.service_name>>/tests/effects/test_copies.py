@@ -19,18 +19,31 @@ CALLS = "SELECT count(*) FROM pipeline.backlog WHERE consumer IN ('tell', 'pay')
 HOLD = "SELECT FROM pipeline.backlog_lane WHERE lane >= 64 FOR UPDATE"
 
 
-@pytest.fixture
-def outside(tmp_path: Path) -> Path:
-    """File of the calls that were made."""
-    file = tmp_path / "outside"
-    file.touch()
-    return file
+class Outside:
+    """A file of the calls that were made."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        file.touch()
+
+    @property
+    def calls(self) -> list[str]:
+        """A line for each call."""
+        return self.file.read_text().splitlines()
 
 
 @pytest.fixture
-async def start(bank: Bank, database_url: str, kafka: str, outside: Path) -> AsyncIterator[Start]:
+def outside(tmp_path: Path) -> Outside:
+    """What the calls are made to."""
+    return Outside(tmp_path / "outside")
+
+
+@pytest.fixture
+async def start(
+    bank: Bank, database_url: str, kafka: str, outside: Outside
+) -> AsyncIterator[Start]:
     """Start processes of the bank that calls the outside."""
-    variables = variables_of(bank) | {"BANK_OUTSIDE": str(outside), "BANK_DIES": ""}
+    variables = variables_of(bank) | {"BANK_OUTSIDE": str(outside.file), "BANK_DIES": ""}
     async with starting(
         "tests.effects.app",
         lambda: variables,
@@ -67,7 +80,7 @@ async def test_nothing_leaves_a_copy_before_it_is_adopted(
     kafka: str,
     producer: AIOKafkaProducer,
     db: asyncpg.Connection,
-    outside: Path,
+    outside: Outside,
     another: str,
 ) -> None:
     await leave_work(start, bank, producer, db)
@@ -90,17 +103,17 @@ async def test_nothing_leaves_a_copy_before_it_is_adopted(
         await eventually(says_why)
         assert await db.fetchval(handled) == 5
         assert await db.fetchval(CALLS) == 10
-        assert (outside.read_text(), tail.ids) == ("", [])
+        assert (outside.calls, tail.ids) == ([], [])
         adopted = await start("adopt", "--yes")
         assert await adopted.ended() == 0, adopted.output
         await eventually(has_handled_all)
         await eventually(has_no_calls)
         await eventually(lambda: len(tail.ids) == 6)
-    assert len(outside.read_text().splitlines()) == 12
+    assert len(outside.calls) == 12
 
 
 async def test_a_second_database_of_a_group_calls_nobody_before_it_is_refused(
-    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, outside: Path
+    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, outside: Outside
 ) -> None:
     await leave_work(start, bank, producer, db)
     await db.execute("UPDATE pipeline.inbox_generation SET database_id = gen_random_uuid()")
@@ -108,4 +121,4 @@ async def test_a_second_database_of_a_group_calls_nobody_before_it_is_refused(
         second = await start(part)
         assert await second.ended() == 1
         assert "reads its topics for another database" in second.output
-    assert outside.read_text() == ""
+    assert outside.calls == []

@@ -79,10 +79,10 @@ def create_engine(
     )
     sa.event.listen(engine.sync_engine, "connect", keep_alive)
     sa.event.listen(engine.sync_engine, "checkout", _refuse_if_closed)
+    _watch_statements(engine.sync_engine)
     if check is not None:
         event = "checkout" if settings.database_pooler else "connect"
         sa.event.listen(engine.sync_engine, event, partial(_checked, check, name))
-    _watch_statements(engine.sync_engine)
     return engine
 
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Mapping
 from contextvars import ContextVar, copy_context
 from functools import wraps
-from types import FrameType, coroutine
+from types import FrameType, MappingProxyType, coroutine
 from typing import Any, NoReturn, TypeVar, cast
 
 import asyncpg
@@ -135,7 +135,7 @@ class GuardedConnection(asyncpg.Connection):  # type: ignore[misc]  # it has no 
 
     first_statements = ""
     """Statements that are sent together with the BEGIN of the next transaction."""
-    info: Mapping[str, Any] = {}
+    info: Mapping[str, Any] = MappingProxyType({})
     """What SQLAlchemy's pool keeps with the connection."""
 
     async def execute(self, query: str, *arguments: Any, timeout: float | None = None) -> str:  # noqa: ASYNC109

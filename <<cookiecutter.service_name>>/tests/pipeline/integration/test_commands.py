@@ -279,6 +279,10 @@ async def test_a_wrong_password_is_told_in_a_sentence(
         assert "Traceback" not in process.output
 
 
+_TABLES = """
+SELECT oid::regclass::text FROM pg_class
+ WHERE relkind IN ('r', 'p') AND relnamespace = 'pipeline'::regnamespace ORDER BY 1
+"""
 WITHOUT_DATABASE = ("run", "consume", "relay", "migrate", "doctor", "topics create")
 """Commands that serve or migrate, which other tests refuse the database of another service; the
 doctor, which names it; and one that needs Kafka only."""
@@ -296,7 +300,8 @@ async def test_every_command_that_connects_refuses_the_database_of_another_servi
         for name, command in with_parameters(typer.main.get_command(app))
         if name not in WITHOUT_DATABASE
     }
-    examples["relay reset"] = ["relay", "reset", "--yes"]
+    for name in ("adopt", "relay reset"):
+        examples[name] = [*name.split(), "--yes"]
     assert len(examples) > 15
     for name, line in examples.items():
         done = await call_it(*line)
@@ -307,6 +312,45 @@ async def test_every_command_that_connects_refuses_the_database_of_another_servi
     (wrong,) = (one for one in found if one["check"] == "database")
     assert (doctor.exit_code, wrong["level"]) == (1, "wrong")
     assert {"kafka", "settings"} < {one["check"] for one in found}
+
+
+_WORK = """
+INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
+    headers, hash_version, reason, attempts, waited, holds, died_at)
+VALUES ('x', 0, 'x', 'deposit', 't', 0, 1, 0, '[]', 1, 'rejected', 1, 0, true, now());
+INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)
+VALUES ('remind-ada', '2100-01-01', 't', 'a', '/s', 'x', 'y')
+"""
+CHANGING = {
+    "dead redrive": ["--all", "--yes"],
+    "dead discard": ["--all", "--yes", "--because", "x"],
+    "scheduled cancel": ["remind-ada"],
+    "retention run": [],
+}
+
+
+async def test_commands_can_read_a_copy_and_change_nothing_of_it(
+    bank: Bank, commands: Callable[..., Command], db: asyncpg.Connection
+) -> None:
+    await db.execute(_WORK)
+    await db.execute("UPDATE pipeline.outbox_cluster SET database_oid = 1")
+    names = [row[0] for row in await db.fetch(_TABLES)]
+
+    async def rows() -> list[object]:
+        return [await db.fetch(f"SELECT * FROM {name}") for name in names]
+
+    before = await rows()
+    call_it = commands(command_line(bank.service))
+    for name, line in CHANGING.items():
+        done = await call_it(*name.split(), *line)
+        assert done.exit_code == 1, f"{name}: {done.output}"
+        assert "service adopt" in done.stderr, name
+    for name in ("status", "dead list", "scheduled list", "retention status"):
+        done = await call_it(*name.split())
+        assert done.exit_code == 0, f"{name}: {done.output}"
+    assert await rows() == before
+    assert (await call_it("adopt", "--yes", "--keep-progress")).exit_code == 0
+    assert (await call_it("scheduled", "cancel", "remind-ada")).exit_code == 0
 
 
 async def test_a_list_that_would_take_too_much_memory_is_refused(

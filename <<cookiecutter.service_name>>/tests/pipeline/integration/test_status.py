@@ -207,7 +207,6 @@ async def test_without_kafka_it_tells_what_postgresql_knows(
     ("table", "part"),
     [
         ("backlog", "backlog"),
-        ("outbox_cluster", "outbox"),
         ("scheduled", "scheduled"),
         ("inbox_generation", "memory"),
         ("inbox_closed", "retention"),
