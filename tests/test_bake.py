@@ -721,7 +721,7 @@ WORK = {
     "replay scans": ("", "had done so before"),
     "scheduled cancel": ("", "cancelled payment-due-4711"),
     "topics seek scans --partition 3 --to 1235": ("", "scans/3 goes from 1300 to 1235"),
-    "relay reset": ("", "belongs to this database cluster now"),
+    "adopt": ("", "is the service's now"),
     "deploy/postgres/roles.sql": ("", "GRANT"),
 }
 """What has to be there for a command, and what it says when it has done its work."""

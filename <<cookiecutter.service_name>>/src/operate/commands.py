@@ -114,22 +114,23 @@ def relay(context: typer.Context) -> None:
 async def adopt(
     invocation: Invocation,
     keep_progress: Annotated[
-        bool, typer.Option("--keep-progress", help="transaction ids were kept (pg_upgrade)")
+        bool,
+        typer.Option("--keep-progress", help="transaction ids were kept: pg_upgrade, same cluster"),
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """Make the database the service's, after a restore: publish the outbox again, go on with all.
+    """Make the database the service's, as after a restore: all that waits goes on here.
 
-    It decides that what has filled it does not run any more.
+    Stop what runs on its original before. The whole outbox is published again.
     """
     async with invocation.connected(revisions.check_database) as connection:
         if not yes:
-            question = "Continue where the relays were?"
+            question = "Make the calls that wait, and continue where the relays were?"
             if not keep_progress:
                 number = await cluster.count(connection)
                 is_ours = await cluster.is_ours(connection)
                 why = "The database is the service's already. " if is_ours else ""
-                question = f"{why}Publish {number:,} events again, with their ids?"
+                question = f"{why}Make the calls that wait, and publish {number:,} events again?"
             invocation.confirm(question)
         try:
             renewed = await cluster.adopt(connection, keep_progress=keep_progress)

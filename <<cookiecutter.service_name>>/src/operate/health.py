@@ -57,8 +57,7 @@ def judge(status: Status) -> Iterator[Finding]:
 def cluster(status: Status) -> Iterator[Finding]:
     """The database is not a copy."""
     if not status.is_this_cluster:
-        found = str(NotAdopted(IN_ANOTHER))
-        yield Finding("wrong", found, "run `service adopt`")
+        yield Finding("wrong", str(NotAdopted(IN_ANOTHER)), "run `service adopt`")
 
 
 def outbox(status: Status) -> Iterator[Finding]:

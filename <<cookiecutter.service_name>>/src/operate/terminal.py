@@ -120,10 +120,7 @@ class Invocation:
 
     @asynccontextmanager
     async def connected(self, check: Check = read_only) -> AsyncIterator[asyncpg.Connection]:
-        """Open a connection to the service's database; each statement is a transaction.
-
-        By default a copy can only be read before it is adopted.
-        """
+        """Open a connection to the database, where each statement commits; a copy is read only."""
         engine = create_engine(self.settings, name=self.service.name, check=check)
         try:
             with naming_servers(self.settings):

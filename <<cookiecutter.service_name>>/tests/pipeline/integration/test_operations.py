@@ -171,7 +171,7 @@ async def test_relay_reset_publishes_a_restored_outbox_again_with_the_same_ids(
         await eventually(lambda: "service adopt" in relay.output)
         asked = await start("relay", "reset")
         assert await asked.ended() == 1  # nobody is there to say yes
-        assert "Publish 3 events again, with their ids?" in asked.output
+        assert "and publish 3 events again?" in asked.output
         assert tail.ids == []
         reset = await start("relay", "reset", "--yes")
         assert await reset.ended() == 0, reset.output
