@@ -115,7 +115,7 @@ async def adopt(
     invocation: Invocation,
     keep_progress: Annotated[
         bool,
-        typer.Option("--keep-progress", help="transaction ids were kept: pg_upgrade, same cluster"),
+        typer.Option("--keep-progress", help="transaction ids were kept (same cluster)"),
     ] = False,
     yes: Yes = False,
 ) -> None:
