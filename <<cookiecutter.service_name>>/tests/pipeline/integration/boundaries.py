@@ -38,6 +38,8 @@ class Point(NamedTuple):
 BOUNDARIES = (
     Boundary("connection: open"),
     Boundary("connection: set up"),
+    Boundary("connection: compare cluster"),
+    Boundary("database: compare brokers"),
     Boundary("schema: read owner"),
     Boundary("schema: read revisions"),
     Boundary("schema: compare columns"),
@@ -52,7 +54,6 @@ BOUNDARIES = (
     Boundary("retention: reopen days"),
     Boundary("retention: close days"),
     Boundary("retention: list closed days"),
-    Boundary("retention: compare cluster"),
     Boundary("retention: read last event of day"),
     Boundary("retention: find shards behind"),
     Boundary("retention: find oldest writer"),

@@ -26,6 +26,7 @@ BY_COMMANDS = (
     "operate.moves",
     "operate.status",
     "pipeline.servers.cluster",
+    "pipeline.servers.sequences",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
 
