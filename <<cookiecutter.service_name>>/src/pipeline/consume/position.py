@@ -100,7 +100,7 @@ class PartitionPosition:
                 f" {first - position} offsets are lost to this service",
             )
         if position > end:
-            raise self.changed(position, f"it ends at {end} (created anew, or its data lost)")
+            raise self.changed(position, f"it ends at {end} (created anew, or its end lost)")
         return StoredPosition(position, anchor if anchor and anchor.offset >= first else None)
 
     def changed(self, position: int, what: str) -> Blocked:

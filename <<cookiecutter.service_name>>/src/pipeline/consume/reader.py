@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 
 from aiokafka import ConsumerRecord, TopicPartition
 
@@ -20,7 +21,7 @@ from pipeline.errors import describe_error, is_infrastructure, summarize_error
 from pipeline.handlers.policy import DIED, ProcessDied
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
-from pipeline.servers.consumer import KafkaConsumer
+from pipeline.servers.consumer import KafkaConsumer, LeaderChanged
 from pipeline.servers.record_batches import UnreadableBatch, unpacked_at_most
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import end, sleep_or_event
@@ -103,6 +104,8 @@ class Reader:
                 await self._read_on()
             except PositionMoved as moved:
                 log.warning("%s: %s; reading the position again", self._part, moved)
+            except LeaderChanged as changed:
+                log.debug("%s: %s; reading the record before them again", self._part, changed)
             except Exception as error:
                 if not self._stopping.is_set():
                     after = error.after if isinstance(error, Paused) else None
@@ -244,22 +247,24 @@ class Reader:
         return 0 if self._has_begun else self._deaths or self._stored_position.suspected_deaths
 
     def _recognized(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
-        """Return the records from `start` on; raises `Blocked` if the anchor is another record."""
-        if not records:
-            return []
-        anchor, self._anchor = self._anchor, None
-        first = records[0]
+        """Return the records from `start` on; raises `Blocked` unless the anchor is before them."""
+        anchor = self._anchor
         # Fetched before `seek`.
-        if first.offset < (anchor.offset if anchor else start):
-            raise PositionMoved(f"{self._part} returned {first.offset} for {start}")
+        if records and records[0].offset < (anchor.offset if anchor else start):
+            raise PositionMoved(f"{self._part} returned {records[0].offset} for {start}")
         # The record may be missing: compaction removes some.
-        if anchor and anchor.offset == first.offset and anchor.hash != Anchor.of(first).hash:
-            raise self._stored_position.changed(
-                start,
-                f"the record at {first.offset} is not the one of {anchor.time:%Y-%m-%d %H:%M:%S}Z"
-                " that was read there (topic created anew)",
-            )
-        return [record for record in records if record.offset >= start]
+        for record in takewhile(lambda one: one.offset < start, records):
+            if anchor and (record.offset, Anchor.of(record).hash) != (anchor.offset, anchor.hash):
+                raise self._stored_position.changed(
+                    start,
+                    f"the record at {record.offset} is not the one of"
+                    f" {anchor.time:%Y-%m-%d %H:%M:%S}Z that was read at {anchor.offset}"
+                    " (topic created anew, or its end lost)",
+                )
+        found = [record for record in records if record.offset >= start]
+        if found:
+            self._anchor = None
+        return found
 
     def _move_to(self, position: int) -> None:
         """Set the position; the partition is ready unless it is still blocked there."""

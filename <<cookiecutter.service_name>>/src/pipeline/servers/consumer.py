@@ -35,6 +35,33 @@ _COUNTING_SECONDS = 0.5
 fetcher.MemoryRecords = FetchedBatches
 
 
+class LeaderChanged(Exception):
+    """Records come from another leader than those before them, or over another connection.
+
+    They need not continue the same log: an unclean election or a restored disk loses its end.
+    """
+
+
+class FetchResult(fetcher.FetchResult):  # type: ignore[misc]  # it has no types
+    """The records of a fetch, which must follow those before them if `KafkaConsumer` has sought."""
+
+    def getall(self, max_records: int | None = None) -> list[ConsumerRecord]:
+        if not self.check_assignment(self._topic_partition):
+            return []
+        state = self._assignment.state_value(self._topic_partition)
+        batches = self._partition_records._records
+        is_checked = hasattr(state, "source")
+        if is_checked and state.source not in (None, batches.source):
+            raise LeaderChanged("its records come from another leader, or over another connection")
+        found: list[ConsumerRecord] = super().getall(max_records)
+        if is_checked:
+            state.source = batches.source
+        return found
+
+
+fetcher.FetchResult = FetchResult
+
+
 class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
     """A fetcher that lets the brokers gather records while many arrive, one by one."""
 
@@ -144,6 +171,11 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
     """A consumer that polls less often while no records come, which is most of its cost then."""
 
     _busy_until = 0.0
+
+    def seek(self, partition: TopicPartition, offset: int) -> None:
+        """Fetch from the offset on. `getmany` raises `LeaderChanged` if the leader changes then."""
+        super().seek(partition, offset)
+        self._subscription._assigned_state(partition).source = None
 
     async def arrival(self, partition: TopicPartition, seconds: float) -> int:
         """Wait up to `seconds` for records of the partition; `getmany` unpacks them, this doesn't.

@@ -51,6 +51,8 @@ from .credentials import CredentialsUnavailable
 
 rejections: ContextVar[dict[str, str]] = ContextVar("rejections")
 """Why a client can't connect to brokers, by their address. The tasks that it starts share it."""
+sent_on: ContextVar["Connection | None"] = ContextVar("sent_on", default=None)
+"""The connection of the latest request in this context."""
 
 
 class GroupIsFullError(BrokerResponseError):  # type: ignore[misc]  # it has no types
@@ -111,6 +113,7 @@ class Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no ty
         return _BearerAuthenticator(sasl_oauth_token_provider=self._sasl_oauth_token_provider)
 
     def send(self, *args: Any, **options: Any) -> Any:
+        sent_on.set(self)
         try:
             return super().send(*args, **options)
         except RuntimeError as error:

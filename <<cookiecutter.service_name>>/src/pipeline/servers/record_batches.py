@@ -18,11 +18,13 @@ from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBase, _DefaultRecordBatchPy
 from aiokafka.record.memory_records import MemoryRecords
 
+from .patches import Connection, sent_on
+
 unpacked_at_most: ContextVar[int] = ContextVar("unpacked_at_most", default=128 * 2**20)
 """Bytes that a batch may unpack to, in the context that reads it."""
 
-_MAGIC, _OLD_CODEC, _CODEC = 16, 17, 22
-"""Offsets in a batch of its format, of its codec before format 2, and of its codec since."""
+_EPOCH, _MAGIC, _OLD_CODEC, _CODEC = 12, 16, 17, 22
+"""Offsets in a batch of its leader epoch, its format, its codec before format 2, and since."""
 _HEADER = DefaultRecordBase.HEADER_STRUCT.size
 _CODEC_MASK = DefaultRecordBase.CODEC_MASK
 _CODECS = ("none", "gzip", "snappy", "lz4", "zstd")
@@ -61,6 +63,13 @@ class FetchedBatches:
         self._at = 0
         self._records = MemoryRecords(bytes(data))
         self.is_over = False
+        self._connection = sent_on.get()
+        self._epoch = _epoch_of(self._data) if self.has_next() else None
+
+    @property
+    def source(self) -> tuple[Connection | None, int | None]:
+        """Connection of the fetch, and leader epoch of its latest batch, at first of its first."""
+        return self._connection, self._epoch
 
     def size_in_bytes(self) -> int:
         """Return the size of all batches, in bytes."""
@@ -76,6 +85,7 @@ class FetchedBatches:
         (length,) = unpack_from(">i", self._data, self._at + 8)
         start, self._at = self._at, self._at + 12 + length
         raw = self._data[start : self._at]
+        self._epoch = _epoch_of(raw)
         return FetchedBatch(self._records.next_batch(), raw, self if start else None)
 
 
@@ -129,6 +139,10 @@ class FetchedBatch:
 def _is_old(raw: memoryview) -> bool:
     """Return whether its format is one that brokers have not written since Kafka 3.0."""
     return raw[_MAGIC] <= 1
+
+
+def _epoch_of(raw: memoryview) -> int | None:
+    return None if _is_old(raw) else unpack_from(">i", raw, _EPOCH)[0]
 
 
 def _offset_of(raw: memoryview) -> int:

@@ -10,6 +10,7 @@ from aiokafka.record import memory_records
 from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 
 from pipeline.servers import record_batches
+from pipeline.servers.patches import sent_on
 from pipeline.servers.record_batches import FetchedBatches, UnreadableBatch, unpacked_at_most
 
 CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
@@ -69,6 +70,22 @@ def limited() -> Iterator[None]:
     token = unpacked_at_most.set(LIMIT)
     yield
     unpacked_at_most.reset(token)
+
+
+def test_the_source_of_records_is_their_connection_and_the_leader_epoch_of_their_batch() -> None:
+    def of_epoch(epoch: int, *values: bytes, first: int) -> bytes:
+        made = batch("none", *values, first=first)
+        return made[:12] + epoch.to_bytes(4) + made[16:]
+
+    connection: Any = object()
+    token = sent_on.set(connection)
+    batches = FetchedBatches(of_epoch(3, b"1", b"2", first=0) + of_epoch(4, b"3", first=2))
+    sent_on.reset(token)
+    assert batches.source == (connection, 3), "before the first record is read"
+    place = TopicPartition("t", 0)
+    records = PartitionRecords(place, batches, [], 0, None, None, True, READ_COMMITTED)
+    assert [(one.value, batches.source[1]) for one in records] == [(b"1", 3), (b"2", 3), (b"3", 4)]
+    assert FetchedBatches(b"").source == (None, None)
 
 
 def test_batches_of_each_codec_are_read_from_any_offset(codec: str) -> None:
