@@ -57,6 +57,8 @@ class Reading:
     """The offset of a producer's open transaction that prevents reading beyond it."""
     reader: str | None = None
     """The member that reads it: its host, and the end of its member id; None: no member."""
+    stranger: str | None = None
+    """Client id and host of the member, if it is another program."""
 
     @property
     def is_out_of_range(self) -> bool:
@@ -283,4 +285,5 @@ class _Measure:
         readers = await topics.readers(self.settings, self.service.name)
         self.found.are_readers_known = True
         for one in self.found.readings:
-            one.reader = readers.get((one.topic, one.partition))
+            if reader := readers.get((one.topic, one.partition)):
+                one.reader, one.stranger = str(reader), reader.stranger_in(self.service.name)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from time import monotonic
@@ -66,6 +67,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._committing: asyncio.Task[None] | None = None
         self._has_joined = False
         self._stamp = ""
+        self._is_group_checked = True
         self._rejection = ""
         """Why the group's coordinator has rejected this member."""
         self._stopping = asyncio.Event()
@@ -95,6 +97,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
                 self._commit_offsets()
                 self._check_brokers()
                 await self._check_topics()
+                await self._check_group()
                 await sleep_or_event(self._stopping, self._settings.offset_commit_interval)
             await self._stop_readers(None)  # `run` is cancelled if that takes too long
         except Exception as error:
@@ -146,6 +149,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             )
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
+        self._is_group_checked = False
         self._rejection = ""
         self._health.ready("consumer")
 
@@ -240,3 +244,25 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
                     if topic in self._client.hidden_topics
                     else "does not exist: create it, or run `service topics create`",
                 )
+
+    async def _check_group(self) -> None:
+        """Report partitions that other programs read; only a rebalance changes which these are."""
+        if self._is_group_checked:
+            return
+        self._is_group_checked = True
+        group = self._consume.group
+        try:
+            readers = await asyncio.wait_for(self._client.readers(), _ANSWER_SECONDS)
+        except (KafkaError, TimeoutError):
+            self._is_group_checked = False
+            return
+        found = Counter(filter(None, (one.stranger_in(group) for one in readers.values())))
+        if not found:
+            self._health.forget("group")
+            return
+        programs = ", ".join(sorted(found))
+        self._health.not_ready(
+            "group",
+            f"no process of the service reads {found.total()} partitions: {programs} has joined the"
+            f" group {group}. End that program, or give it a group of its own",
+        )

@@ -9,12 +9,14 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.consumer import consumer, fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
-from aiokafka.errors import KafkaError, for_code
+from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
+from aiokafka.errors import KafkaError, RebalanceInProgressError, for_code
+from aiokafka.protocol.admin import DescribeGroupsRequest
 from aiokafka.protocol.commit import OffsetFetchRequest
 
 from .record_batches import FetchedBatches
@@ -31,6 +33,9 @@ _UNGATHERED = 100
 """Records a second up to which a fetch is sent at once."""
 _COUNTING_SECONDS = 0.5
 """How long records are counted to compute their rate."""
+
+_REBALANCING = ("PreparingRebalance", "CompletingRebalance")
+"""States of a group whose members have no partitions."""
 
 fetcher.MemoryRecords = FetchedBatches
 
@@ -167,6 +172,22 @@ class Coordinator(GroupCoordinator):  # type: ignore[misc]  # it has no types
 consumer.GroupCoordinator = Coordinator
 
 
+class Member(NamedTuple):
+    """A member of a consumer group."""
+
+    client_id: str
+    """The service's name, unless it is another program."""
+    host: str
+    member_id: str
+
+    def __str__(self) -> str:
+        return f"{self.host} {self.member_id[-8:]}"
+
+    def stranger_in(self, group: str) -> str | None:
+        """Return the description of a program that isn't the service with the group's name."""
+        return None if self.client_id == group else f"client {self.client_id!r} at {self.host}"
+
+
 class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
     """A consumer that polls less often while no records come, which is most of its cost then."""
 
@@ -236,6 +257,26 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
             raise for_code(response.error_code)(group.group_id)
         found = (partitions for topic, partitions in response.topics if topic in topics)
         return {metadata for _, _, metadata, _ in chain.from_iterable(found)}
+
+    async def readers(self) -> dict[TopicPartition, Member]:
+        """Return the member of the group that reads each partition.
+
+        Raises `KafkaError`, also while the group is in a rebalance.
+        """
+        group = self._coordinator
+        await group.ensure_coordinator_known()
+        response = await group._send_req(DescribeGroupsRequest([group.group_id]))
+        ((code, _, state, _, _, members, *_),) = response.groups
+        if code:
+            raise for_code(code)(f"the brokers don't describe the group {group.group_id}")
+        if state in _REBALANCING:
+            raise RebalanceInProgressError(f"the group {group.group_id} is in a rebalance")
+        return {
+            place: Member(client_id, host.removeprefix("/"), member_id)
+            for member_id, *_, client_id, host, _, assignment in members
+            if assignment  # a member may have none
+            for place in ConsumerProtocolMemberAssignment.decode(assignment).partitions()
+        }
 
     def raise_if_ended(self) -> None:
         """Raise the error with which the task of the fetcher or the coordinator has ended."""

@@ -7,19 +7,16 @@ from datetime import UTC, datetime
 
 from aiokafka import TopicPartition
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
-from aiokafka.errors import RebalanceInProgressError, TopicAuthorizationFailedError, for_code
+from aiokafka.errors import TopicAuthorizationFailedError, for_code
 from aiokafka.protocol.metadata import MetadataRequest
 
 from pipeline.errors import missing_acl
 from pipeline.settings import Settings
 
 from . import clients
+from .consumer import Member
 
 _ANSWER_SECONDS = 5.0
-_REBALANCING = ("PreparingRebalance", "CompletingRebalance")
-"""States of a group whose members have no partitions."""
-
 
 MAY_NOT_DESCRIBE = (
     f"may not be described, whether it exists or not: {missing_acl(TopicAuthorizationFailedError)}"
@@ -127,25 +124,14 @@ def _of(topic: str, offsets: Mapping[TopicPartition, int]) -> dict[int, int]:
     return {one.partition: offset for one, offset in offsets.items() if one.topic == topic}
 
 
-async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
-    """Return the member of a consumer group that reads each partition: host, and part of its id.
+async def readers(settings: Settings, group: str) -> dict[TopicPartition, Member]:
+    """Return the member of a consumer group that reads each partition.
 
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds, or
     the group is in a rebalance.
     """
     async with (
         asyncio.timeout(2 * _ANSWER_SECONDS),
-        clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin,
+        clients.offsets_client(settings, group) as client,
     ):
-        (answer,) = await admin.describe_consumer_groups([group])
-    ((code, _, state, _, _, members, *_),) = answer.groups
-    if code:
-        raise for_code(code)(f"the brokers don't describe the group {group}")
-    if state in _REBALANCING:
-        raise RebalanceInProgressError(f"the group {group} is in a rebalance")
-    return {
-        (one.topic, one.partition): f"{host.removeprefix('/')} {member[-8:]}"
-        for member, *_, host, _, assignment in members
-        if assignment  # a member may have none
-        for one in ConsumerProtocolMemberAssignment.decode(assignment).partitions()
-    }
+        return await client.readers()

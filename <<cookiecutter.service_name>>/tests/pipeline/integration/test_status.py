@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import asyncpg
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from operate import status, status_commands
 from operate.commands import command_line
@@ -182,6 +182,32 @@ async def test_who_reads_which_partition_is_told(
         assert None not in await readers()
         assert (await told(service))["reads"][0].endswith(", 2 readers")
     assert await readers() == [None, None, None]
+
+
+async def test_another_program_in_the_group_is_told_by_status_and_readiness(
+    running: Running,
+    bank: Bank,
+    new_topic: Callable[..., Awaitable[str]],
+    commands: Callable[..., Command],
+    kafka: str,
+) -> None:
+    wide = Bank(deposits=await new_topic(partitions=4), balances=bank.balances, name=bank.name)
+    service = commands(command_line(wide.service))
+    stranger = AIOKafkaConsumer(
+        wide.deposits, bootstrap_servers=kafka, group_id=bank.name, client_id="billing"
+    )
+    async with running(wide.service) as health:
+        await eventually(lambda: health.is_ready)
+        async with stranger:
+            await eventually(lambda: "group" in health.reasons)
+            assert "no process of the service reads 2 partitions" in health.reasons["group"]
+            assert "client 'billing' at 127.0.0.1 has joined" in health.reasons["group"]
+            assert "client 'billing' at 127.0.0.1 reads" in (await told(service))["wrong"][0]
+            found = json.loads((await service("status", "--json")).stdout)["readings"]
+            theirs = {one["partition"] for one in found if one["stranger"]}
+            assert theirs == {one.partition for one in stranger.assignment()}
+        await eventually(lambda: health.is_ready)
+        assert "billing" not in (await service("status")).stdout
 
 
 async def test_without_kafka_it_tells_what_postgresql_knows(
