@@ -92,6 +92,7 @@ WITH moved AS (
            anchor_time = COALESCE(move.anchor_time, position.anchor_time),
            anchor_hash = COALESCE(move.anchor_hash, position.anchor_hash),
            starts = 0,
+           starters = '{}',
            moved_at = clock_timestamp()
       FROM unnest($2::text[], $3::int[], $4::bigint[], $5::bigint[], $6::bigint[],
                   $7::timestamptz[], $8::bytea[])
@@ -117,13 +118,17 @@ UPDATE pipeline.position AS position
 """
 
 _COUNT_START = """
-UPDATE pipeline.position SET starts = starts + 1
+UPDATE pipeline.position
+   SET starts = starts + ($5 <> ALL (starters))::integer,
+       starters = array_remove(starters, $5) || $5
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
 RETURNING starts
 """
 
 _FORGIVE_START = """
-UPDATE pipeline.position SET starts = GREATEST(starts - 1, 0)
+UPDATE pipeline.position
+   SET starts = GREATEST(starts - ($5 = ANY (starters))::integer, 0),
+       starters = array_remove(starters, $5)
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
 """
 
@@ -149,13 +154,13 @@ INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
 VALUES ($1, $2, $3, $4)
     ON CONFLICT (consumer_group, topic, partition) DO UPDATE
    SET next_offset = excluded.next_offset, anchor_offset = NULL, anchor_time = NULL,
-       anchor_hash = NULL, starts = 0, moved_at = clock_timestamp()
+       anchor_hash = NULL, starts = 0, starters = '{}', moved_at = clock_timestamp()
 """
 
 _REWIND = """
 UPDATE pipeline.position
    SET next_offset = $4, anchor_offset = NULL, anchor_time = NULL, anchor_hash = NULL, starts = 0,
-       moved_at = clock_timestamp()
+       starters = '{}', moved_at = clock_timestamp()
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset > $4
 """
 
@@ -207,17 +212,22 @@ async def start_at(connection: asyncpg.Connection, slot: Slot, offset: int) -> N
     await connection.execute(_START_AT, *slot, offset)
 
 
-async def count_start(connection: asyncpg.Connection, slot: Slot, position: int) -> int:
-    """Count a start at the position; returns the number of starts without a regular end.
+async def count_start(
+    connection: asyncpg.Connection, slot: Slot, position: int, process: str
+) -> int:
+    """Count a start at the position; returns the number of processes without a regular end.
 
-    A transaction of its own: a record that kills the process leaves no other trace.
+    A process is counted once, also if it loses the partition, gets it back and starts again. A
+    transaction of its own: a record that kills the process leaves no other trace.
     """
-    return await connection.fetchval(_COUNT_START, *slot, position) or 0
+    return await connection.fetchval(_COUNT_START, *slot, position, process) or 0
 
 
-async def forgive_start(connection: asyncpg.Connection, slot: Slot, position: int) -> None:
+async def forgive_start(
+    connection: asyncpg.Connection, slot: Slot, position: int, process: str
+) -> None:
     """Undo `count_start` after a regular end."""
-    await connection.execute(_FORGIVE_START, *slot, position)
+    await connection.execute(_FORGIVE_START, *slot, position, process)
 
 
 async def seek(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from copy import copy
 from time import monotonic
 from typing import Self
+from uuid import uuid4
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -93,6 +94,8 @@ class ConsumeTransactions:
         """`source` is that of published events; `claims` stores payloads too large for a record."""
         self.engine = engine
         self.group = group
+        self.process = uuid4().hex[:12]
+        """Names this process where it starts to read."""
         self._source = source
         self.settings = settings
         self.breaker = breaker

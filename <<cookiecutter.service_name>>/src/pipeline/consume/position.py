@@ -59,6 +59,7 @@ class PartitionPosition:
         self._client = client
         self._engine = consume.engine
         self._settings = consume.settings
+        self._process = consume.process
         self._attempts = attempts
         self.counted_at: int | None = None
         """Where the start of this process is counted, if it is to be undone on a clean end."""
@@ -154,7 +155,9 @@ class PartitionPosition:
         if self.counted_at != position:
             self.counted_at = position
             counting = self._attempts("counting the start")
-            self._starts = await counting(self._query, positions.count_start, position)
+            self._starts = await counting(
+                self._query, positions.count_start, position, self._process
+            )
 
     async def undo_start(self, position: int | None) -> None:
         """Undo the start count on a clean end, unless the position has moved since."""
@@ -162,7 +165,7 @@ class PartitionPosition:
         if counted_at is not None and counted_at == position:
             with suppress(Exception):
                 async with asyncio.timeout(_UNDO_SECONDS):
-                    await self._query(positions.forgive_start, position)
+                    await self._query(positions.forgive_start, position, self._process)
 
     async def _query(self, statement: Callable[..., Awaitable[T]], *arguments: object) -> T:
         # Without a time-out a lost connection would be noticed much later.

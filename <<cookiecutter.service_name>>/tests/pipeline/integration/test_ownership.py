@@ -11,7 +11,8 @@ from aiokafka.admin import AIOKafkaAdminClient, RecordsToDelete
 from aiokafka.structs import OffsetAndMetadata
 
 from pipeline import Transaction
-from pipeline.apply.positions import PositionMoved
+from pipeline.apply import positions
+from pipeline.apply.positions import Move, PositionMoved, Slot
 from pipeline.consume.reader import Reader
 from pipeline.observe.health import Health
 from pipeline.runtime import Part
@@ -299,3 +300,22 @@ async def test_kafkas_offset_moved_by_somebody_is_not_where_the_service_goes_on(
     async with running(bank.service, Part.CONSUME):
         await eventually(position_reaches(db, bank.deposits, 3))
     assert await histories(db) == {"ada": [1, 2, 3]}
+
+
+async def test_a_process_is_counted_once_where_it_starts_and_not_at_all_after_a_clean_end(
+    db: asyncpg.Connection,
+) -> None:
+    slot = Slot("bank", "t", 0)
+    await positions.start_at(db, slot, 5)
+    assert [await positions.count_start(db, slot, 5, one) for one in ("a", "b", "a")] == [1, 2, 2]
+    await positions.forgive_start(db, slot, 5, "b")
+    await positions.forgive_start(db, slot, 5, "b")
+    assert await positions.count_start(db, slot, 5, "a") == 1
+    assert await positions.count_start(db, slot, 4, "c") == 0, "the position has moved"
+    async with db.transaction():
+        await positions.move_positions(db, [Move(slot, 5, 6, None)])
+    assert await positions.count_start(db, slot, 6, "a") == 1
+    # One of version 1.0.0, which has no name.
+    await db.execute("UPDATE pipeline.position SET starts = starts + 1")
+    await positions.forgive_start(db, slot, 6, "a")
+    assert await positions.count_start(db, slot, 6, "b") == 2

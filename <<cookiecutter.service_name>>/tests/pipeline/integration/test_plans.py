@@ -279,14 +279,14 @@ async def test_the_position_of_one_of_ten_thousand_partitions(asked: Explaining)
     slot = Slot("group-7", "t", 3)
     assert await positions.position(asked, slot) == (1, None)
     anchor = Anchor.of(Deposit(1).record("t", 1))
-    assert await positions.count_start(asked, slot, 1) == 1
-    await positions.forgive_start(asked, slot, 1)
+    assert await positions.count_start(asked, slot, 1, "one") == 1
+    await positions.forgive_start(asked, slot, 1, "one")
     await positions.move_positions(asked, [Move(slot, 1, 2, anchor)])
     await positions.count_duplicates(asked, slot.group, {("t", 3): 1, ("t", 4): 1})
     assert len(asked.plans) == 5
     for plan in asked.plans:
         assert (plan.indexes, plan.scanned) == ({"position_pkey"}, set())
-        assert plan.blocks < 30
+        assert plan.blocks < 100  # of which half are PostgreSQL's catalog, once in a session
 
 
 async def test_a_relay_that_claims_renews_writes_and_gives_back_its_shards(

@@ -1,7 +1,7 @@
 """What is known of a message in the backlog is stored beside the reason for which it waits.
 
-Rows that are due are found by their consumer. The table `inbox_filter` is used by processes of
-version 1.0.0 only.
+Processes that start at a position are counted once each. Rows that are due are found by their
+consumer. The table `inbox_filter` is used by processes of version 1.0.0 only.
 
 Revision ID: pipeline_0002
 Revises: pipeline_0001
@@ -24,8 +24,10 @@ def upgrade() -> None:
     that is due in a lane to find a lane.
     """
     alter_in_turns(
-        "pipeline.backlog",
+        "pipeline.position or pipeline.backlog",
         """
+        ALTER TABLE pipeline.position
+            ADD COLUMN starters text[] NOT NULL DEFAULT '{}';  -- those in `starts`
         ALTER TABLE pipeline.backlog
             ADD COLUMN deaths integer NOT NULL DEFAULT 0,
             ADD COLUMN losses integer NOT NULL DEFAULT 0,
@@ -39,6 +41,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     """Remove the columns, and find due rows as before."""
+    op.execute("ALTER TABLE pipeline.position DROP COLUMN starters")
     op.execute("""
         ALTER TABLE pipeline.backlog
             DROP COLUMN deaths, DROP COLUMN losses, DROP COLUMN is_redriven
