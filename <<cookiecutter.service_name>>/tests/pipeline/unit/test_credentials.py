@@ -10,8 +10,8 @@ import pytest
 from pipeline.servers import credentials
 from pipeline.servers.credentials import Credentials, CredentialsUnavailable
 
-PATIENCE = 60.0
-"""Seconds that a function may take which answers."""
+from tests.servers.waiting import PATIENCE
+
 NAME = f"{__name__}:provide"
 released = threading.Event()
 calls: list[int] = []
