@@ -7,10 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from functools import partial
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -37,6 +37,7 @@ from pipeline.errors import (
 )
 from pipeline.observe import logs
 from pipeline.observe.health import CannotListen
+from pipeline.observe.watchdog import End
 from pipeline.servers import guard, revisions
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.service import Misconfigured, Service
@@ -44,6 +45,9 @@ from pipeline.settings import Settings, is_secret, mistakes, variables
 
 from .errors import ACCESS_DENIED, OutputFailed, Refused, Unavailable
 from .output import standard_streams, write
+
+if sys.platform != "win32":
+    import uvloop
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +63,9 @@ Report = Callable[[str], None]
 
 PREFIX = "PIPELINE_"
 """Prefix of every variable that is a setting, of the engine or of an optional package."""
+
+_TASKS_SECONDS = 1.0
+"""Time for tasks that the work of a command leaves behind, once they are cancelled."""
 
 _AS_JSON = TypeAdapter(bool | None)
 
@@ -92,12 +99,14 @@ class Program(typer.Typer):
                 sys.exit(1)
             try:
                 return super().__call__(*args, **kwargs)
+            except SystemExit as error:
+                raise End(error.code) from None
             except (OutputFailed, OSError) as error:  # typer writes the help by itself
                 if not isinstance(error.__cause__, BrokenPipeError):  # such as of `head`
                     write(f"standard output can't be written, changes are kept: {error}", err=True)
             except Exception as error:
                 write(format_traceback(error), err=True)
-            sys.exit(1)
+            raise End(1)
 
 
 def _unreadable() -> Path | None:
@@ -232,7 +241,8 @@ def read_settings(
             wrong += mistakes(error, kind)
     wrong += _unknown_variables()
     if wrong:
-        report("\n  ".join(("The settings are wrong:", *wrong)))
+        for line in ("The settings are wrong:", *(f"  {one}" for one in wrong)):
+            report(line)
         raise typer.Exit(2)
     return Settings()
 
@@ -251,39 +261,47 @@ def _unknown_variables() -> Iterator[str]:
 
 @contextmanager
 def serving() -> Iterator[Report]:
-    """Configure the log, and log what ends a process that serves, unexpected errors too.
+    """Configure the log, and log what ends a process that serves, whatever it is.
 
-    Returns a function that reports a sentence: as a line of the log if that is JSON, else as
-    text. The log is configured before the settings are read.
+    Returns a function that logs a sentence. The log is configured before the settings are read.
     """
-    try:
+    as_json: bool | None = None
+    with suppress(ValidationError):  # it is reported with the other mistakes in the settings
         given = {name.upper(): value for name, value in os.environ.items()}
         as_json = _AS_JSON.validate_python(given.get(f"{PREFIX}LOG_JSON"))
-    except ValidationError:  # reported with the other mistakes in the settings
-        as_json = None
     logs.configure(level="INFO", json=as_json)
-    write = partial(log.critical, "%s") if logs.is_json(as_json) else _report
 
     def report(text: str) -> None:
         error = sys.exc_info()[1]
         # The text of an operating system's error is not enough without a traceback.
-        if isinstance(error, OSError) and not isinstance(error, StoreUnavailable):
-            log.critical("stopped by an I/O error", exc_info=error)
-        write(text)
+        is_local = isinstance(error, OSError) and not isinstance(error, StoreUnavailable)
+        log.critical("%s", text, exc_info=is_local)
 
     try:
         yield report
     except typer.Exit:
         raise
-    except Exception as error:
+    except BaseException as error:  # asyncio lets SystemExit pass from any task, a handler's too
         log.critical("stopped by an unexpected error", exc_info=error)
         raise typer.Exit(1) from error
 
 
 def run_to_end(work: Coroutine[Any, Any, T], report: Report = _report) -> T:
-    """Run a coroutine until it ends, on uvloop where it is available."""
-    with in_a_sentence(report), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(work)
+    """Run a coroutine until it ends, on uvloop where it is available.
+
+    Tasks that it leaves behind have a second to end; for threads only the process waits.
+    """
+    factory = None if sys.platform == "win32" else uvloop.new_event_loop
+    runner = asyncio.Runner(loop_factory=factory)
+    try:
+        with in_a_sentence(report):
+            return runner.run(work)
+    finally:
+        loop = runner.get_loop()
+        loop.set_default_executor(ThreadPoolExecutor())  # in place of the one with threads
+        loop.call_later(_TASKS_SECONDS, loop.stop)
+        with suppress(RuntimeError):  # of `stop`
+            runner.close()
 
 
 @contextmanager
@@ -323,11 +341,3 @@ def naming_servers(settings: Settings) -> Iterator[None]:
         else:
             raise
         raise Unavailable(f"{server}: {describe_error(error)}") from error
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32" or sys.implementation.name != "cpython":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop

@@ -88,18 +88,14 @@ def configure(
     handler.name = _HANDLER
     handler.addFilter(_lower_if_retried)
     handler.addFilter(_Repetitions())
-    handler.setFormatter(JsonLines() if is_json(json) else _Readable())
+    is_json = not sys.stderr.isatty() if json is None else json
+    handler.setFormatter(JsonLines() if is_json else _Readable())
     root.addHandler(handler)
 
 
 def shortened(name: str) -> str:
     """Return what a log line contains of a message's id or type, which may have any length."""
     return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
-
-
-def is_json(json: bool | None) -> bool:
-    """Return whether `configure` chooses JSON for this argument."""
-    return not sys.stderr.isatty() if json is None else json
 
 
 def _lower_if_retried(record: logging.LogRecord) -> bool:
