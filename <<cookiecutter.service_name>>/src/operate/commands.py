@@ -1,6 +1,5 @@
 """The command line `service`."""
 
-from collections.abc import Callable
 from typing import Annotated
 
 import asyncpg
@@ -55,8 +54,8 @@ GROUPS = {
 WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
 
 
-def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
-    """Return the function behind the console script `service`.
+def command_line(service: Service, **groups: typer.Typer) -> Program:
+    """Return the command line `service`, whose console script is its `run_process`.
 
     `groups` are commands of other packages, by the name of their group.
     """

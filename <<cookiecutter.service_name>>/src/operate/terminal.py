@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -35,9 +36,8 @@ from pipeline.errors import (
     sqlstate_of,
     summarize_error,
 )
-from pipeline.observe import logs
+from pipeline.observe import logs, watchdog
 from pipeline.observe.health import CannotListen
-from pipeline.observe.watchdog import End
 from pipeline.servers import guard, revisions
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.service import Misconfigured, Service
@@ -45,9 +45,6 @@ from pipeline.settings import Settings, is_secret, mistakes, variables
 
 from .errors import ACCESS_DENIED, OutputFailed, Refused, Unavailable
 from .output import standard_streams, write
-
-if sys.platform != "win32":
-    import uvloop
 
 log = logging.getLogger(__name__)
 
@@ -99,14 +96,21 @@ class Program(typer.Typer):
                 sys.exit(1)
             try:
                 return super().__call__(*args, **kwargs)
-            except SystemExit as error:
-                raise End(error.code) from None
             except (OutputFailed, OSError) as error:  # typer writes the help by itself
                 if not isinstance(error.__cause__, BrokenPipeError):  # such as of `head`
                     write(f"standard output can't be written, changes are kept: {error}", err=True)
             except Exception as error:
                 write(format_traceback(error), err=True)
-            raise End(1)
+            sys.exit(1)
+
+    def run_process(self) -> None:
+        """Run the command, and end the process within four seconds after it."""
+        try:
+            self()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            threading.Thread(target=watchdog.end_late, args=(code,), daemon=True).start()
+            raise
 
 
 def _unreadable() -> Path | None:
@@ -241,8 +245,7 @@ def read_settings(
             wrong += mistakes(error, kind)
     wrong += _unknown_variables()
     if wrong:
-        for line in ("The settings are wrong:", *(f"  {one}" for one in wrong)):
-            report(line)
+        report("\n  ".join(("The settings are wrong:", *wrong)))
         raise typer.Exit(2)
     return Settings()
 
@@ -263,44 +266,54 @@ def _unknown_variables() -> Iterator[str]:
 def serving() -> Iterator[Report]:
     """Configure the log, and log what ends a process that serves, whatever it is.
 
-    Returns a function that logs a sentence. The log is configured before the settings are read.
+    Returns a function that logs a text: as one line of JSON, else line by line. The log is
+    configured before the settings are read.
     """
     as_json: bool | None = None
     with suppress(ValidationError):  # it is reported with the other mistakes in the settings
         given = {name.upper(): value for name, value in os.environ.items()}
         as_json = _AS_JSON.validate_python(given.get(f"{PREFIX}LOG_JSON"))
-    logs.configure(level="INFO", json=as_json)
+    is_json = logs.configure(level="INFO", json=as_json)
 
     def report(text: str) -> None:
         error = sys.exc_info()[1]
         # The text of an operating system's error is not enough without a traceback.
         is_local = isinstance(error, OSError) and not isinstance(error, StoreUnavailable)
-        log.critical("%s", text, exc_info=is_local)
+        for line in [text] if is_json else text.splitlines():
+            log.critical("%s", line, exc_info=is_local)
 
     try:
         yield report
     except typer.Exit:
         raise
-    except BaseException as error:  # asyncio lets SystemExit pass from any task, a handler's too
+    except BaseException as error:
+        # asyncio lets SystemExit pass from any task, also a handler's. It keeps its code, except 0.
         log.critical("stopped by an unexpected error", exc_info=error)
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code):
+            raise
         raise typer.Exit(1) from error
 
 
 def run_to_end(work: Coroutine[Any, Any, T], report: Report = _report) -> T:
     """Run a coroutine until it ends, on uvloop where it is available.
 
-    Tasks that it leaves behind have a second to end; for threads only the process waits.
+    It waits for no thread, and a second for tasks that ignore their cancellation.
     """
-    factory = None if sys.platform == "win32" else uvloop.new_event_loop
+    factory = None
+    if sys.platform != "win32" and sys.implementation.name == "cpython":
+        import uvloop
+
+        factory = uvloop.new_event_loop
     runner = asyncio.Runner(loop_factory=factory)
     try:
         with in_a_sentence(report):
             return runner.run(work)
     finally:
         loop = runner.get_loop()
-        loop.set_default_executor(ThreadPoolExecutor())  # in place of the one with threads
+        # Closing waits for the threads of the loop's executor: a new one has none.
+        loop.set_default_executor(ThreadPoolExecutor())
         loop.call_later(_TASKS_SECONDS, loop.stop)
-        with suppress(RuntimeError):  # of `stop`
+        with suppress(RuntimeError):  # the loop was stopped before all tasks had ended
             runner.close()
 
 

@@ -8,7 +8,7 @@ Handlers of one process share its event loop and its partitions: one that hangs 
 | no thread of Python runs              | `faulthandler`'s timer           | 1         |
 | the same, and nothing reads the log   | a timer of the kernel            | (SIGALRM) |
 | a call goes on after its cancellation | a task of the event loop         | 70        |
-| the process goes on after its command | a timer from then on             | its own   |
+| the process goes on after its command | a thread from then on            | its own   |
 
 The next process handles the same messages again. Starts without a clean end are counted, at the
 position of a partition (`consume/position.py`) and for a lane of the backlog. After
@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -40,7 +41,7 @@ time again the kernel ends the process."""
 _REPORT_SECONDS = 1.0
 """Time that the reason for the end may take to be written."""
 _END_SECONDS = 3.0
-"""Time for a process to end when its program is over."""
+"""Time for a process to end by itself when its command has ended."""
 _LOOP_BLOCKED = 1
 """Exit code, the same as `faulthandler`'s."""
 _CANCELLATION_IGNORED = 70
@@ -103,23 +104,12 @@ def _end_process(code: int, text: str, *args: object, stack: str | None = None) 
         os._exit(code)
 
 
-class End(SystemExit):
-    """The end of a command. If nothing catches it, the process ends within four seconds.
+def end_late(code: int) -> None:
+    """End the process in three seconds if it goes on, with the stacks of what it waits for.
 
-    Python waits for threads, and for functions of `atexit`, as long as they take.
+    Python waits at its end for threads, and for functions of `atexit`, as long as they take.
     """
-
-    def __del__(self) -> None:
-        # Freed without a frame below: nothing has caught it, and the program is over.
-        if sys._getframe().f_back is None and not sys.is_finalizing():
-            code = self.code if isinstance(self.code, int) else self.code is not None
-            timer = threading.Timer(_END_SECONDS, _end_waiting, [code])
-            timer.daemon = True
-            timer.start()
-
-
-def _end_waiting(code: int) -> None:
-    """End a process that waits at its end, with the stacks of what it waits for."""
+    time.sleep(_END_SECONDS)
     frames = sys._current_frames()
     stacks = "".join(
         f"{one.name}:\n{''.join(traceback.format_stack(frame))}"

@@ -313,7 +313,7 @@ async def test_what_ends_a_process_that_serves_is_a_line_of_its_log(
     match wrong:
         case "a setting":
             process = await start("consume", batch_size=0, log_json=True)
-            said = "  PIPELINE_BATCH_SIZE: "
+            said = "The settings are wrong:\n  PIPELINE_BATCH_SIZE: "
         case "the database":
             empty = await empty_database(server_url, used_databases)
             process = await start("consume", database_url=empty, log_json=True)

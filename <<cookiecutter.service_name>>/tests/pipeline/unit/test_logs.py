@@ -437,8 +437,8 @@ def test_what_ends_a_process_is_logged_as_the_variable_says_however_it_is_spelt(
     monkeypatch.delenv("PIPELINE_LOG_JSON", raising=False)
     monkeypatch.setenv("pipeline_log_json", "false")
     with serving() as report:
-        report("that is all")
-    assert stderr.getvalue().endswith("Z CRITICAL operate.terminal: that is all\n")
+        report("that is\n  all")
+    assert stderr.getvalue().count("Z CRITICAL operate.terminal: ") == 2
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("wrong")])
@@ -446,9 +446,8 @@ def test_what_ends_a_process_that_serves_is_logged_whatever_it_is(
     stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setenv("PIPELINE_LOG_JSON", "true")
-    with pytest.raises(typer.Exit) as ended, serving():
+    with pytest.raises((typer.Exit, KeyboardInterrupt)), serving():
         raise error
-    assert ended.value.exit_code == 1
     assert type(error).__name__ in only_line(stderr)["exception"]
 
 

@@ -82,15 +82,10 @@ async def work(left: str) -> None:
 @app.command()
 def leave(left: str, code: int) -> None:
     run_to_end(work(left))
+    run_to_end(work("nothing"))  # as `migrate`, which does its work in two steps
     raise typer.Exit(code)
-"""
-CATCHES = """
-for code in "34":
-    try:
-        app(["nothing", code])
-    except SystemExit as error:
-        print(error.code)
-print(threading.active_count())
+
+app.run_process()
 """
 SERVES = """
 import logging
@@ -100,16 +95,16 @@ from pipeline.observe import logs
 
 app = Program()
 
-async def fail() -> None:
+async def fail(error: str) -> None:
     logs.configure(level="INFO", json=False, queues=True)
     for _ in range(1_000):
         logging.getLogger("pipeline").info(1_000 * "x")
-    raise ConnectionRefusedError
+    raise eval(error)
 
 @app.command()
-def serve() -> None:
+def serve(error: str) -> None:
     with serving() as report:
-        run_to_end(fail(), report)
+        run_to_end(fail(error), report)
 
 app()
 """
@@ -174,19 +169,19 @@ def test_errors_that_cannot_be_written_change_nothing_of_the_work() -> None:
 
 @pytest.mark.parametrize("left", ["a call", "a thread", "a function of atexit", "a task"])
 def test_a_command_ends_with_its_own_code_whatever_its_work_leaves_behind(left: str) -> None:
-    ended, _, errors = run(f"'{left}' 3", f"{LEAVES}app()")
+    ended, _, errors = run(f"'{left}' 3", LEAVES)
     assert ended == 3, errors
     assert ("in hang" in errors) == (left != "a task")
 
 
-def test_a_program_that_catches_the_end_of_a_command_goes_on() -> None:
-    assert run("", LEAVES + CATCHES) == (0, "3\n4\n1\n", "")
-
-
-def test_a_process_that_serves_ends_even_if_nothing_reads_why() -> None:
-    with start("", SERVES, PIPELINE_LOG_JSON="false") as process:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [("OSError", 1), ("SystemExit(7)", 7), ("SystemExit(0)", 1), ("KeyboardInterrupt", 130)],
+)
+def test_a_process_that_serves_ends_even_if_nothing_reads_why(error: str, code: int) -> None:
+    with start(f"'{error}'", SERVES, PIPELINE_LOG_JSON="false") as process:
         try:
-            assert process.wait(PATIENCE) == 1
+            assert process.wait(PATIENCE) == code
         finally:
             process.kill()
 
