@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 from fastapi import FastAPI
 
-from http_api.connections import Connection
-from http_api.serving import ApiServer
+from http_server.connections import Connection
+from http_server.server import Server
 from pipeline.observe.health import listen
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
@@ -39,7 +39,7 @@ class Short(Few):
 @asynccontextmanager
 async def serving(app: FastAPI, protocol: type[Connection]) -> AsyncIterator[int]:
     """Serve an application; yield the port."""
-    server = ApiServer(app, grace=1, protocol=protocol)
+    server = Server(app, grace=1, protocol=protocol)
     listener, _ = listen("127.0.0.1", 0, what="the API", prefix="PIPELINE_HTTP")
     with listener:
         async with in_background(server.serve([listener])) as running:

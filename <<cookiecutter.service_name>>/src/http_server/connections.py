@@ -1,4 +1,4 @@
-"""Connections of the API: a client that sends nothing, or half a request, keeps no other out.
+"""Connections: a client that sends nothing, or half a request, keeps no other out.
 
 uvicorn limits how long a connection may be idle between two requests, and nothing before.
 """
