@@ -1,12 +1,15 @@
 """The server of an application: uvicorn's, with connections that have deadlines."""
 
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pipeline.service import Misconfigured
 
 from .connections import Connection
 from .problems import problem
@@ -66,6 +69,14 @@ class Server(uvicorn.Server):
             backlog=_BACKLOG,
         )
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start. Raises `Misconfigured` if the application fails, where uvicorn exits."""
+        try:
+            await super().startup(sockets)
+        except SystemExit:
+            text = "the server did not start: the error before this says why"
+            raise Misconfigured(text) from None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
