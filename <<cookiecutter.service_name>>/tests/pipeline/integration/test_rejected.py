@@ -5,6 +5,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import asyncpg
 import pytest
@@ -537,6 +538,77 @@ async def test_a_transaction_that_the_brokers_cannot_verify_for_a_while_rejects_
             await eventually(lambda: one.health.is_ready)
     assert tail.ids == list("01234")
     assert "events wait" not in caplog.text
+
+
+REFUSALS: dict[str, Callable[[Wire, str], None]] = {
+    "UNKNOWN": partial(Wire.refuse_records, code=-1),
+    "CORRUPT_MESSAGE": partial(Wire.refuse_records, code=2),
+    "INVALID_TIMESTAMP": partial(Wire.refuse_records, code=32),
+    "OUT_OF_ORDER_SEQUENCE_NUMBER": partial(Wire.refuse_records, code=45),
+}
+"""Errors of the brokers that have no reason of their own, and what lets a topic have them."""
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.parametrize("error", REFUSALS)
+async def test_a_topic_whose_events_the_brokers_refuse_waits_by_itself(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    error: str,
+    transactional: bool,
+) -> None:
+    topic, there = await new_topic(), await new_topic()
+
+    async def stage_both(numbers: range) -> None:
+        for n in numbers:
+            await stage(db, [event(name, n) for name in (topic, there)])
+
+    await stage_both(range(160))
+    async with Wire(kafka).listening() as wire:
+        REFUSALS[error](wire, topic)
+        chosen = quick(
+            kafka_bootstrap_servers=wire.address,
+            relay_batch_events=20,
+            relay_transactional=transactional,
+        )
+        async with following(kafka, there) as good, relaying(chosen) as one:
+            await good.until_ids(range(160))
+            await eventually(waits(db, range(160)))
+            assert error in str(rejected_by(topic, one))
+            await stage_both(range(160, 170))
+            await good.until_ids(range(170))
+            await eventually(lambda: one.reason == "")
+            wire.go_on()
+            async with following(kafka, topic) as late:
+                await late.until_ids(range(170))
+                await eventually(waits(db, []))
+                await eventually(lambda: rejected_by(topic, one) is None)
+    assert good.first_ids() == late.first_ids() == {b"ada": [str(n) for n in range(170)]}
+    assert len(good.records) == 170
+
+
+async def test_a_topic_that_refuses_the_times_of_events_waits_by_itself(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
+) -> None:
+    """The broker itself refuses what is a millisecond old when it arrives, which is nearly all."""
+    topic, there = await new_topic(**{"message.timestamp.before.max.ms": "0"}), await new_topic()
+    count = 0
+    async with following(kafka, there) as good, relaying(quick()) as one:
+        while (reason := rejected_by(topic, one)) is None:
+            await stage(db, [event(name, count) for name in (topic, there)])
+            count += 1
+            await good.until_ids(range(count))
+        assert "INVALID_TIMESTAMP" in reason
+        await stage(db, [event(name, n) for n in range(count, 200) for name in (topic, there)])
+        await good.until_ids(range(200))
+        await allow(kafka, topic, 1_000_000)  # which sets all its other settings back
+        async with following(kafka, topic) as late:
+            await late.until_ids(range(200))
+            await eventually(waits(db, []))
+    assert good.first_ids() == late.first_ids() == {b"ada": [str(n) for n in range(200)]}
+    assert len(good.records) == 200
 
 
 async def test_events_that_come_again_after_a_reset_wait_once(
