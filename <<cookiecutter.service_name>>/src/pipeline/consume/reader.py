@@ -217,23 +217,24 @@ class Reader:
                 self._health.ready(self._part)
         return records
 
-    async def _poll(self, start: int) -> Sequence[ConsumerRecord]:
-        seconds = self._settings.offset_commit_interval
-        if self._is_cut_off:
-            seconds = _RECOVERY_POLL_SECONDS
+    async def _poll(self, start: int) -> list[ConsumerRecord]:
+        """Wait for records from `start` on; returns none after the interval of commits."""
+        interval = self._settings.offset_commit_interval
+        seconds = _RECOVERY_POLL_SECONDS if self._is_cut_off else interval
+        until = asyncio.get_running_loop().time() + seconds
         with traces.polling(self._slot.topic, self._slot.group):
-            if not self._has_begun:
+            while True:
+                batches = await self._client.arrival(self._partition, until)
                 # Unpacking the records may kill the process, so its start is counted before. When
                 # only the anchor has arrived there is nothing to count.
-                if await self._client.arrival(self._partition, seconds) > start:
+                is_first = batches is not None and not self._has_begun
+                if is_first and (self._client.last_stable_offset(self._partition) or 0) > start:
                     await self._stored_position.count_start(start)
-                seconds = 0.0
-            limit = self._settings.unpacked_mebibytes * 2**20
-            unpacked_at_most.set(min(_CAREFUL_BYTES, limit) if self._suspected_deaths else limit)
-            fetched = await self._client.getmany(
-                self._partition, timeout_ms=round(seconds * 1_000), max_records=self._pace.limit
-            )
-        found: Sequence[ConsumerRecord] = fetched.get(self._partition, [])
+                most = self._settings.unpacked_mebibytes * 2**20
+                unpacked_at_most.set(min(_CAREFUL_BYTES, most) if self._suspected_deaths else most)
+                found = await self._client.take(self._partition, self._pace.limit)
+                if found or batches is None:
+                    break
         if found:
             metrics.received(self._slot.topic, self._slot.group, len(found))
         return found
