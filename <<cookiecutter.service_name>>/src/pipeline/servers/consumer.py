@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.client import ConnectionGroup
 from aiokafka.consumer import consumer, fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import ConsumerStoppedError, KafkaError, for_code
@@ -114,6 +115,11 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
     """A consumer that polls less often while no records come, which is most of its cost then."""
 
     _busy_until = 0.0
+
+    def leader(self, partition: TopicPartition) -> object:
+        """Return the leader of the partition and the connection to it."""
+        node = self._client.cluster.leader_for_partition(partition)
+        return node, self._client._conns.get((node, ConnectionGroup.DEFAULT))
 
     async def arrival(self, partition: TopicPartition, until: float) -> FetchedBatches | None:
         """Wait for batches of the partition; `take` unpacks them, this doesn't.

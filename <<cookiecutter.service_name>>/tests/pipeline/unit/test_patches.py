@@ -14,7 +14,8 @@ from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException, KafkaConnectionError
 from aiokafka.producer import sender
-from aiokafka.protocol import group
+from aiokafka.protocol import fetch, group
+from aiokafka.protocol.api import Request
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.memory_records import MemoryRecords
 
@@ -132,6 +133,14 @@ def test_a_static_member_does_not_learn_that_it_is_fenced_or_leads_without_the_p
 ) -> None:
     """The versions of requests since which brokers say so."""
     assert max(one.API_VERSION for one in get_args(requests)) < since
+
+
+def test_a_consumer_does_not_learn_that_a_leader_has_lost_records_without_the_patch() -> None:
+    """It would ask where the leader epoch ends that it has read, by requests of this kind."""
+    of_leader_epochs = 23
+    kinds = {one.API_KEY for one in Request.__subclasses__()}
+    assert fetch.FetchRequest.API_KEY in kinds
+    assert of_leader_epochs not in kinds
 
 
 def waiting() -> tuple[consumer.KafkaConsumer, consumer.Fetcher]:
