@@ -4,8 +4,11 @@ Every field is the variable `PIPELINE_<FIELD>`. All wrong values are reported at
 fit together is checked when each is valid by itself. Durations are in seconds.
 """
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
@@ -31,6 +34,9 @@ Name = Annotated[str, written(r"[a-zA-Z0-9._-]{1,249}", "a name of letters, digi
 
 CLOCK_MARGIN = timedelta(hours=1)
 """How far clocks may be apart: those of producers and brokers, and the database's from itself."""
+
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files with the limit of a container's memory, in either version of cgroups."""
 
 
 def mistakes(error: ValidationError, settings: type[BaseSettings]) -> Iterator[str]:
@@ -88,8 +94,11 @@ class Settings(ServerSettings):
     unclean_starts: Count = 3
     """Crashes at the same offset after which the records there are tried one by one."""
     unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
-    """Most MiB to which a producer's batch may unpack, for which a process needs twice as much. A
-    larger batch blocks its partition."""
+    """Most MiB to which a producer's batch may unpack, for which a process needs four times as
+    much. A larger batch blocks its partition."""
+    memory_mebibytes: Count | None = None
+    """MiB of memory of the process; unset: the limit of its container, or else the machine's. A
+    quarter is for batches, in a share for each partition; larger ones are read one at a time."""
     hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
     """A process whose event loop is blocked for this long ends."""
     gc_threshold: Annotated[int, Field(ge=700)] = 100_000
@@ -176,6 +185,17 @@ class Settings(ServerSettings):
     only warnings."""
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON except on a terminal."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that the process has."""
+        if self.memory_mebibytes is not None:
+            return self.memory_mebibytes * 2**20
+        sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        for file in map(Path, _LIMITS):
+            with suppress(OSError, ValueError):  # it is not there, or says that there is no limit
+                sizes.append(int(file.read_text("ascii")))
+        return min(sizes)
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()

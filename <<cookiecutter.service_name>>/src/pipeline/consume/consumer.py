@@ -33,10 +33,15 @@ _ANSWER_SECONDS = 3.0
 _LEAVING_SECONDS = 1.0
 """Time that is left of a rebalance for joining the group again, once the readers have stopped."""
 
+_SHARES = 16
+"""The shares of all readers are this part of the process's memory. A reader has up to three at a
+time, and is copied: what is unpacked, the batch that is applied, and the next one. So together they
+have a quarter, and the one that exceeds its share may have another."""
+
 _FETCH_BYTES = 4 * 1024 * 1024
-"""Largest fetch of a partition: several batches of small records. The last batch of each fetch is
-only partly full, and applying it takes too little time to decode a full one meanwhile; the larger
-the fetch, the rarer that is."""
+"""Largest fetch of a partition, or a quarter of the share: most of it unpacks to several times as
+much. The last batch of each fetch is only partly full, and applying it takes too little time to
+decode a full one meanwhile; the larger the fetch, the rarer that is."""
 
 _METADATA_SECONDS = 10.0
 """How often the client refreshes partitions and their leaders."""
@@ -62,6 +67,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._health = health
         self._gatherer = Gatherer(consume)
         self._readers: dict[TopicPartition, Reader] = {}
+        self._exceeding = asyncio.Lock()
+        """Held by the one reader that exceeds its share of the memory."""
         self._committed: dict[TopicPartition, int] = {}
         self._committing: asyncio.Task[None] | None = None
         self._has_joined = False
@@ -131,7 +138,6 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
             # A slow batch is ended by the transaction time-out, not by leaving the group.
             max_poll_interval_ms=2**31 - 1,
-            max_partition_fetch_bytes=_FETCH_BYTES,
             consumer_timeout_ms=_FETCHER_POLL_MS,
             metadata_max_age_ms=round(_METADATA_SECONDS * 1_000),
         )
@@ -140,10 +146,12 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         """Start a reader for every partition; called by aiokafka after a rebalance."""
         if self._stopping.is_set():
             return
-        for partition in sorted(assigned):
-            self._readers[partition] = Reader(
-                self._client, partition, self._consume, self._gatherer, self._health
-            )
+        partitions = sorted(assigned)
+        share = self._settings.memory // (_SHARES * max(1, len(partitions)))
+        self._client.fetch_at_most(min(_FETCH_BYTES, share // 4))
+        common = self._consume, self._gatherer, self._health, share, self._exceeding
+        for partition in partitions:
+            self._readers[partition] = Reader(self._client, partition, *common)
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
         self._rejection = ""

@@ -128,7 +128,7 @@ class PartitionPosition:
                 f" read it: {self._seek(position)}. "
             )
         elif batch.is_too_large:
-            advice = "To read it, raise PIPELINE_UNPACKED_MEBIBYTES: it takes twice that memory. "
+            advice = "To read it, raise PIPELINE_UNPACKED_MEBIBYTES: it takes 4 times that memory. "
         text = (
             f"{batch}. Nothing is read until it can be. {advice}To go on behind it, without what it"
             f" holds: {self._seek(batch.next)}"

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
+from math import inf
 
 from aiokafka import ConsumerRecord, TopicPartition
 
@@ -21,7 +21,7 @@ from pipeline.handlers.policy import DIED, ProcessDied
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
 from pipeline.servers.consumer import KafkaConsumer
-from pipeline.servers.record_batches import UnreadableBatch, unpacked_at_most
+from pipeline.servers.record_batches import Room, UnreadableBatch, room
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import end, sleep_or_event
 
@@ -39,7 +39,12 @@ small beside the memory of a process."""
 
 
 class Reader:
-    """One assigned partition: fetches batches and applies them, one after the other."""
+    """One assigned partition: fetches batches and applies them, one after the other.
+
+    It has a share of the memory, and waits for no other reader while it keeps to that. What exceeds
+    it, a producer's batch or the data of a message, is read when no other reader exceeds its own,
+    and is applied before another one does. Whoever waits for that holds nothing of it.
+    """
 
     def __init__(
         self,
@@ -48,14 +53,20 @@ class Reader:
         consume: ConsumeTransactions,
         gatherer: Gatherer,
         health: Health,
+        share: int,
+        exceeding: asyncio.Lock,
     ) -> None:
-        """Start the task that reads."""
+        """Start the task that reads. The lock is held by the reader that exceeds its share."""
         self._client = client
         self._partition = partition
         self._consume = consume
         self._gatherer = gatherer
         self._settings = consume.settings
         self._health = health
+        self._share = share
+        self._exceeding = exceeding
+        self._larger = 0
+        """The size of what exceeds the share, while it does: at least 1."""
         self._slot = Slot(consume.group, partition.topic, partition.partition)
         self._part = f"partition {partition.topic}/{partition.partition}"
         self._stored_position = PartitionPosition(self._slot, client, consume, self._attempts)
@@ -106,7 +117,7 @@ class Reader:
             except Exception as error:
                 if not self._stopping.is_set():
                     after = error.after if isinstance(error, Paused) else None
-                    await self._block(self._blocked_by(error), after or self._settings.retry_pause)
+                    await self._block(error, after or self._settings.retry_pause)
 
     async def _locate(self) -> None:
         """Read the stored position, and make the client fetch from there."""
@@ -115,27 +126,54 @@ class Reader:
         self._move_to(stored.next_offset)
         # The record before the position is read again, to verify that it is still the same.
         start = self._anchor.offset if self._anchor else stored.next_offset
-        self._left = []
+        self._client.go_on(self._partition)
         self._client.seek(self._partition, start)
 
     async def _read_on(self) -> None:
         assert self.position is not None
-        # Not yet as below: earlier processes may have died over the first records.
-        while not self._has_begun and not self._stopping.is_set():
-            part = await self._fetch(self.position)
-            await self._apply(part)
-            self._deaths = part.deaths if self._left else 0
-            # Without records there was only a gap in the offsets.
-            self._has_begun = bool(part.batch.records) and not self._deaths
-        following = asyncio.create_task(self._fetch(self.position))
+        following: asyncio.Task[PartitionBatch] | None = None
         try:
             while not self._stopping.is_set():
-                part = await following
-                # The next batch is fetched and decoded while this one is applied.
-                following = asyncio.create_task(self._fetch(part.batch.end))
+                until, size = self.position + 1, 0
+                try:
+                    part = await (following or self._fetch(self.position))
+                    if part.batch.end < until:  # the data of the first message does not fit
+                        size = 1
+                except UnreadableBatch as error:
+                    if not error.is_too_large:
+                        raise
+                    until, size = error.next, error.packed_size
+                following = None
+                if size:
+                    await self._exceed(until, size)
+                    continue
+                # Not while earlier processes may have died over the first records.
+                if self._has_begun:
+                    # The next batch is fetched and decoded while this one is applied.
+                    following = asyncio.create_task(self._fetch(part.batch.end))
                 await self._apply(part)
+                del part  # it would stay in memory while the next one is awaited
         finally:
-            await end(following)
+            if following is not None:
+                await end(following)
+            self._left, self._larger = [], 0
+
+    async def _exceed(self, until: int, size: int) -> None:
+        """Read and apply, up to a position, what exceeds the share: as the only reader that does.
+
+        `size` is that of a batch as it is fetched.
+        """
+        assert self.position is not None
+        self._client.rest(self._partition)
+        async with self._exceeding:
+            self._client.go_on(self._partition)
+            self._larger = size
+            while self._larger and not self._stopping.is_set():
+                part = await self._fetch(self.position)
+                if part.batch.end > self.position:
+                    await self._apply(part)
+                if self.position >= until:
+                    self._larger = 0
 
     async def _apply(self, part: PartitionBatch) -> None:
         memory = Memory()
@@ -153,6 +191,10 @@ class Reader:
         finally:
             self._is_applying = False
         self._move_to(part.batch.end)
+        if not self._has_begun:
+            self._deaths = part.deaths if self._left else 0
+            # Without records there was only a gap in the offsets.
+            self._has_begun = bool(part.batch.records) and not self._deaths
 
     async def _fetch(self, start: int) -> PartitionBatch:
         """Wait for the records from `start` on, decode them and fetch the data they refer to.
@@ -182,7 +224,8 @@ class Reader:
         else:
             batch = await attempts(partial(read, handlers, start, records, validates=not deaths))
         if not deaths:
-            batch = await attempts(resolve_batch, batch, self._consume.claims)
+            memory = inf if self._larger else self._share
+            batch = await attempts(resolve_batch, batch, self._consume.claims, memory)
         self._left = [record for record in records if record.offset >= batch.end]
         return PartitionBatch(self._slot, batch, deaths, self._begun)
 
@@ -207,6 +250,7 @@ class Reader:
         is_gap = False
         while not records and not is_gap:
             found = await self._poll(start)
+            is_gap = self._larger > 0  # what it has read may end at the position
             if not found:
                 await self._stored_position.check(self.position or 0, start)
                 is_gap = await self._client.position(self._partition) > start
@@ -229,7 +273,9 @@ class Reader:
                     await self._stored_position.count_start(start)
                 seconds = 0.0
             limit = self._settings.unpacked_mebibytes * 2**20
-            unpacked_at_most.set(min(_CAREFUL_BYTES, limit) if self._suspected_deaths else limit)
+            if self._suspected_deaths:
+                limit = min(_CAREFUL_BYTES, limit)
+            room.set(Room(max(limit, self._larger) if self._larger else min(limit, self._share)))
             fetched = await self._client.getmany(
                 self._partition, timeout_ms=round(seconds * 1_000), max_records=self._pace.limit
             )
@@ -286,9 +332,9 @@ class Reader:
             return Blocked(position, "Kafka failed", text)
         return Blocked(position, "unexpected error", text, error)
 
-    async def _block(self, blocked: Blocked, pause: float) -> None:
-        """Report why the partition is blocked, and pause for so many seconds."""
-        partition = self._partition
+    async def _block(self, error: Exception, pause: float) -> None:
+        """Report which error blocks the partition, and pause for so many seconds."""
+        partition, blocked = self._partition, self._blocked_by(error)
         if str(self._blocked) != str(blocked):
             log.error(
                 "%s is blocked and skips no record: %s",
@@ -299,16 +345,12 @@ class Reader:
                 | {"offset": blocked.offset, "reason": blocked.reason},
             )
             metrics.processed(partition.topic, "", "blocked", 1, self._slot.group)
+        error.with_traceback(None)  # its frames would keep the batch in memory
         self._blocked = blocked
         metrics.set_blocked(partition.topic, partition.partition, is_blocked=True)
         self._health.not_ready(self._part, str(blocked))
-        # Records of this partition that stay in the client's buffer would delay its next fetch for
-        # the other partitions.
-        with suppress(Exception):
-            self._client.pause(partition)
+        self._client.rest(partition)
         await sleep_or_event(self._stopping, pause)
-        with suppress(Exception):
-            self._client.resume(partition)
 
     def _release(self) -> None:
         if self._blocked is not None:

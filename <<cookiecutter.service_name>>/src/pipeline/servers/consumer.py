@@ -160,6 +160,22 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
             return 0
         return result._assignment.state_value(partition).lso or 0
 
+    def fetch_at_most(self, size: int) -> None:
+        """Fetch so many bytes of a partition at a time, or one larger batch."""
+        self._fetcher._max_partition_fetch_bytes = size
+
+    def rest(self, partition: TopicPartition) -> None:
+        """Forget what was fetched of the partition, and fetch nothing of it until `go_on`."""
+        with suppress(Exception):  # it may be revoked
+            self.pause(partition)
+            self._fetcher._records.pop(partition, None)
+
+    def go_on(self, partition: TopicPartition) -> None:
+        """Fetch of the partition again, at once."""
+        with suppress(Exception):
+            self.resume(partition)
+            self._fetcher._notify(self._fetcher._wait_consume_future)
+
     async def getmany(
         self, *partitions: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
     ) -> dict[TopicPartition, list[ConsumerRecord]]:

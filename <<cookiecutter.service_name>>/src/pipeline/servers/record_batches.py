@@ -1,4 +1,4 @@
-"""Batches of records: unpacked to no more than a limit, and read whatever the names of headers are.
+"""Batches of records: read as far as there is room, and whatever the names of headers are.
 
 aiokafka unpacks a batch without a limit, and a few hundred kilobytes may take all memory. And it
 decodes the names of headers as UTF-8, which no broker requires: at a record with another name it
@@ -18,9 +18,6 @@ from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBase, _DefaultRecordBatchPy
 from aiokafka.record.memory_records import MemoryRecords
 
-unpacked_at_most: ContextVar[int] = ContextVar("unpacked_at_most", default=128 * 2**20)
-"""Bytes that a batch may unpack to, in the context that reads it."""
-
 _MAGIC, _OLD_CODEC, _CODEC = 16, 17, 22
 """Offsets in a batch of its format, of its codec before format 2, and of its codec since."""
 _HEADER = DefaultRecordBase.HEADER_STRUCT.size
@@ -31,15 +28,28 @@ _NO_ROOM = "failed to write whole buffer"
 """cramjam's error at the end of the buffer."""
 
 
-class UnreadableBatch(Exception):
-    """A batch can't be unpacked within its limit, or holds no valid records."""
+class Room:
+    """The bytes that are left for batches, unpacked, of one call of a reader."""
 
-    def __init__(self, batch: Any, raw: memoryview, error: Exception) -> None:
+    def __init__(self, left: int = 128 * 2**20) -> None:
+        self.left = left
+
+
+room: ContextVar[Room] = ContextVar("room")
+"""That of the context in which batches are read; without one each has its own."""
+
+
+class UnreadableBatch(Exception):
+    """There is no room for a batch, or it holds no valid records."""
+
+    def __init__(self, batch: Any, raw: memoryview, error: Exception, at_most: int) -> None:
         codec = raw[_OLD_CODEC if _is_old(raw) else _CODEC] & _CODEC_MASK
         self.first, self.next = _offset_of(raw), int(batch.next_offset)
+        self.packed_size = len(raw)
+        """Its bytes as they are fetched, which need not be packed."""
         self.is_too_large = isinstance(error, _TooLarge)
         why = (
-            f"unpacks to more than {unpacked_at_most.get():,} bytes"
+            f"unpacks to more than {at_most:,} bytes"
             if self.is_too_large
             else f"can't be read: {type(error).__name__}: {error}"
         )
@@ -50,7 +60,7 @@ class UnreadableBatch(Exception):
 
 
 class _TooLarge(Exception):
-    """The batch unpacks to more than its limit."""
+    """There is no room for the batch."""
 
 
 class FetchedBatches:
@@ -80,7 +90,7 @@ class FetchedBatches:
 
 
 class FetchedBatch:
-    """A batch of aiokafka's, unpacked within the limit, and read leniently where aiokafka fails.
+    """A batch of aiokafka's, unpacked if there is room, and read leniently where aiokafka fails.
 
     If it can't be read it raises `UnreadableBatch`, but only as the first one of a fetch: others
     end the fetch, and are the first of the next one. So what stands before them is applied.
@@ -106,11 +116,15 @@ class FetchedBatch:
 
     def __iter__(self) -> Iterator[Any]:
         read = 0
+        own = room.get(None) or Room()
         try:
             raw, batch = self._raw, self._batch
+            if len(raw) > own.left:
+                raise _TooLarge
             if raw[_CODEC] & _CODEC_MASK and not _is_old(raw):
-                raw = _unpacked(raw, unpacked_at_most.get())
+                raw = _unpacked(raw, own.left)
                 batch = type(batch)(raw)
+            own.left -= len(raw)
             try:
                 for record in batch:
                     read += 1
@@ -122,7 +136,7 @@ class FetchedBatch:
                 yield from islice(_LenientBatch(raw), read, None)
         except Exception as error:
             if self._fetch is None or read:
-                raise UnreadableBatch(self._batch, self._raw, error) from error
+                raise UnreadableBatch(self._batch, self._raw, error, own.left) from error
             self._fetch.is_over = True
 
 

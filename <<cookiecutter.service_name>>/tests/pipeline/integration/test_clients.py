@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from pipeline.servers import clients, patches
 from pipeline.servers.consumer import IDLE_MAX_WAIT_MS, MAX_WAIT_MS, KafkaConsumer
@@ -174,6 +174,33 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
     await asks_after(MAX_WAIT_MS)
     await asks_after(IDLE_MAX_WAIT_MS)
     await clients.stop(one, seconds=5)
+
+
+async def test_a_partition_that_rests_takes_no_memory_and_goes_on_where_it_was(
+    kafka: str, new_topic: NewTopic
+) -> None:
+    topic = await new_topic()
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
+        for _ in range(6):
+            await producer.send_and_wait(topic, bytes(10_000))
+    partition = TopicPartition(topic, 0)
+    async with KafkaConsumer(
+        bootstrap_servers=kafka, auto_offset_reset="earliest", isolation_level="read_committed"
+    ) as one:
+        one.fetch_at_most(25_000)
+        one.assign([partition])
+
+        async def offsets(milliseconds: int = 300_000) -> list[int]:
+            found = await one.getmany(partition, timeout_ms=milliseconds)
+            return [record.offset for record in found.get(partition, [])]
+
+        assert await offsets() == [0, 1], "more would be more than it is to fetch"
+        assert await one.arrival(partition, PATIENCE)
+        one.rest(partition)
+        assert not one._fetcher._records
+        assert await offsets(300) == []
+        one.go_on(partition)
+        assert await offsets() == [2, 3]
 
 
 async def test_a_start_that_is_cancelled_leaves_its_connection_open_without_the_patch(

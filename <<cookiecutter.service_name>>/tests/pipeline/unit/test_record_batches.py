@@ -1,4 +1,4 @@
-"""Batches are unpacked to no more than a limit, and what can't be read stops nothing before it."""
+"""Batches are read as far as there is room, and what can't be read stops nothing before it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from aiokafka.record import memory_records
 from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 
 from pipeline.servers import record_batches
-from pipeline.servers.record_batches import FetchedBatches, UnreadableBatch, unpacked_at_most
+from pipeline.servers.record_batches import FetchedBatches, Room, UnreadableBatch, room
 
 CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 LARGE = 64 * 2**20
@@ -64,11 +64,12 @@ def values(records: Sequence[Any]) -> list[bytes]:
 
 
 @pytest.fixture
-def limited() -> Iterator[None]:
-    """Let batches unpack to a mebibyte."""
-    token = unpacked_at_most.set(LIMIT)
-    yield
-    unpacked_at_most.reset(token)
+def limited() -> Iterator[Room]:
+    """Let batches unpack to a mebibyte together."""
+    own = Room(LIMIT)
+    token = room.set(own)
+    yield own
+    room.reset(token)
 
 
 def test_batches_of_each_codec_are_read_from_any_offset(codec: str) -> None:
@@ -80,21 +81,49 @@ def test_batches_of_each_codec_are_read_from_any_offset(codec: str) -> None:
     assert values(list(fetched(data, 37))) == sent[37:]
 
 
-@pytest.mark.usefixtures("limited")
-def test_a_batch_within_the_limit_is_read_and_one_above_it_is_named() -> None:
+def test_a_batch_for_which_there_is_room_is_read_and_a_larger_one_is_named(limited: Room) -> None:
     for codec in CODECS:
+        limited.left = LIMIT
         fits = bytes(LIMIT - 100)
         assert values(list(fetched(batch(codec, fits)))) == [fits]
-        if codec == "none":
-            continue
+        limited.left = LIMIT
         data = batch(codec, b"a", bytes(LARGE), b"c", first=7)
         with pytest.raises(UnreadableBatch) as raised:
             list(fetched(data, 8))
         assert (raised.value.first, raised.value.next) == (7, 10)
+        assert raised.value.is_too_large
+        assert raised.value.packed_size == len(data)
         assert str(raised.value) == (
             f"the batch of the offsets 7 to 9 ({len(data):,} bytes, {codec}) unpacks to more than"
             " 1,048,576 bytes"
         )
+
+
+def test_batches_share_the_room_of_a_call_and_what_does_not_fit_is_fetched_again(
+    codec: str, limited: Room
+) -> None:
+    sent = [batch(codec, bytes(LIMIT // 3), first=offset) for offset in range(4)]
+    found = fetched(b"".join(sent))
+    assert len(list(found)) == 2, "three have headers, too"
+    assert found.next_fetch_offset == 2
+    limited.left = LIMIT
+    assert len(list(fetched(b"".join(sent[2:]), 2))) == 2
+
+
+def test_the_rest_of_a_batch_that_is_unpacked_needs_no_room_in_the_next_call(
+    codec: str, limited: Room
+) -> None:
+    large = batch(codec, bytes(LIMIT // 2), bytes(LIMIT // 3))
+    found = fetched(large + batch(codec, b"c", first=2))
+    next(found)
+    limited.left = 1_000
+    assert len(list(found)) == 2
+
+
+def test_without_a_reader_each_batch_has_its_own_room() -> None:
+    """As for a consumer that the service itself has in its process."""
+    data = b"".join(batch("zstd", bytes(LARGE), first=offset) for offset in range(3))
+    assert sum(1 for _ in fetched(data)) == 3
 
 
 @pytest.mark.usefixtures("limited")

@@ -52,6 +52,21 @@ def test_the_delivery_guarantees_name_the_defaults() -> None:
     assert backlog._MOST_DUE == 10_000
 
 
+def test_the_memory_is_that_of_the_container_unless_it_is_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limit, no_limit = tmp_path / "memory.max", 2**63 - 4096
+    monkeypatch.setattr("pipeline.settings._LIMITS", (f"{tmp_path}/missing", f"{limit}"))
+    machine = Settings().memory
+    assert machine > 2**28
+    told = {"max\n": machine, f"{no_limit}\n": machine, "805306368\n": 768 * 2**20}
+    for text, memory in told.items():
+        limit.write_text(text, "ascii")
+        assert Settings().memory == memory
+    monkeypatch.setenv("PIPELINE_MEMORY_MEBIBYTES", "512")
+    assert Settings().memory == 512 * 2**20
+
+
 def test_every_field_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINE_BATCH_SIZE", "17")
     monkeypatch.setenv("PIPELINE_RETRY_PAUSE", "0.5")
