@@ -1,7 +1,7 @@
 """Metrics: every instrument of the engine, on OpenTelemetry's API, and the functions that record.
 
-Names of messaging and database metrics are the semantic conventions'. Without the SDK, which
-`exporters` sets up, recording costs next to nothing.
+Names of messaging metrics are the semantic conventions'. Without the SDK, which `exporters` sets
+up, recording costs next to nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -17,7 +17,7 @@ from opentelemetry import baggage, trace
 from opentelemetry import context as otel
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.semconv._incubating.attributes import messaging_attributes as names
-from opentelemetry.semconv.attributes import error_attributes
+from opentelemetry.semconv.attributes import db_attributes, error_attributes
 from opentelemetry.semconv.schemas import Schemas
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -38,6 +38,7 @@ _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-(
 _RECORDED = frozenset("13579bdf")
 """Last digits of a `traceparent` whose trace is recorded."""
 _FLAGS = [trace.TraceFlags(flags) for flags in range(256)]
+_FIRST_WORD = re.compile(r"\s*([A-Za-z]+)\b")
 _TRACE_CONTEXT = TraceContextTextMapPropagator()
 _BAGGAGE = W3CBaggagePropagator()
 _NO_PARENT = otel.Context()
@@ -46,9 +47,32 @@ _NO_PARENT = otel.Context()
 _tracer = trace.get_tracer("pipeline", schema_url=Schemas.V1_44_0.value)
 
 
-def start_span(name: str, kind: trace.SpanKind, attributes: Attributes) -> trace.Span:
-    """Return a new span below the current one."""
-    return _tracer.start_span(name, None, kind, attributes)
+def executing(text: str, *, has_values: bool) -> trace.Span:
+    """Return a new span for a statement if the current one is recording, as in a handler. In the
+    engine's own transactions none is.
+
+    `text` is shown in the span if its values are apart from it.
+    """
+    if not trace.get_current_span().is_recording():
+        return trace.INVALID_SPAN
+    word = _FIRST_WORD.match(text)
+    summary = word[1].upper() if word else "OTHER"
+    attributes: Attributes = {
+        db_attributes.DB_SYSTEM_NAME: db_attributes.DbSystemNameValues.POSTGRESQL.value,
+        db_attributes.DB_QUERY_SUMMARY: summary,
+    }
+    if has_values:
+        attributes[db_attributes.DB_QUERY_TEXT] = text
+    return _tracer.start_span(summary, None, trace.SpanKind.CLIENT, attributes)
+
+
+def end_span(span: trace.Span, error: BaseException | None, code: str | None = None) -> None:
+    """End a span, with the error if there is one: its `code`, or its class."""
+    if isinstance(error, Exception):
+        # Without its text, which may quote a payload: the log has it, with this trace's id.
+        span.set_attribute(error_attributes.ERROR_TYPE, code or type(error).__qualname__)
+        span.set_status(trace.StatusCode.ERROR)
+    span.end()
 
 
 class Current:
@@ -73,11 +97,7 @@ class Current:
 
     def end(self, error: BaseException | None) -> None:
         """End the span, with the error if there is one."""
-        if isinstance(error, Exception):
-            # Without its text, which may quote a payload: the log has it, with this trace's id.
-            self._span.set_attribute(error_attributes.ERROR_TYPE, type(error).__qualname__)
-            self._span.set_status(trace.StatusCode.ERROR)
-        self._span.end()
+        end_span(self._span, error)
 
 
 class ProcessSpans:

@@ -10,12 +10,13 @@ from typing import Any, cast
 import asyncpg
 import sqlalchemy as sa
 from asyncpg.connection import LoggedQuery
+from opentelemetry import trace
 from sqlalchemy.exc import InvalidatePoolError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from pipeline.errors import describe_error
-from pipeline.observe import statements
+from pipeline.errors import describe_error, sqlstate_of
+from pipeline.observe import traces
 from pipeline.settings import Settings
 
 from . import revisions
@@ -74,7 +75,7 @@ def create_engine(settings: Settings, *, name: str, is_pooled: bool = True) -> A
 
 
 def _watch_statements(engine: sa.Engine) -> None:
-    """Time each statement, and let the guard of its message check it.
+    """Let the guard of its message check each statement, and make a span for each of a handler.
 
     SQLAlchemy's events report those that it prepares, asyncpg's query log reports all others, and
     those of `executemany`.
@@ -95,7 +96,6 @@ def _watch(connection: Any, record: Any) -> None:
 
 
 def _log_query(query: LoggedQuery) -> None:
-    statements.executed(query.query, query.elapsed, query.exception)
     # In the context of the task that has sent the statement.
     if guard := CURRENT_GUARD.get():
         guard.check(query.query)
@@ -103,7 +103,7 @@ def _log_query(query: LoggedQuery) -> None:
 
 
 def _begin_statement(
-    connection: sa.Connection, _: object, text: str, values: Any, context: Any, is_many: bool
+    connection: sa.Connection, _: object, text: str, values: Any, context: Any, _is_many: bool
 ) -> None:
     guard, current = connection.info.get(GUARD), CURRENT_GUARD.get()
     if current is not None and current is not guard:
@@ -113,26 +113,24 @@ def _begin_statement(
     if guard:
         driver: Any = connection.connection.driver_connection
         guard.before(text, context, driver)
-    context.pipeline_statement = statements.Statement(
-        text, has_values=bool(values), is_timed=not is_many
-    )
+    context.pipeline_span = traces.executing(text, has_values=bool(values))
 
 
 def _end_statement(connection: sa.Connection, _cursor: object, _text: str, *rest: Any) -> None:
     _values, context, _is_many = rest
     if guard := connection.info.get(GUARD):
         guard.under_way.discard(context)
-    context.pipeline_statement.end()
+    context.pipeline_span.end()
 
 
 def _fail_statement(failed: sa.ExceptionContext) -> None:
-    statement = getattr(failed.execution_context, "pipeline_statement", None)
-    if statement is not None:
-        statement.end(failed.original_exception)
+    error = failed.original_exception
+    span = getattr(failed.execution_context, "pipeline_span", trace.INVALID_SPAN)
+    traces.end_span(span, error, sqlstate_of(error))
     if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
         guard.under_way.discard(failed.execution_context)
-        guard.fail(failed.original_exception)
-        guard.was_cancelled |= isinstance(failed.original_exception, asyncio.CancelledError)
+        guard.fail(error)
+        guard.was_cancelled |= isinstance(error, asyncio.CancelledError)
 
 
 def _refuse(text: str, connection: Any) -> None:

@@ -190,9 +190,7 @@ def told_of() -> set[str]:
     """Return the metrics that pages name for whoever operates the service."""
     pages = [ROOT / "README.md", *(ROOT / "docs" / f"{one}.md" for one in OF_OPERATORS)]
     text = "".join(one.read_text("utf-8") for one in pages)
-    return set(re.findall(r"`((?:pipeline|messaging|db)_[a-z_]+)[`{=]", text)) - {
-        "db_query_summary"
-    }
+    return set(re.findall(r"`((?:pipeline|messaging)_[a-z_]+)[`{=]", text))
 
 
 def queries() -> str:
