@@ -21,7 +21,8 @@ from sqlalchemy.sql.elements import (
 from sqlalchemy.sql.selectable import CompoundSelect, Select
 
 from pipeline.errors import is_contention
-from pipeline.observe.statements import code_of
+
+from .sql import code_of
 
 T = TypeVar("T")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.observe.statements import code_of
 from pipeline.servers.guard import Guard
+from pipeline.servers.sql import code_of
 
 COMMENTS = [
     "-- " + 200 * "-" + "\n",
