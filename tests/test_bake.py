@@ -48,7 +48,8 @@ COPIED = (
     *("src/http_api", "src/object_store", "src/oidc", "src/operate", "src/page", "src/pipeline"),
     *("src/schema_registry",),
     *("tests/archive", "tests/claims", "tests/contracts", "tests/debezium", "tests/effects"),
-    *("tests/http_api", "tests/page", "tests/pipeline", "tests/schema_registry"),
+    *("tests/http_api", "tests/page", "tests/pipeline", "tests/plain_topics"),
+    *("tests/schema_registry",),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
 )
@@ -135,7 +136,7 @@ def test_a_variant_with_the_engines_tests_passes_those_that_need_no_server(
 ) -> None:
     if variant.answers["engine_tests"] == "yes":
         run = ("-m", "pytest", "--numprocesses=2", "-m", "not integration and not full")
-        said = variant.run(sys.executable, *run, "tests/pipeline")
+        said = variant.run(sys.executable, *run, "tests/pipeline", "tests/plain_topics")
         assert int(re.findall(r"(\d+) passed", said)[0]) > 800
     else:
         assert not (variant.path / "tests" / "pipeline").exists()
