@@ -127,7 +127,8 @@ NO_AUTHOR = [
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
     *("pipeline", "operate", "archive", "claims", "contracts", "debezium", "effects"),
-    *("object_store", "page", "personal", "oidc", "schema_registry", "grpc_tools", "attr"),
+    *("object_store", "page", "personal", "oidc", "plain_topics", "schema_registry"),
+    *("grpc_tools", "attr"),
     *(
         "tests",
         "migrations",

@@ -46,7 +46,7 @@ from tests.programs import require
 COPIED = (
     *("src/archive", "src/claims", "src/contracts", "src/debezium", "src/effects"),
     *("src/http_api", "src/object_store", "src/oidc", "src/operate", "src/page", "src/pipeline"),
-    *("src/schema_registry",),
+    *("src/plain_topics", "src/schema_registry"),
     *("tests/archive", "tests/claims", "tests/contracts", "tests/debezium", "tests/effects"),
     *("tests/http_api", "tests/page", "tests/pipeline", "tests/plain_topics"),
     *("tests/schema_registry",),

@@ -342,6 +342,7 @@ def test_the_reference_describes_what_users_call(site: Path) -> None:
         ("errors", "pipeline.Conflict"),
         ("errors", "pipeline.Unpublishable"),
         ("testing", "pipeline.testing.Harness.handle"),
+        ("events", "plain_topics.Plain"),
         ("optional", "effects.Effects.on"),
     ):
         assert f'id="{place}"' in (site / "api" / f"{page}.html").read_text("utf-8"), place

@@ -50,9 +50,9 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "pipeline": (
                 *("Event", "Tombstone", "Message", "Codec", "CloudEvents"),
-                *("Plain", "Header", "PayloadFields", "Position"),
                 *("Record", "Outgoing", "Encoded", "Reason", "payload_hash"),
-            )
+            ),
+            "plain_topics": (),
         },
     ),
     "writer": ("Writers", {"pipeline": ("Writer", "Writing")}),

@@ -3,13 +3,14 @@
 Import from here and from `pipeline.testing`: other modules may change in any release.
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from pipeline.apply.writer import Conflict, Versioned, Writer, Writing
 from pipeline.errors import StoreUnavailable
 from pipeline.events.codec import CloudEvents, Codec, Encoded, Outgoing
 from pipeline.events.event import Event, Tombstone, Unpublishable
 from pipeline.events.message import Message, Reason, Record, Undecodable
 from pipeline.events.payload import payload_hash
-from pipeline.events.plain import Header, PayloadFields, Plain, Position
 from pipeline.handlers.aggregate import Aggregate, Loads
 from pipeline.handlers.ordering import Gaps, Sequenced, Timed
 from pipeline.handlers.policy import Park, Policy, Reject, Retry
@@ -31,16 +32,12 @@ __all__ = [
     "Gaps",
     "HandlerFault",
     "Handlers",
-    "Header",
     "Loads",
     "Message",
     "Misconfigured",
     "Outgoing",
     "Park",
-    "PayloadFields",
-    "Plain",
     "Policy",
-    "Position",
     "Reason",
     "Record",
     "Reject",
@@ -59,3 +56,11 @@ __all__ = [
     "WrongDatabase",
     "payload_hash",
 ]
+
+if not TYPE_CHECKING:  # with this function, mypy would accept every name
+
+    def __getattr__(name: str) -> NoReturn:
+        """Raise an error that says where a name is which 1.0.0 had here."""
+        if name in ("Header", "PayloadFields", "Plain", "Position"):
+            raise ImportError(f"{name} has moved: write `from plain_topics import {name}`")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

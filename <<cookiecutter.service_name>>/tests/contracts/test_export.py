@@ -17,22 +17,10 @@ from contracts import asyncapi, export
 from contracts.commands import group
 from contracts.examples import example_of
 from contracts.schemas import schema_of
-from pipeline import (
-    CloudEvents,
-    Codec,
-    Event,
-    Handlers,
-    Header,
-    PayloadFields,
-    Plain,
-    Policy,
-    Position,
-    Service,
-    Tombstone,
-    Transaction,
-)
+from pipeline import CloudEvents, Codec, Event, Handlers, Policy, Service, Tombstone, Transaction
 from pipeline.events.event import reader
 from pipeline.handlers.staging import CALLS
+from plain_topics import Header, PayloadFields, Plain, Position
 
 Given = Mapping[str, Any]
 

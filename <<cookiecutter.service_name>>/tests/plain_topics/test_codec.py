@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pipeline import CloudEvents, Codec, Event, Header, PayloadFields, Plain, Position
+from pipeline import CloudEvents, Codec, Event
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Message, Reason, Undecodable, headers_of
 from pipeline.events.payload import payload_hash
-from pipeline.events.plain import Identity
 from pipeline.handlers.staging import Outbox
+from plain_topics import Header, PayloadFields, Plain, Position
+from plain_topics.codec import Identity
 
 TYPE = "order.placed.v1"
 ID = "4d47e190-0402-4048-bc2c-89dd54343cdc"

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeline import Header, PayloadFields, Plain, Position
 from pipeline.events.message import Message, Reason, Undecodable
 from pipeline.events.payload import payload_hash
+from plain_topics import Header, PayloadFields, Plain, Position
 
 EVENT = {
     "ce_specversion": b"1.0",

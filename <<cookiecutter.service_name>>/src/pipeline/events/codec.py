@@ -157,6 +157,6 @@ def _not_cloudevents(record: Record, headers: Mapping[str, str]) -> Named:
         text = (
             f"the headers {', '.join(REQUIRED)} are missing: let the producer send CloudEvents, or"
             f" declare how events of {topic!r} are written, by handlers.topic({topic!r},"
-            " codec=Plain(type=…, identity=Header(…) or PayloadFields(…) or Position()))"
+            " codec=plain_topics.Plain(type=…, identity=Header(…), PayloadFields(…) or Position()))"
         )
     raise Undecodable(Reason.NOT_CLOUDEVENTS, text)

@@ -8,19 +8,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import (
-    CloudEvents,
-    Codec,
-    Event,
-    Handlers,
-    Header,
-    Message,
-    PayloadFields,
-    Plain,
-    Position,
-    Service,
-    Transaction,
-)
+from pipeline import CloudEvents, Codec, Event, Handlers, Message, Service, Transaction
 from pipeline.apply.backlog import lane_of
 from pipeline.apply.item import StoredRecord, order_key
 from pipeline.apply.writer import Writing
@@ -33,6 +21,7 @@ from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 from pipeline.testing import Harness, Sent
 from pipeline.testing.databases import Migrate
+from plain_topics import Header, PayloadFields, Plain, Position
 
 from .bank import Bank
 from .conftest import position_reaches

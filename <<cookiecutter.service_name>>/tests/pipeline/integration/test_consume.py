@@ -10,22 +10,12 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import (
-    Event,
-    Handlers,
-    Header,
-    PayloadFields,
-    Plain,
-    Policy,
-    Position,
-    Service,
-    Tombstone,
-    Transaction,
-)
+from pipeline import Event, Handlers, Policy, Service, Tombstone, Transaction
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import headers_of
 from pipeline.handlers.staging import Outbox
 from pipeline.runtime import Part
+from plain_topics import Header, PayloadFields, Plain, Position
 
 from .bank import Bank
 from .conftest import position_reaches

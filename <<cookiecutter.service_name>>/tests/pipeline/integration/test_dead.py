@@ -19,7 +19,7 @@ from operate import dead, dead_commands
 from operate.commands import command_line
 from operate.dead import Selection, State
 from operate.dead_letters import REASONS, DeadLetters, Redriven
-from pipeline import CloudEvents, Codec, Handlers, Message, PayloadFields, Plain, Policy, Reject
+from pipeline import CloudEvents, Codec, Handlers, Message, Policy, Reject
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch, read
@@ -35,6 +35,7 @@ from pipeline.retry.lanes import LaneLost
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
+from plain_topics import PayloadFields, Plain
 
 from .bank import Bank
 from .conftest import Command, complaint

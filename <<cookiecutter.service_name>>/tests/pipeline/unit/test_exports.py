@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from inspect import getdoc, isfunction
 from typing import get_args, get_type_hints
 
+import pytest
+
 import pipeline
+import plain_topics
 from pipeline import Codec
 
 
@@ -45,3 +48,17 @@ def test_the_types_that_a_codec_needs_are_exported() -> None:
     names = {one.__name__ for one in types if one.__module__.startswith("pipeline.")}
     assert {"Record", "Message"} <= names <= {*pipeline.__all__}
     assert {"Reason", "payload_hash"} <= {*pipeline.__all__}
+
+
+@pytest.mark.parametrize("name", plain_topics.__all__)
+def test_an_import_of_a_name_that_has_moved_says_where_it_is(name: str) -> None:
+    """A service of 1.0.0 has such imports."""
+    with pytest.raises(ImportError, match=f"{name} has moved: write `from plain_topics import"):
+        exec(f"from pipeline import {name}")
+    exec(f"from plain_topics import {name}")
+
+
+def test_a_name_that_was_never_there_is_an_ordinary_error() -> None:
+    assert not hasattr(pipeline, "Unknown")
+    with pytest.raises(ImportError, match="cannot import name 'Unknown'"):
+        exec("from pipeline import Unknown")

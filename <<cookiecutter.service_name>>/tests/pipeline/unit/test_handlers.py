@@ -26,9 +26,7 @@ from pipeline import (
     Gaps,
     Handlers,
     Message,
-    Plain,
     Policy,
-    Position,
     Record,
     Sequenced,
     Service,
@@ -42,6 +40,7 @@ from pipeline.handlers.staging import CALLS
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
+from plain_topics import Plain, Position
 
 Function = Callable[..., Awaitable[object]]
 E = TypeVar("E", bound=Event)

@@ -552,7 +552,7 @@ class TestOtherRecords:
         error = refusal(record({"content-type": b"application/json"}))
 
         assert error.reason is Reason.NOT_CLOUDEVENTS
-        assert "Plain(" in str(error)
+        assert "plain_topics.Plain(" in str(error)
         assert "'orders'" in str(error)
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import orjson
 
 from pipeline.errors import UNSTORABLE, describe_error
-
-from .cloudevents import TRACE, Named, decode
-from .codec import Codec, Encoded, Outgoing
-from .event import Event, Tombstone, Unpublishable
-from .message import Message, Reason, Record, Undecodable
-from .payload import parse
+from pipeline.events.cloudevents import TRACE, Named, decode
+from pipeline.events.codec import Codec, Encoded, Outgoing
+from pipeline.events.event import Event, Tombstone, Unpublishable
+from pipeline.events.message import Message, Reason, Record, Undecodable
+from pipeline.events.payload import parse
 
 Events = Sequence[type[Event]]
 
