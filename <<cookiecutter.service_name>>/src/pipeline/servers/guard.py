@@ -225,8 +225,8 @@ def in_context(
 ) -> Generator[Any, Any, T]:
     """Await a coroutine in a context of its own: variables that it sets end with it.
 
-    `call` is the result of a coroutine function; `guard` checks its statements. How often it
-    cancels its task, and takes that back, by the task's `cancelling`, goes to `cancellations`;
+    `call` is the result of a coroutine function; `guard` checks its statements. `cancellations[0]`
+    becomes how often it has cancelled its task and not taken that back, by the task's `cancelling`:
     what was requested while it waited, as by a timer or a task group, it takes back first.
     """
     run, inner = copy_context().run, cast("Coroutine[Any, Any, T]", call)  # quicker as text
@@ -247,7 +247,8 @@ def in_context(
             left = cancelling()
             if left != requested and cancellations is not None:
                 others += min(0, left - requested)
-                cancellations.append(max(0, left - requested) + min(0, others))
+                change = max(0, left - requested) + min(0, others)
+                cancellations[0] = max(0, cancellations[0] + change)
                 others = max(0, others)
         if guard is not None:
             guard.has_waited = True
