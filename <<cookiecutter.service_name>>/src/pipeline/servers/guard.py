@@ -76,7 +76,7 @@ class Guard:
         `shares`: its transaction can have other messages.
         """
         self.outbox = outbox
-        self._shares = shares
+        self.shares = shares
         self.unsent: list[object] = []
         """Savepoints that the session has begun, and whose statement was not sent yet."""
         self.under_way: set[object] = set()
@@ -118,7 +118,7 @@ class Guard:
         for statement in code_of(text).split(";"):
             found = _REFUSED.match(statement)
             place = (found and found.lastindex) or 0
-            if found and place > (not controls) and (place != 3 or self._shares):
+            if found and place > (not controls) and (place != 3 or self.shares):
                 words = " ".join(found[place].split())
                 return self.note(f"{words} in a handler: {_REASONS[place - 1]}")
         return None
