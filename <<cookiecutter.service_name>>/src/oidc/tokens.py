@@ -1,5 +1,6 @@
 """A token of OAuth's client credentials grant (RFC 6749, section 4.4), kept while it is valid."""
 
+import asyncio
 import threading
 import time
 
@@ -87,5 +88,9 @@ def _from_the_environment() -> Tokens:
         raise ValueError("; ".join(texts)) from None
 
 
-token = _from_the_environment().current
-"""The provider for `PIPELINE_KAFKA_TOKEN_PROVIDER`."""
+_tokens = _from_the_environment()
+
+
+async def token() -> str:
+    """Return a token: the provider for `PIPELINE_KAFKA_TOKEN_PROVIDER`."""
+    return await asyncio.to_thread(_tokens.current)

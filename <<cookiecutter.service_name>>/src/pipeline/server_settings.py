@@ -4,6 +4,7 @@ import re
 import ssl
 from collections.abc import Iterator
 from functools import cached_property
+from inspect import iscoroutinefunction
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Literal, NamedTuple, Self
@@ -41,8 +42,8 @@ def _refuse_unless_function(path: str) -> str:
     except Exception as error:
         why = redact_error(f"{type(error).__name__}: {error}")
         raise ValueError(f"{path} can't be imported: {why}") from None
-    if not callable(found):
-        raise ValueError(f"{path} is no function")
+    if not iscoroutinefunction(found):
+        raise ValueError(f"{path} is no `async def` function (asyncio.to_thread calls what blocks)")
     return path
 
 
@@ -51,7 +52,7 @@ Function = Annotated[
     AfterValidator(_refuse_unless_function),
     written(r"[\w.]+:[\w.]+", "module:function"),
 ]
-"""A function without parameters, by its name."""
+"""A coroutine function without parameters, by its name."""
 
 
 class EnvironmentSettings(BaseSettings):

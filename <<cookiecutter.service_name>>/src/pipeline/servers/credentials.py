@@ -1,13 +1,8 @@
 """Passwords and tokens that expire: functions that settings name, called for each connection."""
 
 import asyncio
-import inspect
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
 from pkgutil import resolve_name
-from typing import Any
 
 from aiokafka.abc import AbstractTokenProvider
 
@@ -15,11 +10,6 @@ from pipeline.errors import describe_error
 
 ANSWER_SECONDS = 10.0
 """Time-out of a call, after which the attempt to connect fails."""
-_ABANDON_SECONDS = 60.0
-"""Time after which a call that still runs in its thread is made again, in another."""
-
-_running: dict[Callable[[], Any], tuple[Future[Any], float]] = {}
-"""The last call of each function in a thread, and when it began."""
 
 
 class CredentialsUnavailable(ConnectionError):
@@ -35,7 +25,7 @@ class Credentials(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka has 
     def __init__(self, setting: str, function: str, extensions: str | None = None) -> None:
         """`extensions` are those of SASL, as `name=value`, separated by commas."""
         self.name = f"{setting} ({function})"
-        self._function: Callable[[], Any] = resolve_name(function)
+        self._function: Callable[[], Awaitable[object]] = resolve_name(function)
         pairs = (one.strip().partition("=") for one in (extensions or "").split(",") if one)
         self._extensions = {name: value for name, _, value in pairs}
 
@@ -43,8 +33,8 @@ class Credentials(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka has 
         """Return what the function returns. Raises `CredentialsUnavailable`."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS) as limit:
-                found = await self._call()
-        except Exception as error:
+                found = await self._function()
+        except (Exception, SystemExit) as error:  # the latter would end the event loop
             reason = describe_error(error)
             if limit.expired():
                 reason = f"it has not returned within {ANSWER_SECONDS:.0f} s"
@@ -57,23 +47,3 @@ class Credentials(AbstractTokenProvider):  # type: ignore[misc]  # aiokafka has 
     def extensions(self) -> dict[str, str]:
         """Return the extensions of SASL, which aiokafka sends with the token."""
         return self._extensions
-
-    async def _call(self) -> Any:
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function()
-        call, began = _running.get(self._function, (None, 0.0))
-        if call is None or call.done() or time.monotonic() - began > _ABANDON_SECONDS:
-            call = Future()
-            call.set_running_or_notify_cancel()  # a time-out ends the waiting, not the call
-            _running[self._function] = call, time.monotonic()
-            # The threads of `asyncio.to_thread` also resolve names, and delay the process' end.
-            threading.Thread(target=_run, args=(self._function, call), daemon=True).start()
-        return await asyncio.wrap_future(call)
-
-
-def _run(function: Callable[[], Any], call: Future[Any]) -> None:
-    try:
-        call.set_result(function())
-    except BaseException as error:
-        # SystemExit would end the event loop.
-        call.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))

@@ -4,6 +4,6 @@ import os
 from pathlib import Path
 
 
-def from_file() -> str:
+async def from_file() -> str:
     """Return the password that the file holds now."""
     return Path(os.environ["TELLERS_PASSWORD"]).read_text()

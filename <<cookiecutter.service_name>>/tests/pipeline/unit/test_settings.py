@@ -299,22 +299,26 @@ def files(tmp_path: Path) -> Path:
             {
                 "KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
                 "KAFKA_SASL_MECHANISM": "OAUTHBEARER",
-                "KAFKA_TOKEN_PROVIDER": "getpass:getuser",
+                "KAFKA_TOKEN_PROVIDER": "asyncio:sleep",
                 "KAFKA_PASSWORD": "hunter2",
             },
             ["KAFKA_PASSWORD is set, and would not be used: .*_MECHANISM OAUTHBEARER"],
         ),
         (
-            {"KAFKA_TOKEN_PROVIDER": "getpass:getuser", "KAFKA_TOKEN_EXTENSIONS": "a=b,c=d"},
+            {"KAFKA_TOKEN_PROVIDER": "asyncio:sleep", "KAFKA_TOKEN_EXTENSIONS": "a=b,c=d"},
             ["TOKEN_PROVIDER is set, and", "TOKEN_EXTENSIONS is set, and"],
         ),
-        ({"DATABASE_PASSWORD_PROVIDER": "getpass:getuser"}, ["_URL has a password, and"]),
+        ({"DATABASE_PASSWORD_PROVIDER": "asyncio:sleep"}, ["_URL has a password, and"]),
         (
             {"DATABASE_PASSWORD_PROVIDER": "nowhere:password"},
             ["nowhere:password can't be imported: ModuleNotFoundError: No module named 'nowhere'"],
         ),
-        ({"DATABASE_PASSWORD_PROVIDER": "os:name"}, ["os:name is no function"]),
-        ({"DATABASE_PASSWORD_PROVIDER": "getpass.getuser"}, ["write module:function"]),
+        ({"DATABASE_PASSWORD_PROVIDER": "os:name"}, ["os:name is no `async def` function"]),
+        (
+            {"DATABASE_PASSWORD_PROVIDER": "getpass:getuser"},
+            ["getpass:getuser is no `async def` function .asyncio.to_thread calls what blocks"],
+        ),
+        ({"DATABASE_PASSWORD_PROVIDER": "asyncio.sleep"}, ["write module:function"]),
         ({"KAFKA_TOKEN_PROVIDER": "oidc.tokens:token"}, ["OIDC_TOKEN_URL: Field required"]),
         (
             {"RELAY_TRANSACTIONAL": "yes", "RELAY_IDEMPOTENT": "no"},
