@@ -18,7 +18,6 @@ from pipeline.errors import describe_error
 from pipeline.observe import statements
 from pipeline.settings import Settings
 
-from . import revisions
 from .credentials import Credentials, CredentialsUnavailable
 from .guard import CURRENT_GUARD, GUARD, NOT_ITS_CONNECTION, GuardedConnection, HandlerFault
 
@@ -200,9 +199,6 @@ async def autocommitting(engine: AsyncEngine) -> AsyncIterator[asyncpg.Connectio
 async def _connect(engine: AsyncEngine) -> AsyncConnection:
     try:
         return await engine.connect()
-    except AssertionError as error:  # SQLAlchemy can't read the version of another engine
-        revisions.refuse_engine(str(error))
-        raise
     except Exception as error:
         # While it connects for the first time, SQLAlchemy raises other errors in place of a
         # cancellation. A loop that outlives errors would never end then.

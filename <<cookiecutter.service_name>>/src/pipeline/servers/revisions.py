@@ -29,8 +29,7 @@ ALEMBIC = Path("alembic.ini")
 
 DATABASE = """
 SELECT obj_description(to_regnamespace('pipeline'), 'pg_namespace') AS owner,
-       current_setting('server_encoding') AS encoding, version() AS version,
-       to_regclass('sys.iam_pg_role_mappings') IS NOT NULL AS is_dsql,
+       current_setting('server_encoding') AS encoding,
        to_regclass('pg_dist_partition') IS NOT NULL AS has_citus
 """
 """The service that the engine's schema was created for is named by the schema's comment."""
@@ -186,27 +185,8 @@ def check_connections(engine: AsyncEngine, service: str) -> None:
     sa.event.listen(engine.sync_engine, "connect", check)
 
 
-def refuse_engine(version: str, *, is_dsql: bool = False) -> None:
-    """Raise `WrongDatabase` if the text of `version()` is that of an engine that lacks the parts of
-    PostgreSQL which the inbox and the outbox need."""
-    if "CockroachDB" in version:
-        name, lacks = "CockroachDB", "it has no snapshots of transaction ids"
-    elif "-YB-" in version:
-        name, lacks = "YugabyteDB", "it has no snapshots of transaction ids"
-    elif is_dsql:
-        name, lacks = "Aurora DSQL", "it has no sequences, partitions, savepoints and triggers"
-    else:
-        return
-    raise WrongDatabase(
-        f"the database is {name}, which speaks PostgreSQL's protocol; but {lacks}",
-        "let PIPELINE_DATABASE_URL name a PostgreSQL server",
-    )
-
-
-def must_fit(service: str, owner: str | None, encoding: str, version: str, is_dsql: bool) -> None:
-    """Raise `WrongDatabase` if the schema is another service's, a character can't be stored, or the
-    engine is not PostgreSQL."""
-    refuse_engine(version, is_dsql=is_dsql)
+def must_fit(service: str, owner: str | None, encoding: str) -> None:
+    """Raise `WrongDatabase` if the schema is another service's, or a character can't be stored."""
     if encoding != "UTF8":
         raise WrongDatabase(
             f"the database's encoding is {encoding}, in which not every id and text can be stored",
