@@ -24,7 +24,6 @@ from pydantic_settings import BaseSettings
 from sqlalchemy.exc import DBAPIError
 
 from pipeline import redaction
-from pipeline.consume.inbox_coverage import RemembersTooLittle
 from pipeline.errors import (
     StoreUnavailable,
     as_raised,
@@ -66,7 +65,6 @@ _EXPECTED = (
     Misconfigured,
     revisions.NotMigrated,
     CannotListen,
-    RemembersTooLittle,
     CommandError,
     KafkaError,
     Refused,

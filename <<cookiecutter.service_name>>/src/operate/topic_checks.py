@@ -1,11 +1,11 @@
 """Kafka's topics: those that a service uses, and checks of their existence and configuration."""
 
+import math
 from collections.abc import Callable, Iterator
 
-from pipeline.consume import inbox_coverage
 from pipeline.servers.topics import MAY_NOT_DESCRIBE, Topics
 from pipeline.service import Service
-from pipeline.settings import Settings
+from pipeline.settings import CLOCK_MARGIN, Settings
 
 from .health import Finding
 
@@ -35,14 +35,17 @@ def topics(service: Service, settings: Settings, described: Topics) -> Iterator[
 
 def topic_retention(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
     """The inbox remembers for as long as a topic keeps its records."""
-    consumed = {name: described[name] for name in described if name in service.handlers.topics}
-    for name, kept in inbox_coverage.exceeding(settings, consumed).items():
-        yield Finding(
-            "wrong" if settings.inbox_must_cover_topics else "warning",
-            f"{name} keeps records {kept}, and the inbox remembers"
-            f" {inbox_coverage.format_days(settings.inbox_age)}",
-            "raise PIPELINE_INBOX_AGE, or lower the topic's retention.ms",
-        )
+    longest = settings.inbox_age - CLOCK_MARGIN.total_seconds()
+    for name, topic in described.items():
+        kept = topic.retention
+        if name in service.handlers.topics and kept > longest:
+            how_long = "for ever" if kept == math.inf else f"for {kept / 86_400:,.1f} days"
+            yield Finding(
+                "wrong" if settings.inbox_must_cover_topics else "warning",
+                f"{name} keeps records {how_long}, and the inbox remembers for"
+                f" {settings.inbox_age / 86_400:,.1f} days",
+                "raise PIPELINE_INBOX_AGE, or lower the topic's retention.ms",
+            )
 
 
 def compaction(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:

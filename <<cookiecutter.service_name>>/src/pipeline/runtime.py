@@ -16,7 +16,6 @@ from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.consume import inbox_coverage
 from pipeline.consume.consumer import Consumer
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import exporters, logs, metrics
@@ -67,8 +66,8 @@ async def run(
 ) -> None:
     """Run until SIGTERM or SIGINT, then finish what is begun within the shutdown grace.
 
-    Raises `Misconfigured`, `NotMigrated`, `RemembersTooLittle`, `CannotListen`, `Cancelled`, and
-    any error with which a part has failed.
+    Raises `Misconfigured`, `NotMigrated`, `CannotListen`, `Cancelled`, and any error with which a
+    part has failed.
     """
     service.check(settings)
     migrations = revisions.load_migrations()
@@ -169,8 +168,7 @@ async def serve(
         if stopping.is_set():
             return
         if is_consuming and topics:
-            health.not_ready("consumer", "the retention of its topics is not checked yet")
-            await inbox_coverage.check(settings, topics)
+            health.not_ready("consumer", "has not joined its group yet")
         relay = make_relay(
             engine,
             name=service.name,

@@ -143,7 +143,8 @@ class Settings(ServerSettings):
     """Shortest time for which an event is remembered: 8 days. It must exceed the topics'
     retention."""
     inbox_must_cover_topics: bool = False
-    """Refuse to start, instead of warning, if a topic's retention exceeds `PIPELINE_INBOX_AGE`."""
+    """For `service doctor` a topic whose retention exceeds `PIPELINE_INBOX_AGE` is wrong, instead
+    of a warning."""
     outbox_age: Annotated[Seconds, Field(ge=7_200)] = 172_800.0
     """A published day of the outbox is dropped this long after its end."""
     discarded_age: Seconds = 2_592_000.0

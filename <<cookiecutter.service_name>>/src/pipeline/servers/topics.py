@@ -1,6 +1,7 @@
 """Topics as the brokers describe them: whether they exist, their settings, and where they end."""
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -53,6 +54,13 @@ class Topic:
         """Return where a producer's open transaction keeps a reader from going on, if it does."""
         stable = self.stable[partition]
         return stable if stable <= position < self.end[partition] else None
+
+    @property
+    def retention(self) -> float:
+        """Seconds for which it keeps records; 0 if its configuration can't be read."""
+        kept = int(self.configs.get("retention.ms", 0)) / 1_000
+        is_deleted = "delete" in self.configs.get("cleanup.policy", "delete")
+        return kept if is_deleted and kept >= 0 else math.inf
 
 
 async def first_since(

@@ -306,6 +306,32 @@ async def test_a_topic_that_is_missing_is_told(examine: Examine, unborn: Bank) -
     assert await examine(unborn) == found  # and to ask has not made it
 
 
+@pytest.mark.parametrize(
+    ("days", "policy", "complaint"),
+    [
+        (7, "delete", None),
+        (9, "delete", "keeps records for 9.0 days, and the inbox remembers for 8.0 days"),
+        (7, "compact", "keeps records for ever"),
+        (7, "compact,delete", None),
+    ],
+)
+async def test_a_topic_that_keeps_records_for_longer_is_told_of(
+    examine: Examine,
+    new_topic: Callable[..., Awaitable[str]],
+    bank: Bank,
+    days: int,
+    policy: str,
+    complaint: str | None,
+) -> None:
+    """Trap 10."""
+    kept = await new_topic(**{"retention.ms": str(days * 86_400_000), "cleanup.policy": policy})
+    found = await examine(Bank(deposits=kept, balances=bank.balances, name=bank.name))
+    if complaint is None:
+        assert "topic retention" not in found
+    else:
+        assert f"{kept} {complaint}" in found["topic retention"].found
+
+
 async def test_topics_that_do_not_fit_are_told(
     examine: Examine, new_topic: Callable[..., Awaitable[str]], bank: Bank
 ) -> None:
