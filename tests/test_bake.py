@@ -450,7 +450,7 @@ def test_make_alone_lists_the_commands(default_project: BakedProject) -> None:
     assert listed == [
         *("help", "setup", "up", "down", "run"),
         *("test", "test-pooler", "schema", "schema-check"),
-        *("check", "format", "requirements", "update", "clean"),
+        *("check", "format", "requirements", "pin-image", "update", "clean"),
     ]
 
 

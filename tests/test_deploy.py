@@ -315,6 +315,39 @@ def test_no_secret_is_written_into_the_image(default_project: BakedProject) -> N
     assert not re.search(r"password|secret=|token|DATABASE_URL", said, re.IGNORECASE)
 
 
+def bases(project: BakedProject) -> list[str]:
+    """Return the images that the Dockerfile begins with, which are not stages of its own."""
+    begins = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", project.read(DOCKERFILE), re.MULTILINE)
+    stages = {stage for _, stage in begins}
+    return [image for image, _ in begins if image not in stages]
+
+
+def test_one_command_pins_the_base_of_all_stages_by_its_digest(
+    default_project: BakedProject, tmp_path: Path
+) -> None:
+    project = BakedProject(tmp_path / "service", default_project.answers)
+    for name in ("deploy", "requirements"):
+        shutil.copytree(default_project.path / name, project.path / name)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(default_project.path / name, project.path)
+    [base] = bases(project)
+    tag = base.partition("@")[0]
+    # Written out, as Dependabot reads no ARG.
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", tag)
+
+    docker = tmp_path / "docker"
+    asked = f"buildx imagetools inspect --format {{{{.Manifest.Digest}}}} {tag}"
+    for digit in "ab":  # the second time it has one already
+        digest = f"sha256:{digit * 64}"
+        docker.write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] && echo {digest}\n', "utf-8")
+        docker.chmod(0o755)
+        said = project.run("make", "pin-image", PATH=f"{tmp_path}:{os.environ['PATH']}")
+        assert f"FROM {tag}@{digest} AS base\n" in said
+        assert bases(project) == [f"{tag}@{digest}"]
+    project.run(BIN / "hadolint", DOCKERFILE)
+    assert not (project.path / f"{DOCKERFILE}.old").exists()
+
+
 def built(project: BakedProject, folder: str) -> list[dict[str, Any]]:
     """Return the objects that kustomize makes of a folder of manifests."""
     return list(yaml.safe_load_all(project.run(require("kustomize"), "build", folder)))
@@ -1015,6 +1048,8 @@ def test_both_files_for_ci_run_what_the_service_has(project: BakedProject) -> No
         assert bool(re.search("== .schedule", said)) == bool(nightly)
         assert re.search(r"pip install pip-audit==\d+\.\d+\.\d+\n", said)
         assert "pip-audit --require-hashes --requirement requirements/base.txt\n" in said
+    assert " --sbom=true --provenance=mode=max --output=type=oci,dest=image.tar .\n" in github
+    assert " --opt attest:sbom= --opt attest:provenance=mode=max\n" in gitlab
     assert '"$(command -v python)" dev/programs.py test\n' in github
     for used in re.findall(r"uses: (.*)", github):
         assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", used)
