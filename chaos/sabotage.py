@@ -300,6 +300,19 @@ LOADS: Mapping[str, Load] = {
         ],
         parcels=200,
     ),
+    "a log that nothing reads": Load(
+        events=2_000,
+        seconds=18,
+        schedule=[Fault(3, "unread", CONSUMERS[0], 12.0)],
+        # Each is a line of the log.
+        poison=0.1,
+        kinds=("rejects",),
+    ),
+    "clients that say nothing": Load(
+        events=1_500,
+        seconds=16,
+        schedule=[Fault(2, "clients", CONSUMERS[0], 12.0)],
+    ),
 }
 
 NO_IDEMPOTENCE = (
@@ -791,5 +804,15 @@ from pipeline.handlers.staging import StagedEvent, copy
                 "                     WHERE due_at <= now() + interval '1.5 s'\n",
             ),
         ],
+    ),
+    Sabotage(
+        "a line is written by whoever logs it",
+        "a log that nothing reads",
+        [Edit("runtime.py", "queues=True", "queues=False")],
+    ),
+    Sabotage(
+        "health port serves any number of requests",
+        "clients that say nothing",
+        [Edit("observe/health.py", "MOST_REQUESTS = 32\n", "MOST_REQUESTS = 10_000\n")],
     ),
 )

@@ -11,6 +11,8 @@ from typing import Literal, get_args
 Kind = Literal[
     "kill",
     "pause",
+    "unread",
+    "clients",
     "cut",
     "delay",
     "halfopen",
@@ -50,6 +52,8 @@ FIRST_AFTER = 1.0
 LASTS: dict[Kind, tuple[float, float]] = {
     "kill": (0.0, 3.0),
     "pause": (5.0, 9.0),
+    "unread": (8.0, 12.0),
+    "clients": (8.0, 12.0),
     "cut": (0.0, 0.0),
     "delay": (3.0, 6.0),
     "halfopen": (0.0, 0.0),
@@ -161,7 +165,7 @@ def _fault(
     seconds = round(chance.uniform(*LASTS[kind]), 2)
     members = [*consumers, *relays]
     match kind:
-        case "kill" | "pause":
+        case "kill" | "pause" | "clients":
             return Fault(at, kind, chance.choice(members), seconds)
         case "cut" | "halfopen" | "partition":
             target, server = chance.choice([*members, EVERYBODY]), chance.choice(SERVERS)
@@ -189,7 +193,7 @@ def _fault(
             | "audit"
         ):
             return Fault(at, kind, "postgres", seconds)
-        case "replay":
+        case "replay" | "unread":
             return Fault(at, kind, chance.choice(consumers), seconds)
         case "effects":
             return Fault(at, kind, chance.choice(MODES), seconds)

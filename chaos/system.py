@@ -14,6 +14,7 @@ import asyncpg  # type: ignore[import-untyped]
 from aiokafka.errors import KafkaError  # type: ignore[import-untyped]
 
 from chaos.poison import TALLY
+from chaos.pressure import LogPipe
 from chaos.proxy import HOST, Address, Proxy
 from chaos.schedule import EVERYBODY
 from demo.processes import PACKAGE, ProcessFailed, Service, Stack, end_holder
@@ -75,6 +76,7 @@ class Member:
         self.name = name
         self.command, _, _ = name.partition("-")
         self.log = folder / f"{name}.log"
+        self.pipe = LogPipe(self.log)
         self.proxies = {
             "postgres": Proxy(lambda: servers.address("postgres")),
             "kafka": Proxy(lambda: servers.address("kafka"), kafka=True),
@@ -93,10 +95,11 @@ class Member:
             await proxy.start()
         ports = {name: proxy.port for name, proxy in self.proxies.items()}
         addresses = self._servers.settings(ports, database)
+        self.pipe.open()
         self._service = Service(
             self._project,
             {**SETTINGS, **settings, **addresses},
-            self.log,
+            self.pipe.path,
             self._lock,
             command=self.command,
             module=self._module,
@@ -112,6 +115,7 @@ class Member:
         """End everything at once."""
         if self._service is not None:
             await self._service.kill()
+        self.pipe.close()
         for proxy in self.proxies.values():
             await proxy.stop()
 
@@ -286,6 +290,8 @@ class System:
         members = list(self.members.values())
         properly = await asyncio.gather(*(member.service.stop() for member in members))
         self._blame(*(m for m, well in zip(members, properly, strict=True) if not well))
+        for member in members:
+            member.pipe.read()  # what it wrote last
 
     async def end(self, member: Member) -> None:
         """Ask a member to end while faults go on; note it if it has to be killed.

@@ -838,8 +838,106 @@ async def test_who_ignores_that_it_is_asked_to_end_is_noted(
         assert deaf.misbehaved[2:] == ["relay-1 did not end when it was asked to"]
 
 
+CHATTY = """
+import json, os, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+
+class Alive(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"seconds_since_beat": time.monotonic() - beat}).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+def write():
+    os.write(2, b"%d\\n" % next(numbers))
+
+def write_all():
+    while True:
+        write()
+        time.sleep(0.01)
+
+beat, numbers = time.monotonic(), count()
+server = ThreadingHTTPServer(("127.0.0.1", int(os.environ["PIPELINE_HEALTH_PORT"])), Alive)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+if not WAITS:
+    threading.Thread(target=write_all, daemon=True).start()
+while True:
+    beat = time.monotonic()
+    if WAITS:
+        write()
+    time.sleep(0.01)
+"""
+"""A service that writes a lot, and waits until it is written or has a thread for it."""
+
+
+@needs_proc
+@pytest.mark.full
+@pytest.mark.integration
+@pytest.mark.parametrize("waits", [False, True])
+async def test_who_stands_still_while_nothing_reads_its_log_is_noted(
+    tmp_path: Path, waits: bool
+) -> None:
+    script = f"WAITS = {waits}\n{CHATTY}"
+    async with slow_system(tmp_path, "consume-1", script=script) as chatty:
+        member, breaker = chatty.members["consume-1"], breaker_of(chatty)
+        await member.service.start()
+        await until_it_answers(member)
+        await breaker.run([Fault(0, "unread", "consume-1", 4.0)], lambda _: None)
+        assert [one.kind for one in breaker.ended] == ["unread"]
+        noted = [one.partition(" for ")[0] for one in chatty.misbehaved]
+        assert noted == ["consume-1 stood still"] * waits
+    written = [int(line) for line in member.log.read_text().splitlines()]
+    assert written == list(range(len(written)))
+    assert len(written) > 10
+
+
+async def until_it_answers(member: Member) -> None:
+    """Wait until a process says whether it is alive."""
+    while await member.service.seconds_since_beat() is None:  # noqa: ASYNC110  # another process
+        await asyncio.sleep(0.1)
+
+
+SERVING = f"""
+import os, sys, time
+sys.path.insert(0, {str(RAW / "src")!r})
+from pipeline.observe import health
+
+health.MOST_REQUESTS = MOST or health.MOST_REQUESTS
+state = health.Health(stall_after=60)
+with health.serving(state, host="127.0.0.1", port=int(os.environ["PIPELINE_HEALTH_PORT"])):
+    while True:
+        state.beat()
+        time.sleep(0.1)
+"""
+"""A service that has nothing but its health port."""
+
+
+@needs_proc
+@pytest.mark.full
+@pytest.mark.integration
+@pytest.mark.parametrize(("most", "is_noted"), [(None, False), (10_000, True)])
+async def test_who_does_not_answer_while_clients_crowd_its_port_is_noted(
+    tmp_path: Path, most: int | None, is_noted: bool
+) -> None:
+    async with slow_system(tmp_path, "relay-1", script=f"MOST = {most}\n{SERVING}") as crowded:
+        member, breaker = crowded.members["relay-1"], breaker_of(crowded)
+        await member.service.start()
+        await until_it_answers(member)
+        await breaker.run([Fault(0, "clients", "relay-1", 8.0)], lambda _: None)
+        assert [one.kind for one in breaker.ended] == ["clients"]
+        noted = [one.partition(" for ")[0] for one in crowded.misbehaved]
+        assert noted == ["relay-1 stood still"] * is_noted
+        await until_it_answers(member)
+
+
 NO_EFFECT = " took no effect"
 IN_VAIN: tuple[schedule.Kind, ...] = (
+    "unread",
+    "clients",
     "cut",
     "halfopen",
     "terminate",
