@@ -212,12 +212,17 @@ def owned(cluster: Cluster, name: str) -> str:
     return url.render_as_string(hide_password=False)
 
 
-@pytest.fixture
-def bank_url(cluster: Cluster) -> str:
-    """URL of a database of the bank's, migrated, in the private cluster."""
+def migrated(cluster: Cluster) -> str:
+    """Make a database of the bank's, migrated; its URL."""
     url = asyncio.run(own_database(cluster))
     build(url)
     return url
+
+
+@pytest.fixture
+def bank_url(cluster: Cluster) -> str:
+    """URL of a database of the bank's, migrated, in the private cluster."""
+    return migrated(cluster)
 
 
 @asynccontextmanager
@@ -264,6 +269,49 @@ async def test_after_a_restore_to_an_earlier_point_the_same_events_come_again_an
     await chain.until_mirrored(range(1, 51))
     await chain.check(range(1, 51), repeated=range(21, 41))
     async with connected(bank_url) as db:
+        await until_applied(db, range(1, 51))
+        assert await last_xid(db) < lost
+
+
+@pytest.fixture
+def archiving() -> Iterator[Cluster]:
+    """Start a cluster that archives its WAL."""
+    with clusters.private(*clusters.ARCHIVING) as one:
+        yield one
+
+
+@pytest.fixture
+def archived_url(archiving: Cluster) -> str:
+    """URL of a database of the bank's, migrated, in that cluster."""
+    return migrated(archiving)
+
+
+async def test_after_a_restore_to_a_point_in_time_what_came_later_comes_again_and_is_dropped(
+    chain: Chain, start: Start, archiving: Cluster, archived_url: str
+) -> None:
+    service = await start("run", database_url=archived_url)
+    await chain.deposit(range(1, 11))
+    await chain.until_mirrored(range(1, 11))
+    await asyncio.to_thread(archiving.back_up)
+    await chain.deposit(range(11, 21))
+    await chain.until_mirrored(range(1, 21))
+    async with connected(archived_url) as db:
+        point = int(await db.fetchval("SELECT pg_current_xact_id()"))
+    lost = await live_a_time_that_is_lost(chain, archived_url, range(21, 41))
+    await service.kill()
+    await chain.deposit(range(41, 51))
+    await asyncio.to_thread(archiving.restore, to=point)
+    async with connected(archived_url) as db:
+        assert await histories(db) == by_account(range(1, 21))
+    doctor = await start("doctor", "--json", database_url=archived_url)
+    await doctor.ended()
+    found = [json.loads(line) for line in doctor.output.splitlines() if line.startswith("{")]
+    levels = {one["check"]: one["level"] for one in found}
+    assert (levels["cluster"], levels["positions"]) == ("ok", "ok")
+    await start("run", database_url=archived_url)
+    await chain.until_mirrored(range(1, 51))
+    await chain.check(range(1, 51), repeated=range(21, 41))
+    async with connected(archived_url) as db:
         await until_applied(db, range(1, 51))
         assert await last_xid(db) < lost
 
