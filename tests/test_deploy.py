@@ -508,7 +508,7 @@ def test_processes_have_longer_to_end_than_the_setting_gives_them(
 
     assert float(settings["PIPELINE_SHUTDOWN_GRACE"]) == float(grace)
     for name in ("consumer", "relay"):
-        assert pods[name]["spec"]["terminationGracePeriodSeconds"] >= float(grace) + 10
+        assert pods[name]["spec"]["terminationGracePeriodSeconds"] >= float(grace) + 15
 
 
 def test_every_container_goes_without_root_and_without_a_writable_file(

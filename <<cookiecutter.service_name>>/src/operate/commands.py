@@ -1,7 +1,5 @@
 """The command line `service`."""
 
-import logging
-from collections.abc import Callable
 from typing import Annotated
 
 import asyncpg
@@ -35,8 +33,6 @@ from .terminal import (
     serving,
 )
 
-log = logging.getLogger(__name__)
-
 _NO_SCHEMA = "3F000"
 """PostgreSQL's error code if no schema of the search path exists."""
 
@@ -58,8 +54,8 @@ GROUPS = {
 WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
 
 
-def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
-    """Return the function behind the console script `service`.
+def command_line(service: Service, **groups: typer.Typer) -> Program:
+    """Return the command line `service`, whose console script is its `run_process`.
 
     `groups` are commands of other packages, by the name of their group.
     """
@@ -80,14 +76,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
 def _serve(context: typer.Context, parts: Part) -> None:
     service = service_of(context)
     with serving() as report:
-        work = run(service, read_settings(service, report), parts)
-        try:
-            run_to_end(work, report)
-        except (KeyboardInterrupt, SystemExit) as error:
-            # Not raised by signals: asyncio lets these pass from any task, also a handler's.
-            name = type(error).__name__
-            log.critical("stopped: a task raised %s", name, exc_info=error)
-            raise
+        run_to_end(run(service, read_settings(service, report), parts), report)
 
 
 @app.command("run", epilog="For example: service run")

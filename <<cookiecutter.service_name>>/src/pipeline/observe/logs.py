@@ -67,12 +67,12 @@ _FLUSH_SECONDS = 1.0
 
 def configure(
     *, level: str, json: bool | None, loggers: Iterable[str] = (), queues: bool = False
-) -> None:
+) -> bool:
     """Send log lines to standard error: from `level` on those of the engine and of `loggers`.
 
     Of all others warnings and errors are sent: libraries log URLs and rows. `json=None` means JSON
     unless standard error is a terminal. `queues`: a thread writes them, and no caller ever waits.
-    Raises `ValueError` if there is no such level.
+    Returns whether they are JSON. Raises `ValueError` if there is no such level.
     """
     root = logging.getLogger()
     root.setLevel(level.upper())
@@ -88,18 +88,15 @@ def configure(
     handler.name = _HANDLER
     handler.addFilter(_lower_if_retried)
     handler.addFilter(_Repetitions())
-    handler.setFormatter(JsonLines() if is_json(json) else _Readable())
+    is_json = not sys.stderr.isatty() if json is None else json
+    handler.setFormatter(JsonLines() if is_json else _Readable())
     root.addHandler(handler)
+    return is_json
 
 
 def shortened(name: str) -> str:
     """Return what a log line contains of a message's id or type, which may have any length."""
     return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
-
-
-def is_json(json: bool | None) -> bool:
-    """Return whether `configure` chooses JSON for this argument."""
-    return not sys.stderr.isatty() if json is None else json
 
 
 def _lower_if_retried(record: logging.LogRecord) -> bool:

@@ -8,6 +8,7 @@ Handlers of one process share its event loop and its partitions: one that hangs 
 | no thread of Python runs              | `faulthandler`'s timer           | 1         |
 | the same, and nothing reads the log   | a timer of the kernel            | (SIGALRM) |
 | a call goes on after its cancellation | a task of the event loop         | 70        |
+| the process goes on after its command | a thread from then on            | its own   |
 
 The next process handles the same messages again. Starts without a clean end are counted, at the
 position of a partition (`consume/position.py`) and for a lane of the backlog. After
@@ -22,6 +23,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -38,6 +40,8 @@ Python runs. It writes the stack first, which blocks if nothing reads standard e
 time again the kernel ends the process."""
 _REPORT_SECONDS = 1.0
 """Time that the reason for the end may take to be written."""
+_END_SECONDS = 3.0
+"""Time for a process to end by itself when its command has ended."""
 _LOOP_BLOCKED = 1
 """Exit code, the same as `faulthandler`'s."""
 _CANCELLATION_IGNORED = 70
@@ -98,6 +102,22 @@ def _end_process(code: int, text: str, *args: object, stack: str | None = None) 
         reporting.join(_REPORT_SECONDS)
     finally:
         os._exit(code)
+
+
+def end_late(code: int) -> None:
+    """End the process in three seconds if it goes on, with the stacks of what it waits for.
+
+    Python waits at its end for threads, and for functions of `atexit`, as long as they take.
+    """
+    time.sleep(_END_SECONDS)
+    frames = sys._current_frames()
+    stacks = "".join(
+        f"{one.name}:\n{''.join(traceback.format_stack(frame))}"
+        for one in threading.enumerate()
+        if not one.daemon and (frame := frames.get(one.ident or 0))
+    )
+    text = "the process has not ended %.0f s after its command: it is ended with exit code %d"
+    _end_process(code, text, _END_SECONDS, code, stack=stacks.rstrip())
 
 
 async def watch_calls(stack_of: Callable[[asyncio.Task[Any]], str], hang_timeout: float) -> None:

@@ -431,14 +431,24 @@ def test_what_the_service_says_itself_is_always_told(
     assert len(lines(stderr)) == 3
 
 
-def test_what_ends_a_process_is_told_as_the_variable_says_however_it_is_spelt(
-    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_ends_a_process_is_logged_as_the_variable_says_however_it_is_spelt(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PIPELINE_LOG_JSON", raising=False)
     monkeypatch.setenv("pipeline_log_json", "false")
-    with serving() as tell:
-        tell("that is all")
-    assert (capsys.readouterr().err, stderr.getvalue()) == ("that is all\n", "")
+    with serving() as report:
+        report("that is\n  all")
+    assert stderr.getvalue().count("Z CRITICAL operate.terminal: ") == 2
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("wrong")])
+def test_what_ends_a_process_that_serves_is_logged_whatever_it_is(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setenv("PIPELINE_LOG_JSON", "true")
+    with pytest.raises((typer.Exit, KeyboardInterrupt)), serving():
+        raise error
+    assert type(error).__name__ in only_line(stderr)["exception"]
 
 
 def test_an_error_of_the_system_that_ends_a_process_is_told_with_its_place(
@@ -450,10 +460,9 @@ def test_an_error_of_the_system_that_ends_a_process_is_told_with_its_place(
     monkeypatch.setenv("PIPELINE_LOG_JSON", "true")
     with pytest.raises(typer.Exit), serving() as tell:
         run_to_end(fail(), tell)
-    place, sentence = map(json.loads, stderr.getvalue().splitlines())
-    assert "in fail" in place["exception"]
-    assert sentence["message"] == "OSError: [Errno 24] Too many open files"
-    assert "exception" not in sentence
+    line = only_line(stderr)
+    assert "in fail" in line["exception"]
+    assert line["message"] == "OSError: [Errno 24] Too many open files"
 
 
 WRITES = """
