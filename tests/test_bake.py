@@ -45,8 +45,8 @@ from tests.programs import require
 
 COPIED = (
     *("src/archive", "src/claims", "src/contracts", "src/debezium", "src/effects"),
-    *("src/http_api", "src/object_store", "src/oidc", "src/operate", "src/page", "src/pipeline"),
-    *("src/schema_registry",),
+    *("src/http_api", "src/http_server", "src/object_store", "src/oidc", "src/operate"),
+    *("src/page", "src/pipeline", "src/schema_registry"),
     *("tests/archive", "tests/claims", "tests/contracts", "tests/debezium", "tests/effects"),
     *("tests/http_api", "tests/page", "tests/pipeline", "tests/schema_registry"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
@@ -162,7 +162,7 @@ def test_the_manifest_says_what_a_variant_goes_without(variant: BakedProject) ->
     }
     for path in {path for paths in manifest().values() for path in paths}:
         is_wanted = path not in unwanted
-        if path.startswith("requirements: "):  # one feature that needs it is enough
+        if ": " in path:  # one feature that needs it is enough
             is_wanted = path in wanted
         if name := path.partition("requirements: ")[2]:
             for file in ("base.in", "base.txt", "dev.in", "dev.txt"):
@@ -171,7 +171,8 @@ def test_the_manifest_says_what_a_variant_goes_without(variant: BakedProject) ->
                 found = required.search(variant.read(f"requirements/{file}"))
                 assert bool(found) == (bool(template_has) and is_wanted), (name, file)
         else:
-            there = path.replace("<<cookiecutter.package_name>>", variant.package)
+            there = path.removeprefix("shared: ")
+            there = there.replace("<<cookiecutter.package_name>>", variant.package)
             assert (variant.path / there).exists() == is_wanted
     assert not (variant.path / ".features.json").exists()
 

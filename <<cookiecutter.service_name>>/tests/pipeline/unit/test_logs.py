@@ -257,6 +257,7 @@ def test_the_service_what_is_beside_the_engine_and_what_is_named_is_heard_from_t
         "debezium.following",
         "effects",
         "http_api",
+        "http_server.server",
         "page.gate",
         "parcels.handlers",
     ]
