@@ -329,7 +329,7 @@ def _stored(results: Sequence[BatchOutcome]) -> set[bytes]:
         item.key
         for one in results
         for item in (
-            *(*one.applied, *one.duplicates, *(item for item, _ in one.mismatched)),
+            *(*one.applied, *one.duplicates, *(row.item for row in one.letters if row.item)),
             *(item for item, decision in one.decided if _is_final(item, decision)),
         )
     }

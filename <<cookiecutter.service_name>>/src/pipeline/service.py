@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
@@ -62,20 +63,25 @@ class Service:
 
     def check(self, settings: Settings) -> None:
         """Raise `Misconfigured` with all contradictions."""
-        if wrong := list(self._contradictions(settings)):
+        # One may come again: of a mapper that fails, by each class that is loaded.
+        if wrong := dict.fromkeys(self._contradictions(settings)):
             raise Misconfigured("\n".join(wrong))
 
     def _contradictions(self, settings: Settings) -> Iterator[str]:
-        for check in (one.check for one in (self.archive, self.encryption) if one is not None):
+        checks: list[Callable[[], object]]
+        checks = [one.check for one in (self.archive, self.encryption) if one is not None]
+        if self.claims is not None:
+            checks.append(partial(self.claims, self.name, settings))
+        loaded = {each.entity for one in self.handlers for each in one.loads}
+        # All subclasses of what is loaded are imported now.
+        checks += [configure_mappers, *(partial(locking, one) for one in sorted(loaded, key=str))]
+        for check in checks:
             try:
                 check()
             except Misconfigured as error:
                 yield str(error)
-        if self.claims is not None:
-            try:
-                self.claims(self.name, settings)
-            except Misconfigured as error:
-                yield str(error)
+            except Exception as error:  # also of the service's code, in a relationship
+                yield describe_error(error)
         if self.handlers.callers and not self.workers:
             yield (
                 f"{min(self.handlers.callers)!r} is an effect, and no worker would make its calls:"
@@ -91,13 +97,6 @@ class Service:
                 f"a decorator above that of {name} would never be used: the function was registered"
                 " before. Write @handlers… above all others"
             )
-        loaded = {each.entity for one in self.handlers for each in one.loads}
-        try:
-            configure_mappers()
-            for entity in sorted(loaded, key=lambda one: one.__qualname__):
-                locking(entity)  # all of its subclasses are imported now
-        except Exception as error:  # also of the service's code, in a relationship
-            yield describe_error(error)
         for one in self.handlers:
             # The default of a handler is cut off by a shorter limit of the transaction.
             is_longer = one.timeout > settings.transaction_timeout and one.timeout != TIMEOUT

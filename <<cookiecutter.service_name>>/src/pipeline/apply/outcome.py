@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from pipeline.events.cloudevents import names_of
 from pipeline.events.message import Record
-from pipeline.handlers.policy import GAP, PARKED, Decision, dead
+from pipeline.handlers.policy import GAP, PARKED, Decision
 from pipeline.observe import metrics, traces
 from pipeline.observe.logs import LONGEST_KEY, shortened
 
-from .backlog import Row, mismatch_key
+from .backlog import Row
 from .encryption import Encryption
-from .item import IdentityMismatch, Item
+from .item import Item
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,9 @@ class BatchOutcome:
     superseded: list[tuple[Item, str]] = field(default_factory=list)
     """Messages of which a later one in their sequence was applied, with its name; no handler was
     called."""
-    mismatched: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
+    letters: list[Row] = field(default_factory=list)
+    """What can't be given to a handler: records that can't be decoded or have none, and messages
+    with the identity of another one."""
     decided: list[tuple[Item, Decision]] = field(default_factory=list)
     """Messages that are not applied now: parked, or dead."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)
@@ -36,8 +38,6 @@ class BatchOutcome:
     """Number of those that the breaker observes, by consumer."""
     behind: set[bytes] = field(default_factory=set)
     """Order keys of messages that later ones of the key wait for."""
-    undecoded: list[Row] = field(default_factory=list)
-    """Records that can't be given to a handler."""
 
     returned: dict[bytes, str] = field(default_factory=dict)
     """Results of handlers, as JSON, by marker key."""
@@ -96,14 +96,14 @@ class BatchOutcome:
                 counts[item.record.topic, item.consumer, outcome] += 1
                 if decision.is_decided:
                     _log_decision(item, decision, item.row or item.key)
-        for item, error in self.mismatched:
-            counts[item.record.topic, item.consumer, "identity mismatch"] += 1
-            decision = dead(item.handler.policy, "identity mismatch", error)
-            _log_decision(item, decision, item.row or mismatch_key(item))
-        for row in self.undecoded:
+        for row in self.letters:
             outcome = "dead" if row.decision.is_dead else "parked"
+            if row.item is None:
+                _log_undecoded(row)
+            else:
+                outcome = "identity mismatch"
+                _log_decision(row.item, row.decision, row.key)
             counts[row.record.topic, row.consumer, outcome] += 1
-            _log_undecoded(row)
         for (topic, consumer, outcome), number in counts.items():
             metrics.processed(topic, consumer, outcome, number, group)
 

@@ -25,7 +25,7 @@ from pipeline.handlers import aggregate
 from pipeline.handlers.aggregate import Aggregate
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import BEGIN, DONE, WriterSession, clean, own_session
+from pipeline.handlers.sessions import BEGIN, DONE, OwnSession, clean, own_session
 from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.handlers.transaction import UnitOfWork
 from pipeline.observe import metrics
@@ -104,7 +104,7 @@ class Writing(UnitOfWork):
         if row is None:
             return event
         identity = sa.inspect(row).identity
-        if row not in cast(WriterSession, self._rows.session.sync_session).written or not identity:
+        if row not in cast(OwnSession, self._rows.session.sync_session).written or not identity:
             raise TypeError(
                 f"publish(…, of={type(row).__name__}) is for a row that is added or changed here:"
                 " an event of another one would have no place in its order"
@@ -176,7 +176,7 @@ class Writer:
             try:
                 # The transaction begins with its first statement.
                 await connection.execute(sa.text(BEGIN))
-                async with own_session(connection, driver, guard, DONE, WriterSession) as own:
+                async with own_session(connection, driver, guard, DONE) as own:
                     writing = Writing(Rows(own), outbox, id)
 
                     async def call(writing: Writing = writing) -> T:

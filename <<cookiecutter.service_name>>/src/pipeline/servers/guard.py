@@ -76,7 +76,7 @@ class Guard:
         `shares`: its transaction can have other messages.
         """
         self.outbox = outbox
-        self._shares = shares
+        self.shares = shares
         self.unsent: list[object] = []
         """Savepoints that the session has begun, and whose statement was not sent yet."""
         self.under_way: set[object] = set()
@@ -118,7 +118,7 @@ class Guard:
         for statement in code_of(text).split(";"):
             found = _REFUSED.match(statement)
             place = (found and found.lastindex) or 0
-            if found and place > (not controls) and (place != 3 or self._shares):
+            if found and place > (not controls) and (place != 3 or self.shares):
                 words = " ".join(found[place].split())
                 return self.note(f"{words} in a handler: {_REASONS[place - 1]}")
         return None
@@ -225,8 +225,8 @@ def in_context(
 ) -> Generator[Any, Any, T]:
     """Await a coroutine in a context of its own: variables that it sets end with it.
 
-    `call` is the result of a coroutine function; `guard` checks its statements. How often it
-    cancels its task, and takes that back, by the task's `cancelling`, goes to `cancellations`;
+    `call` is the result of a coroutine function; `guard` checks its statements. `cancellations[0]`
+    becomes how often it has cancelled its task and not taken that back, by the task's `cancelling`:
     what was requested while it waited, as by a timer or a task group, it takes back first.
     """
     run, inner = copy_context().run, cast("Coroutine[Any, Any, T]", call)  # quicker as text
@@ -247,7 +247,8 @@ def in_context(
             left = cancelling()
             if left != requested and cancellations is not None:
                 others += min(0, left - requested)
-                cancellations.append(max(0, left - requested) + min(0, others))
+                change = max(0, left - requested) + min(0, others)
+                cancellations[0] = max(0, cancellations[0] + change)
                 others = max(0, others)
         if guard is not None:
             guard.has_waited = True
