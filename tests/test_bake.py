@@ -722,7 +722,7 @@ WORK = {
     "replay scans": ("", "had done so before"),
     "scheduled cancel": ("", "cancelled payment-due-4711"),
     "topics seek scans --partition 3 --to 1235": ("", "scans/3 goes from 1300 to 1235"),
-    "relay reset": ("", "belongs to this database cluster now"),
+    "adopt": ("", "is the service's now"),
     "deploy/postgres/roles.sql": ("", "GRANT"),
 }
 """What has to be there for a command, and what it says when it has done its work."""
@@ -802,7 +802,7 @@ def as_here(text: str, letters: Iterator[str], archive: Path, database: str) -> 
     """Put in what there is, and let what never ends be ended, as by Ctrl-C."""
     text = text.replace("postgresql://parcels_migration@host/parcels", database)
     text = text.replace("part-*.jsonl.gz", f"{archive}/*/outbox/2020-01-02/part-*.jsonl.gz")
-    endless = re.compile(r"^service (relay|page)\b(?! reset)", re.MULTILINE)
+    endless = re.compile(r"^service (relay|page)\b", re.MULTILINE)
     text = endless.sub(rf"{FOR_A_WHILE} \g<0>", text)
     text = re.sub(r"\b(4599daee|7978c286)\w*", lambda _: next(letters), text)
     return text.replace("2026-11-20", "2020-01-02")

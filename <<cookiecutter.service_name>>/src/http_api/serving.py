@@ -63,7 +63,7 @@ async def _check_schema(
 
     async def check() -> None:
         async with autocommitting(engine) as connection:
-            await revisions.check(connection, service.name, migrations)
+            await revisions.check(connection, migrations)
 
     try:
         await Attempts(

@@ -3,7 +3,6 @@
 A check that can't be made is reported as a finding, and the others are still made.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,7 +12,7 @@ from aiokafka.errors import KafkaError
 
 from pipeline.consume import stamps
 from pipeline.errors import describe_error, summarize_error
-from pipeline.servers import clients, revisions, topics
+from pipeline.servers import cluster, revisions, topics
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
@@ -21,7 +20,6 @@ from . import health, status, topic_checks
 from .health import Finding, Level, named
 
 CLOCKS_APART = 2.0
-_ANSWER_SECONDS = 10.0
 LONG = timedelta(minutes=5)
 """How long a transaction may be open."""
 BLOATED = 10_000
@@ -181,6 +179,7 @@ def _of_database(
         **({"group": _group(connection, service, settings)} if has_brokers else {}),
         "schema": _schema(connection),
         "tables": _tables(connection, service),
+        "sequences": _sequences(connection),
         "pooler": _pooler(connection, settings),
         "clock": _clock(connection),
         "status": _status(connection, service, settings),
@@ -208,17 +207,12 @@ def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
 
 
 async def _group(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:
-    if not (names := service.handlers.topics):
-        return
-    stamp = await stamps.stamp_of(connection)
     try:
-        async with (
-            asyncio.timeout(_ANSWER_SECONDS),
-            clients.offsets_client(settings, service.name) as client,
-        ):
-            await stamps.check(client, names, service.name, stamp)
+        await stamps.check(connection, settings, service.name, service.handlers.topics)
     except revisions.WrongDatabase as error:
         yield Finding("wrong", error.found, error.advice)
+    except cluster.NotAdopted as error:
+        yield Finding("wrong", str(error), "run `service adopt` as that page says", check="brokers")
 
 
 async def _schema(connection: asyncpg.Connection) -> Findings:
@@ -241,6 +235,11 @@ async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
     advice = "run `service migrate`" if is_behind else revisions.WRITE_MIGRATION
     for found in await revisions.lacking(connection, service.metadata, migrations):
         yield Finding("wrong", found, advice)
+
+
+async def _sequences(connection: asyncpg.Connection) -> Findings:
+    for name, advances in await cluster.sequences_behind(connection):
+        yield Finding("wrong", f"{name} is behind the numbers of rows", advances)
 
 
 async def _pooler(connection: asyncpg.Connection, settings: Settings) -> Findings:

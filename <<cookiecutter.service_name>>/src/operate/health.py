@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pipeline.servers.cluster import NotAdopted
+
 from .status import STALLED, UNSERVED, Reading, Status, format_count
 
 Level = Literal["ok", "warning", "wrong"]
@@ -53,10 +55,9 @@ def judge(status: Status) -> Iterator[Finding]:
 
 
 def cluster(status: Status) -> Iterator[Finding]:
-    """The outbox belongs to this database cluster."""
+    """The database is not a copy."""
     if not status.is_this_cluster:
-        found = "the outbox belongs to another database cluster, and nothing is published"
-        yield Finding("wrong", found, "run `service relay reset`")
+        yield Finding("wrong", str(NotAdopted()), "run `service adopt` as that page says")
 
 
 def outbox(status: Status) -> Iterator[Finding]:

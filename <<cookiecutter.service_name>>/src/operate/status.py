@@ -123,7 +123,7 @@ class Status:
     outbox_seconds: float = 0.0
     """The age of the oldest of them."""
     is_this_cluster: bool = True
-    """Whether the outbox belongs to this database cluster; otherwise nothing is published."""
+    """Whether the database was filled where it is; otherwise it has to be adopted."""
     relays: dict[str, Relay] = field(default_factory=dict)
     """By owner of shards."""
     shards_without_relay: int = 0

@@ -39,7 +39,8 @@ from pipeline.errors import (
 from pipeline.observe import logs, watchdog
 from pipeline.observe.health import CannotListen
 from pipeline.servers import guard, revisions
-from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.cluster import gate
+from pipeline.servers.database import Check, autocommitting, create_engine
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
@@ -131,13 +132,12 @@ class Invocation:
     as_json: bool
 
     @asynccontextmanager
-    async def connected(self) -> AsyncIterator[asyncpg.Connection]:
-        """Open a connection to the service's database; each statement is a transaction."""
-        engine = create_engine(self.settings, name=self.service.name)
+    async def connected(self, check: Check = gate) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection, where each statement commits. A copy is refused by the default."""
+        engine = create_engine(self.settings, name=self.service.name, check=check)
         try:
             with naming_servers(self.settings):
                 async with autocommitting(engine) as connection:
-                    await revisions.check_database(connection, self.service.name)
                     yield connection
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
             raise revisions.NotMigrated from None

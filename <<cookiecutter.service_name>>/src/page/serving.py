@@ -44,7 +44,7 @@ async def serve(service: Service, settings: Settings, chosen: PageSettings) -> N
         loggers=service.loggers(settings),
         queues=True,
     )
-    engine = create_engine(settings, name=f"{service.name}-page")
+    engine = create_engine(settings, name=service.name)
     server = PageServer(Page(service, settings, chosen, engine))
     try:
         bind = partial(listen, what="the page", prefix="PIPELINE_PAGE")

@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import Flag, auto
+from functools import partial
 
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -16,7 +17,7 @@ from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.consume import inbox_coverage
+from pipeline.consume import inbox_coverage, stamps
 from pipeline.consume.consumer import Consumer
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import exporters, logs, metrics
@@ -153,7 +154,6 @@ async def serve(
         archive=service.archive,
         claims=claims,
         health=health,
-        stopping=stopping,
     )
     for topic, entity, names in service.handlers.rivals() if is_consuming else ():
         log.warning(
@@ -163,9 +163,12 @@ async def serve(
             topic,
             entity,
         )
+    own = partial(stamps.check, settings=settings, group=service.name, topics=topics, stores=True)
     try:
         handlers = service.handlers if is_consuming else Handlers()
-        await retention.start(service.name, service.metadata, migrations, handlers.sharing)
+        begin = retention.start(service.metadata, migrations, handlers.sharing, own)
+        async with in_background(begin) as beginning, in_background(stopping.wait()) as stop:
+            await asyncio.wait({beginning, stop}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.is_set():
             return
         if is_consuming and topics:
@@ -178,7 +181,8 @@ async def serve(
             health=health,
             encryption=service.encryption,
         )
-        consuming = _consuming(service, settings, engine, health, relay, claims)
+        stamp = beginning.result()
+        consuming = _consuming(service, settings, engine, health, relay, claims, stamp)
         # In this order they stop: the relay publishes what the others have committed last.
         groups: list[tuple[float, Sequence[Running]]] = []
         if is_consuming:
@@ -217,6 +221,7 @@ def _consuming(
     health: Health,
     relay: Relay,
     claims: ClaimCheck | None,
+    stamp: str,
 ) -> Sequence[Running]:
     """Return the parts that apply messages."""
     signals = _Signals(relay)
@@ -234,7 +239,7 @@ def _consuming(
     signals.lanes = BacklogWorkers(consume, health)
     kinds = service.workers if service.handlers.callers else ()
     signals.calls = [workers(consume, health) for workers in kinds]
-    return [Consumer(consume, health), signals.lanes, *signals.calls]
+    return [Consumer(consume, health, stamp), signals.lanes, *signals.calls]
 
 
 async def _run_until(

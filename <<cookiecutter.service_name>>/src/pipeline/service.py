@@ -20,7 +20,6 @@ from pipeline.handlers.aggregate import locking
 from pipeline.handlers.registry import TIMEOUT, Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
-from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
@@ -157,13 +156,12 @@ class Service:
     async def publishing(self, settings: Settings) -> AsyncIterator[AsyncEngine]:
         """Yield a connection pool, while the codecs of topics are opened beside.
 
-        To connect raises `WrongDatabase` if the database is another service's.
+        To connect raises `WrongDatabase` and `NotAdopted`, as `cluster.gate`.
         """
         with suppress(StoreUnavailable):
             await self.open_codecs()
         opening = Attempts("opening codecs", "codecs", unless=lambda: False, report=log.debug)
         engine = create_engine(settings, name=self.name)
-        revisions.check_connections(engine, self.name)
         try:
             async with in_background(opening(self.open_codecs)):
                 yield engine

@@ -19,6 +19,7 @@ from http_api import Answer, KeyReused, Receiver, Unavailable, UnderWay, open_re
 from pipeline import Event, Gaps, Park, Reject, Retry, Transaction
 from pipeline.events.payload import payload_hash
 from pipeline.retention import generations
+from pipeline.servers import cluster
 from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 from pipeline.testing.crashes import MortalEngine, crashes_of
@@ -95,6 +96,19 @@ async def test_nothing_is_applied_in_the_database_of_another_service(
     with pytest.raises(WrongDatabase, match="is that of service another"):
         await pay_in(receiver, 5)
     assert await stored(db) == NOTHING
+
+
+@pytest.mark.parametrize("another", ["system_identifier = 1", "database_oid = 1"])
+async def test_nothing_is_applied_in_a_database_that_is_not_adopted(
+    receiver: Receiver, db: asyncpg.Connection, another: str
+) -> None:
+    await db.execute(f"UPDATE pipeline.outbox_cluster SET {another}")
+    with pytest.raises(Unavailable, match="the database is not adopted"):
+        await pay_in(receiver, 5, seconds=5.0)
+    assert await stored(db) == NOTHING
+    await cluster.adopt(db, keep_progress=True)
+    await pay_in(receiver, 5)
+    assert await stored(db) == ONE
 
 
 async def test_keys_of_two_scopes_and_of_two_consumers_are_different_keys(

@@ -16,12 +16,10 @@ from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients
 from pipeline.servers.consumer import KafkaConsumer
-from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 from pipeline.servers.topics import MAY_NOT_DESCRIBE
 
-from . import stamps
 from .gathering import Gatherer
 from .reader import Reader
 
@@ -55,7 +53,7 @@ _SLACK_SECONDS = 5.0
 class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no types
     """A member of the consumer group, whose name is the service's."""
 
-    def __init__(self, consume: ConsumeTransactions, health: Health) -> None:
+    def __init__(self, consume: ConsumeTransactions, health: Health, stamp: str) -> None:
         self._consume = consume
         self._topics = consume.handlers.topics
         self._settings = consume.settings
@@ -65,16 +63,13 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._committed: dict[TopicPartition, int] = {}
         self._committing: asyncio.Task[None] | None = None
         self._has_joined = False
-        self._stamp = ""
+        self._stamp = stamp
         self._rejection = ""
         """Why the group's coordinator has rejected this member."""
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Join the group and read until `stop`; then finish the running batches and leave.
-
-        Raises `WrongDatabase` if the group reads for another database.
-        """
+        """Join the group and read until `stop`; then finish the running batches and leave."""
         if not self._topics:
             log.info("no handler is registered: nothing is consumed")
             await self._stopping.wait()
@@ -82,11 +77,12 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._health.not_ready("consumer", "has not joined its group yet")
         self._client = client = self._new_client()
         try:
-            of_kafka = self._attempts("connecting to Kafka", self._settings.kafka)
-            await of_kafka(clients.start, client)
-            of_database = self._attempts("reading the database's id", self._settings.postgresql)
-            await of_database(self._read_stamp)
-            await of_kafka(self._check_stamps)
+            await Attempts(
+                "connecting to Kafka",
+                self._settings.kafka,
+                unless=self._stopping.is_set,
+                report=lambda reason: self._health.not_ready("consumer", reason),
+            )(clients.start, client)
             client.subscribe(sorted(self._topics), listener=self)
             while not self._stopping.is_set():
                 for reader in self._readers.values():
@@ -191,23 +187,6 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             log.debug("offsets were not committed, the next ones will be: %s", error)
         else:
             self._committed |= offsets
-
-    def _attempts(self, what: str, server: str) -> Attempts:
-        return Attempts(
-            what,
-            server,
-            unless=self._stopping.is_set,
-            report=lambda reason: self._health.not_ready("consumer", reason),
-        )
-
-    async def _read_stamp(self) -> None:
-        async with autocommitting(self._consume.engine) as driver:
-            self._stamp = await stamps.stamp_of(driver)
-
-    async def _check_stamps(self) -> None:
-        # Before it joins: a member would take partitions from processes of the other database.
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            await stamps.check(self._client, self._topics, self._consume.group, self._stamp)
 
     def _check_brokers(self) -> None:
         """Report whether the brokers answer: while no records come, no error would show it."""

@@ -16,6 +16,7 @@ from aiokafka.consumer import consumer, fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.errors import KafkaError, for_code
 from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
 
 from .record_batches import FetchedBatches
 
@@ -204,6 +205,12 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
             raise for_code(response.error_code)(group.group_id)
         found = (partitions for topic, partitions in response.topics if topic in topics)
         return {metadata for _, _, metadata, _ in chain.from_iterable(found)}
+
+    async def cluster_id(self) -> str | None:
+        """Return the id of the brokers' cluster; None if it has none."""
+        node = self._client.get_random_node()
+        answer = await self._client.send(node, MetadataRequest([], False))
+        return getattr(answer, "cluster_id", None)
 
     def raise_if_ended(self) -> None:
         """Raise the error with which the task of the fetcher or the coordinator has ended."""

@@ -524,7 +524,7 @@ async def test_events_that_come_again_after_a_reset_wait_once(
     async with relaying(quick()) as one:
         await eventually(waits(db, range(5)))
         await one.stop()
-    await cluster.reset(db, keep_progress=False)
+    await cluster.adopt(db, keep_progress=False)
     async with relaying(quick()):
         await eventually(lambda: all_is_written(db))
         assert await waiting(db) == list("01234")

@@ -23,6 +23,7 @@ from sqlalchemy import make_url
 from pipeline import Event, Handlers, Service, Transaction
 from pipeline.observe.health import Health
 from pipeline.runtime import Part
+from pipeline.servers import cluster as adopting
 from pipeline.settings import Settings
 
 from . import clusters
@@ -554,11 +555,11 @@ async def test_a_dump_restored_into_another_cluster_is_published_again_when_a_pe
     before = amounts_in(await chain.told())
     async with running(chain.bank.service, database_url=new) as health, connected(new) as db:
         await chain.deposit(range(26, 31))
-        await until_applied(db, range(1, 31))
-        await eventually(lambda: "service relay reset" in health.reasons.get("relay", ""))
+        await eventually(lambda: "service adopt" in health.reasons.get("retention", ""))
         assert amounts_in(await chain.told()) == before
-        reset = await start("relay", "reset", "--yes", database_url=new)
+        reset = await start("adopt", "--yes", database_url=new)
         assert await reset.ended() == 0
+        await until_applied(db, range(1, 31))
         await chain.until_mirrored(range(1, 31))
         await eventually(lambda: health.is_ready)
         await chain.deposit(range(31, 36))
@@ -571,7 +572,7 @@ async def test_a_dump_restored_into_another_cluster_is_published_again_when_a_pe
     assert again == by_account(range(1, 36))
 
 
-async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_by_itself(
+async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_when_it_is_adopted(
     chain: Chain,
     running: Running,
     direct_url: str,
@@ -582,6 +583,7 @@ async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_by_i
     new = await empty_database(server_url, used_databases)
     await dump_amid_traffic(chain, running, direct_url, tmp_path / "dump")
     await asyncio.to_thread(clusters.load, tmp_path / "dump", new)
+    await adopt(new)
     async with running(chain.bank.service, database_url=new), connected(new) as db:
         await chain.deposit(range(26, 31))
         await chain.until_mirrored(range(1, 31))
@@ -610,8 +612,15 @@ async def test_an_event_that_cannot_come_again_the_same_is_not_dropped_in_silenc
         await chain.deposit([3])
         await until_applied(chain.mirrored, [1, 3])
     await asyncio.to_thread(clusters.load, tmp_path / "dump", new)
+    await adopt(new)
     async with running(chain.bank.service, database_url=new):
         await eventually(lambda: _has_an_impostor(chain.mirrored))
+
+
+async def adopt(url: str) -> None:
+    """Decide that a copy in the same cluster takes the place of its original."""
+    async with connected(url) as db:
+        await adopting.adopt(db, keep_progress=True)
 
 
 async def _has_an_impostor(db: asyncpg.Connection) -> bool:

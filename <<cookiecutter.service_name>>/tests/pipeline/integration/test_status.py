@@ -129,7 +129,7 @@ async def test_the_outbox_is_measured_by_what_relays_have_not_published(
 
         await eventually(is_told_of)
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
-    assert "service relay reset" in (await told(service))["outbox"][0]
+    assert "service adopt" in (await told(service))["outbox"][0]
 
 
 async def test_what_is_scheduled_refused_and_held_is_told(

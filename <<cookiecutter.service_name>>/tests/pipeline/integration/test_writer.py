@@ -27,6 +27,7 @@ from pipeline import (
     Writing,
 )
 from pipeline.observe import metrics
+from pipeline.servers import cluster
 from pipeline.servers.database import create_engine, driver_of
 from pipeline.servers.guard import HandlerFault
 from pipeline.servers.revisions import WrongDatabase
@@ -455,4 +456,18 @@ async def test_a_writer_writes_nothing_into_the_database_of_another_service(
         assert await db.fetchval("SELECT count(*) FROM purse") == 0
         assert await told(db) == []
         await db.execute("COMMENT ON SCHEMA pipeline IS 'bank'")
+        assert await writer.write(pay) == 1
+
+
+@pytest.mark.parametrize("another", ["system_identifier = 1", "database_oid = 1"])
+async def test_a_writer_writes_nothing_into_a_database_that_is_not_adopted(
+    settings: Callable[..., Settings], db: asyncpg.Connection, another: str
+) -> None:
+    await db.execute(f"UPDATE pipeline.outbox_cluster SET {another}")
+    service = Service("bank", handlers=Handlers(), metadata=Base.metadata)
+    async with service.writer(settings()) as writer:
+        with pytest.raises(cluster.NotAdopted):
+            await writer.write(pay)
+        assert await db.fetchval("SELECT count(*) FROM purse") == 0
+        await cluster.adopt(db, keep_progress=True)
         assert await writer.write(pay) == 1
