@@ -1,16 +1,19 @@
 """A wire to Kafka on which requests can be held, answers be lost, and that can be cut."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from io import BytesIO
 
 from aiokafka.protocol.admin import DescribeConfigsResponse_v2
 from aiokafka.protocol.metadata import MetadataResponse_v5
+from aiokafka.protocol.produce import ProduceRequest_v7, ProduceResponse_v7
 
 _LEADER_NOT_AVAILABLE = 5
 _TOPIC_AUTHORIZATION_FAILED = 29
+_ELSEWHERE = 1_000_000
+"""Added to the number of a partition, makes one that no topic has."""
 
 
 class Api(IntEnum):
@@ -45,6 +48,7 @@ class Wire:
         self._forbidden = ""
         self._closed = ""
         self._refusal = 0
+        self._refused: dict[str, int] = {}
         self._open: set[asyncio.StreamWriter] = set()
         self._ignored: set[Api] = set()
         self.held = 0
@@ -99,6 +103,10 @@ class Wire:
         """Tell everybody that the topic's configuration is not for them."""
         self._closed = topic
 
+    def refuse_records(self, topic: str, code: int) -> None:
+        """Keep records of the topic from the broker, and answer them by this error of it."""
+        self._refused[topic] = code
+
     def refuse_members(self, code: int) -> None:
         """Answer those that want to join a group by this error of the broker."""
         self._refusal = code
@@ -115,6 +123,7 @@ class Wire:
         self._ignored = set()
         self._forbidden = self._closed = ""
         self._refusal = 0
+        self._refused = {}
         self._passes.set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -152,6 +161,9 @@ class Wire:
                     await self._hold()
                     if self._loses_answer():
                         asked[request[4:8]] = "lost"
+                    elif self._refused and version == 7:
+                        asked[request[4:8]] = "records"
+                        request = _elsewhere(request, self._refused)
                 elif api == Api.FETCH:
                     after_name = 10 + int.from_bytes(request[8:10]) + 4
                     self.waits.append(int.from_bytes(request[after_name : after_name + 4]))
@@ -193,6 +205,8 @@ class Wire:
                     answer = answer[:4] + _without_configs(answer[4:], self._closed)
                 elif what == "join" and self._refusal:
                     answer = answer[:8] + self._refusal.to_bytes(2) + answer[10:]
+                elif what == "records":
+                    answer = answer[:4] + _refused(answer[4:], self._refused)
                 # Metadata names the broker: by a host and a port, which becomes ours.
                 here = self._host.encode() + self._port.to_bytes(4)
                 there = self._host.encode() + self._broker_port.to_bytes(4)
@@ -252,4 +266,41 @@ def _without_configs(body: bytes, name: str) -> bytes:
         for code, message, kind, topic, entries in configs.resources
     ]
     encoded: bytes = configs.encode()
+    return encoded
+
+
+def _elsewhere(request: bytes, topics: Collection[str]) -> bytes:
+    """Send records of these topics to partitions that are not there."""
+    begin = 10 + int.from_bytes(request[8:10])
+    produce = ProduceRequest_v7.decode(BytesIO(request[begin:]))
+    produce.topics = [
+        (
+            topic,
+            [
+                (number + _ELSEWHERE if topic in topics else number, records)
+                for number, records in partitions
+            ],
+        )
+        for topic, partitions in produce.topics
+    ]
+    encoded: bytes = request[:begin] + produce.encode()
+    return encoded
+
+
+def _refused(body: bytes, codes: Mapping[str, int]) -> bytes:
+    """Answer records that were sent elsewhere by the errors of their topics."""
+    produced = ProduceResponse_v7.decode(BytesIO(body))
+    produced.topics = [
+        (
+            topic,
+            [
+                (number - _ELSEWHERE, codes.get(topic, code), *rest)
+                if number >= _ELSEWHERE
+                else (number, code, *rest)
+                for number, code, *rest in partitions
+            ],
+        )
+        for topic, partitions in produced.topics
+    ]
+    encoded: bytes = produced.encode()
     return encoded

@@ -517,6 +517,28 @@ async def test_a_topic_that_may_not_be_written_waits_by_itself(
     assert await waiting(db) == []
 
 
+async def test_a_transaction_that_the_brokers_cannot_verify_for_a_while_rejects_no_event(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They call it NOT_ENOUGH_REPLICAS, as when the broker restarts that coordinates it."""
+    topic = await new_topic()
+    async with Wire(kafka).listening() as wire:
+        wire.refuse_records(topic, code=19)
+        chosen = quick(kafka_bootstrap_servers=wire.address, relay_transactional=True)
+        async with following(kafka, topic) as tail, relaying(chosen) as one:
+            await stage(db, numbered(topic, range(5)))
+            await eventually(lambda: "wait" in str(one.health.reasons))
+            wire.go_on()
+            await tail.until_ids(range(5))
+            await eventually(lambda: one.health.is_ready)
+    assert tail.ids == list("01234")
+    assert "events wait" not in caplog.text
+
+
 async def test_events_that_come_again_after_a_reset_wait_once(
     quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
 ) -> None:

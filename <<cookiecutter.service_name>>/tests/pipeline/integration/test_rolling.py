@@ -140,4 +140,5 @@ async def test_the_service_goes_on_while_brokers_are_restarted_one_after_the_oth
         for one in processes:
             await eventually(one.is_ready)
             assert "Traceback" not in one.output
+            assert "events wait" not in one.output
             assert len(one.output.splitlines()) <= LINES
