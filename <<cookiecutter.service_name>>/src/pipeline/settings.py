@@ -130,7 +130,7 @@ class Settings(ServerSettings):
     """Dead letters are also sent to this topic."""
 
     relay_topic_pause: Seconds = 5.0
-    """Pause between attempts to publish to a missing or forbidden topic."""
+    """Pause between attempts to publish to a topic that accepts no events."""
 
     outbox_days_ahead: Count = 7
     """Daily outbox partitions that are created ahead."""

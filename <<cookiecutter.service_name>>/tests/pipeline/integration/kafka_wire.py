@@ -44,7 +44,7 @@ class Wire:
         self._passes.set()
         self._answers_left: int | None = None
         self._shut = False
-        self._leaderless = False
+        self._leaderless: str | None = None
         self._forbidden = ""
         self._closed = ""
         self._refusal = 0
@@ -89,9 +89,9 @@ class Wire:
         self._shut = True
         self.cut()
 
-    def take_leaders(self) -> None:
-        """Cut all connections, and tell everybody that no partition has a leader."""
-        self._leaderless = True
+    def take_leaders(self, topic: str = "") -> None:
+        """Cut all connections, and tell everybody that the topic, or each one, has no leader."""
+        self._leaderless = topic
         self.cut()
 
     def forbid(self, topic: str) -> None:
@@ -119,7 +119,8 @@ class Wire:
     def go_on(self) -> None:
         """Be a good wire again."""
         self._answers_left = None
-        self._shut = self._leaderless = False
+        self._shut = False
+        self._leaderless = None
         self._ignored = set()
         self._forbidden = self._closed = ""
         self._refusal = 0
@@ -197,8 +198,8 @@ class Wire:
                 if what == "lost":
                     self.lost += 1
                     continue
-                if what == "metadata" and self._leaderless:
-                    answer = answer[:4] + _without_leaders(answer[4:])
+                if what == "metadata" and self._leaderless is not None:
+                    answer = answer[:4] + _without_leaders(answer[4:], self._leaderless)
                 elif what == "metadata" and self._forbidden:
                     answer = answer[:4] + _without_topic(answer[4:], self._forbidden)
                 elif what == "configs" and self._closed:
@@ -231,14 +232,16 @@ async def _framed(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
 
 
-def _without_leaders(body: bytes) -> bytes:
+def _without_leaders(body: bytes, name: str) -> bytes:
     metadata = MetadataResponse_v5.decode(BytesIO(body))
     metadata.topics = [
         (
             *topic,
             [
                 (_LEADER_NOT_AVAILABLE, partition, -1, *rest)
-                for _, partition, _, *rest in partitions
+                if name in ("", topic[1])
+                else (error, partition, leader, *rest)
+                for error, partition, leader, *rest in partitions
             ],
         )
         for *topic, partitions in metadata.topics

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from aiokafka import TopicPartition, conn, errors
+from aiokafka import AIOKafkaProducer, TopicPartition, conn, errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException, KafkaConnectionError
+from aiokafka.producer import sender
 from aiokafka.protocol import group
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.memory_records import MemoryRecords
@@ -88,6 +89,22 @@ async def test_a_client_that_knows_no_broker_fails_by_an_assertion_without_the_p
             await client.coordinator_lookup(0, "group")
         await client.close()
     assert errors.NodeNotReadyError.retriable
+
+
+@pytest.mark.parametrize("transactional_id", [None, "relay"])
+async def test_a_batch_that_lacks_replicas_is_sent_again_without_a_limit_without_the_patch(
+    transactional_id: str | None,
+) -> None:
+    producer = AIOKafkaProducer(
+        bootstrap_servers="127.0.0.1:9", enable_idempotence=True, transactional_id=transactional_id
+    )
+    handler: Any = sender.SendProduceReqHandler(producer._sender, {})
+    error = errors.NotEnoughReplicasError()
+    assert handler._can_retry(error, None), "not a producer of the engine"
+    patches.Client.of(producer)
+    assert handler._can_retry(error, None) is (transactional_id is not None)
+    assert super(type(handler), handler)._can_retry(error, None)
+    await producer.stop()
 
 
 def test_a_batch_is_unpacked_without_a_limit_without_the_patch() -> None:
