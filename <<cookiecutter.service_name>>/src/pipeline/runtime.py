@@ -28,7 +28,7 @@ from pipeline.retention.worker import RetentionWorker
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
-from pipeline.servers.guard import stack_of
+from pipeline.servers.guard import INTERRUPTION, stack_of
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
 
@@ -102,6 +102,8 @@ async def process(
     )
     os.register_at_fork(after_in_child=_leave_signals)
     health = Health(stall_after=settings.hang_timeout)
+    # Renewed each third of their time, they outlast one call that blocks for another third.
+    times = settings.kafka_session_timeout, settings.backlog_lease, settings.relay_lease
     with serving(health, host=settings.health_host, port=settings.health_port) as port:
         metrics.observe_ready(lambda: health.is_ready)
         shut_exporters_down = exporters.configure(
@@ -112,7 +114,7 @@ async def process(
         log.info("%s starts; health and metrics on port %s", service.name, port)
         stopping = _stopping_on_signals()
         try:
-            async with in_background(heartbeat(health)):
+            async with in_background(heartbeat(health, INTERRUPTION.get, min(times) / 3)):
                 yield health, stopping
         finally:
             seconds = _TELEMETRY_SHARE * settings.shutdown_grace

@@ -26,6 +26,7 @@ from pipeline.testing.crashes import MortalEngine, crashes_of
 
 from .cashier import CASHIER, NOTHING, ONE, cashier, new_key, stored
 from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.pipeline.blocking import interrupting
 from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.calling import take_calls
 from tests.pipeline.integration.conftest import new_desk  # noqa: F401 (a fixture)
@@ -231,6 +232,23 @@ async def test_a_handler_that_takes_too_long_is_cut_off(
     # Another process, whose handler has as much time as it needs.
     async with open_receiver(cashier().service, settings()) as receiver:
         assert not (await pay_in(receiver, 5)).is_repeat
+
+
+async def test_a_handler_that_blocks_the_event_loop_is_cut_off(
+    receiver: Receiver, bank: Bank, db: asyncpg.Connection
+) -> None:
+    async def wait() -> None:
+        block()
+
+    bank.waits[5] = wait
+    with (
+        interrupting() as block,
+        pytest.raises(Unavailable, match=r"pay in blocks the event loop: await, or use"),
+    ):
+        await pay_in(receiver, 5)
+    assert await stored(db) == NOTHING
+    del bank.waits[5]
+    assert not (await pay_in(receiver, 5)).is_repeat
 
 
 async def test_a_request_ends_after_its_time_whatever_it_waits_for(

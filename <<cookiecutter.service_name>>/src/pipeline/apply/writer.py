@@ -30,7 +30,7 @@ from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.handlers.transaction import UnitOfWork
 from pipeline.observe import metrics
 from pipeline.servers.database import driver_of
-from pipeline.servers.guard import Guard, in_context
+from pipeline.servers.guard import Guard, HandlerFault, LoopBlocked, in_context
 
 from . import backlog
 from .claim_check import ClaimCheck
@@ -143,8 +143,8 @@ class Writer:
         Pauses grow up to a second and are random, so that writers do not conflict again. Raises
         `Conflict` when all attempts are used up, `StoreUnavailable` if a large payload can't be
         stored or a codec can't write an event now, and `HandlerFault` for work that ends the
-        transaction, or goes on after an error of a statement. Other errors of the work are raised
-        without a repetition.
+        transaction, goes on after an error of a statement or blocks the event loop. Other errors
+        of the work are raised without a repetition.
         """
         id = uuid4().hex
         retrying = AsyncRetrying(
@@ -156,6 +156,8 @@ class Writer:
         )
         try:
             return await retrying(self._attempt, work, id)
+        except LoopBlocked as error:
+            raise HandlerFault(f"the work {error}") from error
         except Exception as error:
             if _is_conflict(error):
                 raise Conflict(self._attempts) from error

@@ -336,7 +336,7 @@ async def own_session(
         await _end(session, driver, guard, restore_limits)
     except BaseException as error:
         fault = HandlerFault(CANCELLED) if guard.was_cancelled else guard.fault
-        if fault and fault is not error and not isinstance(error, asyncio.CancelledError):
+        if fault and fault is not error and isinstance(error, Exception):
             raise fault from error
         raise
     finally:

@@ -129,7 +129,7 @@ class _QueueHandler(_Handler):
     """Formats records where they are logged, in their span; a thread writes their lines.
 
     A finalizer may log while the queue is used, in any thread. So it is a `SimpleQueue`, which is
-    reentrant, and no metric's lock is taken here.
+    reentrant, and no lock is taken, of a metric or of `logging`: an interruption may leave it so.
     """
 
     def __init__(self) -> None:
@@ -141,15 +141,17 @@ class _QueueHandler(_Handler):
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
         os.register_at_fork(after_in_child=self._write_directly)
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord) -> bool:
         """Queue a line; drop it if there is no room."""
-        if self._lines.qsize() >= _MOST_QUEUED:
+        passes = bool(self.filter(record))
+        if passes and self._lines.qsize() >= _MOST_QUEUED:
             self._dropped += 1
-            return
-        try:
-            self._put(f"{self.format(record)}\n")
-        except Exception:
-            self.handleError(record)
+        elif passes:
+            try:
+                self._put(f"{self.format(record)}\n")
+            except Exception:
+                self.handleError(record)
+        return passes
 
     def flush(self) -> None:
         """Wait until all lines are written, for a second at most."""

@@ -148,7 +148,7 @@ def _fail_statement(failed: sa.ExceptionContext) -> None:
     if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
         guard.under_way.discard(failed.execution_context)
         guard.fail(failed.original_exception)
-        guard.was_cancelled |= isinstance(failed.original_exception, asyncio.CancelledError)
+        guard.was_cancelled |= not isinstance(failed.original_exception, Exception)
 
 
 def _refuse(text: str, connection: Any) -> None:

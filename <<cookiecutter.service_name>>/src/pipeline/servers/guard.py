@@ -63,9 +63,18 @@ class HandlerFault(RuntimeError):
     """A handler has done what would affect other messages; the text says what to do instead."""
 
 
+class LoopBlocked(BaseException):
+    """Interrupts one call of the service's code; no `except Exception` catches it."""
+
+    is_over = was_raised = False
+    """Whether the call is over, though its tasks may go on, and whether this was raised in it."""
+
+
 CURRENT_GUARD: ContextVar["Guard | None"] = ContextVar("pipeline_guard", default=None)
 """Guard of the handler's call that the code runs in, also in tasks that it has started; None in the
 engine's own code."""
+INTERRUPTION: ContextVar[LoopBlocked | None] = ContextVar("pipeline_interruption", default=None)
+"""What interrupts the call that the code runs in, also in tasks that it has started."""
 
 
 class Guard:
@@ -231,6 +240,8 @@ def in_context(
     """
     run, inner = copy_context().run, cast("Coroutine[Any, Any, T]", call)  # quicker as text
     run(CURRENT_GUARD.set, guard)
+    this = LoopBlocked("blocks the event loop: await, or use asyncio.to_thread")
+    run(INTERRUPTION.set, this)
     # A copy, because code changes the context object in place.
     run(decimal.setcontext, decimal.getcontext().copy())
     step: Callable[..., Any] = inner.send
@@ -241,8 +252,14 @@ def in_context(
         others += requested - left
         try:
             waits_for = run(step, value)
-        except StopIteration as end:
-            return cast(T, end.value)
+        except BaseException as end:
+            this.is_over = True
+            # A cancellation may come from outside, and is not replaced.
+            if this.was_raised and not isinstance(end, asyncio.CancelledError):
+                raise this from None
+            if isinstance(end, StopIteration):
+                return cast(T, end.value)
+            raise
         finally:
             left = cancelling()
             if left != requested and cancellations is not None:

@@ -479,6 +479,31 @@ print(generate_latest().decode())
 """
 
 
+LOCKED = """
+import logging, threading
+from pipeline.observe import logs
+
+logs.configure(level="INFO", json=False, queues=True)
+(handler,) = logging.getLogger().handlers
+handler.acquire()  # as does a call that is interrupted before it releases it
+log = logging.getLogger("pipeline")
+thread = threading.Thread(target=log.info, args=("all is well",), daemon=True)
+thread.start()
+thread.join(10)
+"""
+
+
+def test_an_interrupted_thread_leaves_no_lock_that_others_wait_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED],
+        env=os.environ | {"PYTHONPATH": str(Path(logs.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert "all is well" in done.stderr
+
+
 @pytest.mark.parametrize(("lines", "is_any_dropped"), [(1_000, False), (30_000, True)])
 def test_a_pipe_that_nothing_reads_blocks_nothing_and_what_is_dropped_is_counted(
     lines: int, is_any_dropped: bool
