@@ -212,7 +212,11 @@ def _stalled(status: Status, *, has_reader: bool) -> Iterator[Reading]:
 
 
 def readers(status: Status) -> Iterator[Finding]:
-    """Every partition that has records to read has a reader."""
+    """Every partition that has records to read has a reader, which is the service."""
+    for who in sorted({one.stranger for one in status.readings if one.stranger}):
+        places = (f"{one.topic}/{one.partition}" for one in status.readings if one.stranger == who)
+        found = f"{who} reads {', '.join(places)}, and is no process of the service"
+        yield Finding("wrong", found, "end that program, or give it a group of its own")
     for one in _stalled(status, has_reader=False):
         found = f"{one.topic}/{one.partition} has no reader, and has not moved for over a minute"
         advice = "start `service run`, or `service consume` (NoConsumer in the runbook)"

@@ -57,6 +57,8 @@ class Reading:
     """The offset of a producer's open transaction that prevents reading beyond it."""
     reader: str | None = None
     """The member that reads it: its host, and the end of its member id; None: no member."""
+    stranger: str | None = None
+    """Client id and host of the member, if it is another program."""
 
     @property
     def is_out_of_range(self) -> bool:
@@ -181,7 +183,7 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
     for part in (measure.topics, measure.readers):
         try:
             await part()
-        except (KafkaError, OSError) as error:
+        except (KafkaError, OSError, ValueError) as error:
             found.unknown[part.__name__] = f"{settings.kafka}: {describe_error(error)}"
             break  # without brokers the next part would only wait for its time limit
     return found
@@ -283,4 +285,5 @@ class _Measure:
         readers = await topics.readers(self.settings, self.service.name)
         self.found.are_readers_known = True
         for one in self.found.readings:
-            one.reader = readers.get((one.topic, one.partition))
+            place = one.topic, one.partition
+            one.reader, one.stranger = readers.get(place, (None, None))

@@ -14,11 +14,10 @@ from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import describe_error, is_infrastructure
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
-from pipeline.servers import clients
+from pipeline.servers import clients, topics
 from pipeline.servers.consumer import KafkaConsumer
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
-from pipeline.servers.topics import MAY_NOT_DESCRIBE
 
 from .gathering import Gatherer
 from .reader import Reader
@@ -62,6 +61,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._readers: dict[TopicPartition, Reader] = {}
         self._committed: dict[TopicPartition, int] = {}
         self._committing: asyncio.Task[None] | None = None
+        self._describing: asyncio.Task[None] | None = None
         self._has_joined = False
         self._stamp = stamp
         self._rejection = ""
@@ -116,7 +116,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             group_id=self._consume.group,
             group_instance_id=self._settings.kafka_group_instance_id,
             client_rack=self._settings.kafka_client_rack,
-            client_id=self._consume.group,
+            client_id=self._consume.group,  # processes of other releases recognize this one by it
             enable_auto_commit=False,
             # The position comes from PostgreSQL. A deleted offset is an error, never replaced.
             auto_offset_reset="none",
@@ -142,6 +142,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             )
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
+        self._describing = asyncio.create_task(self._describe_group())
         self._rejection = ""
         self._health.ready("consumer")
 
@@ -154,6 +155,9 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         await self._stop_readers(self._settings.transaction_timeout)
 
     async def _stop_readers(self, grace: float | None) -> None:
+        if self._describing is not None:
+            self._describing.cancel()
+        self._health.forget("group")
         begun = monotonic()
         readers = list(self._readers.values())
         await asyncio.gather(*(reader.stop(grace) for reader in readers))
@@ -215,7 +219,25 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             else:
                 self._health.not_ready(
                     f"topic {topic}",
-                    MAY_NOT_DESCRIBE
+                    topics.MAY_NOT_DESCRIBE
                     if topic in self._client.hidden_topics
                     else "does not exist: create it, or run `service topics create`",
                 )
+
+    async def _describe_group(self) -> None:
+        """Report partitions that other programs read: only a rebalance changes which these are."""
+        while True:
+            # While processes start and stop, one rebalance follows another, and ends this.
+            await asyncio.sleep(self._settings.offset_commit_interval)
+            try:
+                readers = await topics.readers(self._settings, self._consume.group)
+                break
+            except Exception as error:
+                if not (isinstance(error, OSError) or getattr(error, "retriable", False)):
+                    log.info("other programs in the group go unnoticed: %s", describe_error(error))
+                    return
+        strangers = [who for one, (_, who) in readers.items() if who and one.topic in self._topics]
+        if strangers:
+            programs = ", ".join(sorted({*strangers})[:3])
+            what = f"other programs read partitions of the service ({len(strangers)}): {programs}"
+            self._health.not_ready("group", f"{what}; end them, or give them a group of their own")

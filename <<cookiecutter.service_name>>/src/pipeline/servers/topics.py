@@ -127,11 +127,12 @@ def _of(topic: str, offsets: Mapping[TopicPartition, int]) -> dict[int, int]:
     return {one.partition: offset for one, offset in offsets.items() if one.topic == topic}
 
 
-async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
-    """Return the member of a consumer group that reads each partition: host, and part of its id.
+async def readers(settings: Settings, group: str) -> dict[TopicPartition, tuple[str, str | None]]:
+    """Return the member of a consumer group that reads each partition: host and part of its id; and
+    client id and host if it is another program than the service with the group's name.
 
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds, or
-    the group is in a rebalance.
+    the group is in a rebalance; `ValueError` if a program has assigned what can't be read.
     """
     async with (
         asyncio.timeout(2 * _ANSWER_SECONDS),
@@ -144,8 +145,11 @@ async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
     if state in _REBALANCING:
         raise RebalanceInProgressError(f"the group {group} is in a rebalance")
     return {
-        (one.topic, one.partition): f"{host.removeprefix('/')} {member[-8:]}"
-        for member, *_, host, _, assignment in members
+        one: (
+            f"{host.removeprefix('/')} {member[-8:]}",
+            None if client == group else f"client {client!r} at {host.removeprefix('/')}",
+        )
+        for member, *_, client, host, _, assignment in members
         if assignment  # a member may have none
         for one in ConsumerProtocolMemberAssignment.decode(assignment).partitions()
     }

@@ -25,6 +25,7 @@ class Api(IntEnum):
     FIND_COORDINATOR = 10
     JOIN_GROUP = 11
     LEAVE_GROUP = 13
+    DESCRIBE_GROUPS = 15
     API_VERSIONS = 18
     INIT_PRODUCER_ID = 22
     DESCRIBE_CONFIGS = 32
@@ -47,7 +48,7 @@ class Wire:
         self._leaderless: str | None = None
         self._forbidden = ""
         self._closed = ""
-        self._refusal = 0
+        self._refusal = self._description = 0
         self._refused: dict[str, int] = {}
         self._open: set[asyncio.StreamWriter] = set()
         self._ignored: set[Api] = set()
@@ -111,6 +112,10 @@ class Wire:
         """Answer those that want to join a group by this error of the broker."""
         self._refusal = code
 
+    def refuse_descriptions(self, code: int) -> None:
+        """Answer those that want to know who is in a group by this error of the broker."""
+        self._description = code
+
     def cut(self) -> None:
         """Cut all connections, and take new ones."""
         for writer in self._open:
@@ -123,7 +128,7 @@ class Wire:
         self._leaderless = None
         self._ignored = set()
         self._forbidden = self._closed = ""
-        self._refusal = 0
+        self._refusal = self._description = 0
         self._refused = {}
         self._passes.set()
 
@@ -170,6 +175,8 @@ class Wire:
                     self.waits.append(int.from_bytes(request[after_name : after_name + 4]))
                 elif api == Api.METADATA and version == 5:
                     asked[request[4:8]] = "metadata"
+                elif api == Api.DESCRIBE_GROUPS and version >= 1:
+                    asked[request[4:8]] = "groups"
                 elif api == Api.JOIN_GROUP and version >= 2:
                     asked[request[4:8]] = "join"
                 elif api == Api.DESCRIBE_CONFIGS and version == 2:
@@ -204,6 +211,8 @@ class Wire:
                     answer = answer[:4] + _without_topic(answer[4:], self._forbidden)
                 elif what == "configs" and self._closed:
                     answer = answer[:4] + _without_configs(answer[4:], self._closed)
+                elif what == "groups" and self._description:
+                    answer = answer[:12] + self._description.to_bytes(2) + answer[14:]
                 elif what == "join" and self._refusal:
                     answer = answer[:8] + self._refusal.to_bytes(2) + answer[10:]
                 elif what == "records":

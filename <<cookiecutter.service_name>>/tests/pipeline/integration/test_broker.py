@@ -1,5 +1,6 @@
 """What happens when a broker takes long, answers nothing, is away or moves: nothing is skipped."""
 
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
@@ -236,6 +237,25 @@ async def test_a_member_that_its_group_rejects_says_why_and_joins_once_it_is_acc
         wire.go_on()
         await eventually(lambda: health.is_ready)
         await eventually(lambda: applied(db))
+
+
+async def test_a_group_that_may_not_be_described_is_reported_once_and_read(
+    running: Running,
+    db: asyncpg.Connection,
+    wire: Wire,
+    producer: AIOKafkaProducer,
+    new_topic: NewTopic,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "pipeline.consume.consumer")
+    bank = Bank(await new_topic(), await new_topic(), "bank")
+    wire.refuse_descriptions(30)
+    async with running(bank.service, kafka_bootstrap_servers=wire.address) as health:
+        await Deposit(1).send(producer, bank.deposits)
+        await eventually(lambda: "the ACL Read on the group" in caplog.text)
+        await eventually(lambda: applied(db))
+        await eventually(lambda: health.is_ready)
+    assert caplog.text.count("go unnoticed") == 1
 
 
 async def applied(db: asyncpg.Connection) -> bool:

@@ -457,7 +457,11 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
     assert found.found.endswith("2 offsets before the end")
     assert (found.level, "`service consume`" in found.advice) == ("wrong", True)
     async with AIOKafkaConsumer(
-        bank.deposits, bootstrap_servers=kafka, group_id=bank.name, enable_auto_commit=False
+        bank.deposits,
+        bootstrap_servers=kafka,
+        group_id=bank.name,
+        client_id=bank.name,
+        enable_auto_commit=False,
     ) as consumer:
         await eventually(lambda: bool(consumer.assignment()))
         found = (await examine())["lag"]
