@@ -54,8 +54,6 @@ _STORING = 2
 _BURST = 0.1
 """Seconds whose calls an effect with a rate may begin at once."""
 
-_STOPPING_SHARE = 0.6
-"""Share of the shutdown grace for queries. Calls have less, and their lanes are released then."""
 
 _Calls = dict[bytes, asyncio.Task[CallResult | None]]
 """Those of a lane that are under way, by order key."""
@@ -76,20 +74,9 @@ class EffectWorkers(BacklogWorkers):
         self._alone = asyncio.Lock()
         self._connection = asyncio.Semaphore(1)
         """Held for each query: there are as many workers as lanes, and they share a connection."""
-        self._ends_at: float | None = None
-        """When queries end, by the clock of the event loop, after `stop`."""
         self._under_way: dict[bytes, str] = {}
         """Consumers of the calls that have begun, or are about to, by marker key."""
 
-    def stop(self) -> None:
-        """Make `run` end after the running transactions.
-
-        What is then sent to PostgreSQL has one time limit, however many lanes are to be released.
-        """
-        if self._ends_at is None:
-            grace = _STOPPING_SHARE * self._settings.shutdown_grace
-            self._ends_at = asyncio.get_running_loop().time() + grace
-        super().stop()
 
     @property
     def consumers(self) -> set[str]:

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from enum import Flag, auto
 from functools import partial
 
@@ -37,9 +37,9 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
-_CONSUMER_SHARE, _RELAY_SHARE, _TELEMETRY_SHARE = 0.4, 0.3, 0.2
-"""Shares of the shutdown grace: for running batches, then for what the relay has to publish, then
-for spans and metrics. The rest is left for closing connections to servers that don't answer."""
+_CONSUMER_SHARE, _RELAY_SHARE, _CLOSING_SHARE, _TELEMETRY_SHARE = 0.4, 0.3, 0.1, 0.2
+"""Shares of the shutdown grace: for running batches, for what the relay has to publish, for closing
+idle connections (of which each takes a minute if PostgreSQL hangs), and for spans and metrics."""
 
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -198,7 +198,9 @@ async def serve(
         ):
             await _run_until(stopping, (retaining, opening), groups)
     finally:
-        await engine.dispose()
+        logging.getLogger("sqlalchemy.pool.impl").setLevel(logging.CRITICAL)  # no tracebacks
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.dispose(), _CLOSING_SHARE * settings.shutdown_grace)
 
 
 async def _open_codecs(

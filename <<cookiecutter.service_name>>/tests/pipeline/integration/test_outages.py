@@ -615,6 +615,29 @@ async def test_the_service_survives_both_at_once(world: World) -> None:
     assert "Traceback" not in "".join(world.log())
 
 
+GRACE = 20.0
+MINUTE = 60.0
+"""Time that an idle connection takes to be closed by itself."""
+
+
+@pytest.mark.parametrize("silent", [[unheard], [unheard, mute]], ids=["the database", "both"])
+async def test_the_end_of_the_service_waits_for_no_connection_to_a_silent_database(
+    new_world: NewWorld, silent: list[Fault]
+) -> None:
+    world = await new_world(shutdown_grace=GRACE)
+    await world.begins()
+    async with AsyncExitStack() as faults:
+        for fault in silent:
+            await faults.enter_async_context(fault(world))
+        await world.send(40)
+        await world.tells(world.postgresql)
+        begun = time.monotonic()
+        world.process.send(signal.SIGTERM)
+        await world.process.ended()
+        assert time.monotonic() - begun < MINUTE
+    assert "closing connection" not in "".join(world.log())
+
+
 @pytest.mark.parametrize("missing", ["the database", "Kafka", "both"])
 async def test_the_service_starts_before_its_servers(
     new_world: NewWorld, door: Door, wire: Wire, missing: str
