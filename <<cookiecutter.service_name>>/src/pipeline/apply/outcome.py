@@ -9,7 +9,6 @@ from pipeline.events.cloudevents import names_of
 from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, PARKED, Decision
 from pipeline.observe import metrics, traces
-from pipeline.observe.logs import LONGEST_KEY, shortened
 
 from .backlog import Row
 from .encryption import Encryption
@@ -115,8 +114,8 @@ def _log_undecoded(row: Row) -> None:
     then = "dead" if decision.is_dead else "tried again later"
     place = f"{record.topic}/{record.partition} at offset {record.offset}"
     text = f"{then}: {place}: {decision.reason}: {decision.error}"
-    names = {"reason": decision.reason, "letter": row.key.hex()[:16]}
-    names |= {"consumer": row.consumer, "message_id": shortened(id or "")}
+    names: dict[str, object] = {"reason": decision.reason, "letter": row.key.hex()[:16]}
+    names |= {"consumer": row.consumer, "message_id": id, "key": record.key}
     _write(level, text, record, traceparent, names)
 
 
@@ -141,19 +140,17 @@ def _log(
     level: int, item: Item, then: str, reason: str, *, trace: str | None = None, letter: str = ""
 ) -> None:
     message = item.message
-    names = {"message_id": shortened(message.id), "message_type": shortened(message.type)}
-    names |= {"consumer": item.consumer, "reason": reason, "letter": letter}
+    names: dict[str, object] = {"message_id": message.id, "message_type": message.type}
+    names |= {"consumer": item.consumer, "key": item.record.key, "reason": reason, "letter": letter}
     trace = trace or item.trace or message.traceparent
     _write(level, f"{item.name}{then}", item.record, trace, names)
 
 
 def _write(
-    level: int, text: str, record: Record, trace: str | None, names: Mapping[str, str]
+    level: int, text: str, record: Record, trace: str | None, names: Mapping[str, object]
 ) -> None:
     """Log a text in the trace of a message; `names` that are empty are left out."""
-    extra: dict[str, object] = {name: value for name, value in names.items() if value}
+    extra = {name: value for name, value in names.items() if value}
     extra |= {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-    if record.key:
-        extra["key"] = record.key[:LONGEST_KEY]
     with traces.within(trace):
         log.log(level, "%s", text, extra=extra)

@@ -2,7 +2,7 @@
 
 Fields are given by `extra={…}`: identities (topic, offset, message id), never payloads. `logging`
 itself rejects those that are named like an attribute of its records, such as `name`. Everything
-that a line is made of passes `redaction`.
+that a line is made of passes `redaction`, and has a bound.
 
 A process that serves writes its lines from a thread of its own: a pipe that nothing reads blocks
 only that thread. Then further lines are dropped, and counted.
@@ -32,10 +32,9 @@ from . import metrics
 
 log = logging.getLogger(__name__)
 
-LONGEST_KEY = 100
-"""Bytes of a message's key that a log line contains, at most."""
-_LONGEST_NAME = 200
-"""Characters of a message's id, or type, that a log line contains."""
+_LONGEST_MESSAGE, _LONGEST_FIELD, _LONGEST_STACK = 8_000, 1_000, 20_000
+"""Characters of a line's parts, without the middle of longer ones. Until secrets are removed, four
+times as many are kept: a secret that is cut in two is not found."""
 
 _HANDLER = "pipeline"
 _RESERVED = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
@@ -94,9 +93,6 @@ def configure(
     return is_json
 
 
-def shortened(name: str) -> str:
-    """Return what a log line contains of a message's id or type, which may have any length."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
 
 
 def _lower_if_retried(record: logging.LogRecord) -> bool:
@@ -245,9 +241,9 @@ def _stacks(record: logging.LogRecord) -> dict[str, str]:
     found = {}
     if record.exc_info:
         error = record.exc_info[1]
-        found["exception"] = format_traceback(error) if error else ""
+        found["exception"] = _bounded(format_traceback(error), _LONGEST_STACK) if error else ""
     if record.stack_info:
-        found["stack"] = redact(record.stack_info)
+        found["stack"] = _bounded(redact(record.stack_info), _LONGEST_STACK)
     return found
 
 
@@ -261,7 +257,7 @@ def _message(record: logging.LogRecord) -> str:
         text %= args
     if record.exc_info and (error := record.exc_info[1]):
         text = text.replace(repr(error), describe_error(error))  # as in asyncio's messages
-    return redact_error(text)
+    return _bounded(redact_error(_bounded(text, 4 * _LONGEST_MESSAGE)), _LONGEST_MESSAGE)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -279,9 +275,9 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Return the value as JSON has it, without secrets."""
+    """Return the value as JSON has it, without secrets; as text if its JSON is too long."""
     if isinstance(value, bytes):
-        value = value.decode("utf-8", "backslashreplace")
+        value = value[: 4 * _LONGEST_FIELD].decode("utf-8", "backslashreplace")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no NaN
     if value is None or isinstance(value, bool | int | float):
@@ -289,9 +285,17 @@ def _plain(value: object) -> object:
     if isinstance(value, dict | list | tuple):
         # As JSON text, where names of secret fields stand before their values.
         with suppress(TypeError, ValueError, RecursionError):
-            text = dumps(value, default=_plain)
-            return loads(redact(text), parse_constant=str)
-    return redact_error(summarize_error(value) if isinstance(value, BaseException) else str(value))
+            value = redact(_bounded(dumps(value, default=_plain), 4 * _LONGEST_FIELD))
+            if len(value) <= _LONGEST_FIELD:
+                return loads(value, parse_constant=str)
+    text = summarize_error(value) if isinstance(value, BaseException) else str(value)
+    return _bounded(redact_error(_bounded(text, 4 * _LONGEST_FIELD)), _LONGEST_FIELD)
+
+
+def _bounded(text: str, longest: int) -> str:
+    """Return the text, without its middle if it is longer: the end of an error says what it is."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
 def _timestamp(record: logging.LogRecord) -> str:

@@ -20,7 +20,6 @@ from aiokafka.errors import KafkaError
 
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
-from pipeline.observe.logs import LONGEST_KEY
 from pipeline.servers.patches import InvalidRecordError
 from pipeline.settings import Settings
 
@@ -335,7 +334,7 @@ def _log_dead(event: asyncpg.Record, rejection: Rejection) -> None:
         "reason": rejection.reason,
     }
     if event["key"]:
-        fields["key"] = event["key"][:LONGEST_KEY]
+        fields["key"] = event["key"]
     text = f"event {event['event_id']} for topic {event['topic']} is a dead letter"
     with traces.within(event["traceparent"]):
         log.error("relay: %s: %s", text, rejection.text, extra=fields)

@@ -24,6 +24,7 @@ from operate.terminal import run_to_end, serving
 from pipeline import errors
 from pipeline.observe import logs
 from pipeline.redaction import Redactor
+from pipeline.relay.rejected import Rejection, _log_dead
 
 from tests.servers.waiting import PATIENCE
 
@@ -229,6 +230,70 @@ def test_values_of_any_kind_are_written(stderr: io.StringIO, json: bool) -> None
     assert len(stderr.getvalue().splitlines()) == 2
     assert "Logging error" not in stderr.getvalue()
     log.info("bye", extra={"unprintable": Unprintable()})  # lost at worst; it does not raise
+
+
+LONG = 200_000 * "x"
+
+
+def fail_at_length() -> None:
+    raise LookupError(f"it begins {LONG} and ends")
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_a_line_has_a_bound_whatever_it_is_made_of(stderr: io.StringIO, json: bool) -> None:
+    logs.configure(level="INFO", json=json)
+    fields = {"id": LONG, "key": LONG.encode(), "all": [LONG, {"x": LONG}], "error": KeyError(LONG)}
+    event = {"topic": "scans", "event_id": LONG, "type": LONG, "key": LONG.encode()}
+    try:
+        fail_at_length()
+    except LookupError as error:
+        log.exception("it begins %s and ends", LONG, extra=fields)
+        logging.getLogger("asyncio").error(f"it begins {error!r}", exc_info=error)  # noqa: G004
+    logging.getLogger("parcels.handlers").warning("it begins %s and ends", LONG)
+    _log_dead(event | {"traceparent": None}, Rejection("too large", "it is too large and ends"))
+    if not json:
+        assert len(stderr.getvalue()) < 4 * 32_768
+        return
+    assert max(map(len, stderr.getvalue().splitlines())) < 32_768
+    first, second, third, fourth = lines(stderr)
+    for line in (first, third):
+        assert line["message"].startswith("it begins x")
+        assert line["message"].endswith("x and ends")
+    for line in (first, second):
+        assert "in fail_at_length" in line["exception"]
+        assert line["exception"].endswith("x and ends")
+    assert fourth["message"].startswith("relay: event x")
+    assert fourth["message"].endswith("it is too large and ends")
+
+
+def test_a_secret_where_a_line_is_cut_is_not_written(stderr: io.StringIO) -> None:
+    logs.configure(level="INFO", json=True)
+    message, field = (f"{LONG} Bearer {10 * 's3cr3t'} {end * 'x'}" for end in (3_970, 470))
+    log.info("%s", message, extra={"header": field})
+    assert "s3cr3t" not in stderr.getvalue()
+
+
+def test_secrets_are_removed_from_little_more_than_is_written(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def redact(text: str) -> str:
+        lengths.append(len(text))
+        return text
+
+    monkeypatch.setattr(logs, "redact", redact)
+    monkeypatch.setattr(logs, "redact_error", redact)
+    logs.configure(level="INFO", json=True)
+    log.info("%s", LONG, extra={"id": LONG, "key": LONG.encode(), "all": [LONG]})
+    assert max(lengths) < 32_768
+
+
+def test_a_field_keeps_its_form_unless_it_is_too_long(stderr: io.StringIO) -> None:
+    logs.configure(level="INFO", json=True)
+    log.info("hello", extra={"order": {"id": 1, "lines": ["a", 2]}, "long": {"id": LONG}})
+    assert only_line(stderr)["order"] == {"id": 1, "lines": ["a", 2]}
+    assert only_line(stderr)["long"].startswith('{"id": "xxx')
 
 
 def test_a_level_keeps_lower_lines_away(stderr: io.StringIO) -> None:
