@@ -54,7 +54,6 @@ _STORING = 2
 _BURST = 0.1
 """Seconds whose calls an effect with a rate may begin at once."""
 
-
 _Calls = dict[bytes, asyncio.Task[CallResult | None]]
 """Those of a lane that are under way, by order key."""
 
@@ -76,7 +75,6 @@ class EffectWorkers(BacklogWorkers):
         """Held for each query: there are as many workers as lanes, and they share a connection."""
         self._under_way: dict[bytes, str] = {}
         """Consumers of the calls that have begun, or are about to, by marker key."""
-
 
     @property
     def consumers(self) -> set[str]:

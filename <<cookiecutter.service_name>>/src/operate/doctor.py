@@ -154,8 +154,16 @@ async def examine(
                 yield one
     if connection is None:
         return
-    has_brokers = described is not None
-    checks = _of_database(connection, service, settings, has_brokers=has_brokers)
+    checks: dict[str, Findings] = {
+        **({"group": _group(connection, service, settings)} if described is not None else {}),
+        "schema": _schema(connection),
+        "tables": _tables(connection, service),
+        "sequences": _sequences(connection),
+        "pooler": _pooler(connection, settings),
+        "clock": _clock(connection),
+        "status": _status(connection, service, settings),
+        **{one.name: _server(connection, one) for one in SERVER_CHECKS},
+    }
     for name, findings in checks.items():
         try:
             of_database = [one async for one in findings]
@@ -170,21 +178,6 @@ async def examine(
             of_database = [Finding("warning", found, advice)]
         for one in named(name, of_database):
             yield one
-
-
-def _of_database(
-    connection: asyncpg.Connection, service: Service, settings: Settings, *, has_brokers: bool
-) -> dict[str, Findings]:
-    return {
-        **({"group": _group(connection, service, settings)} if has_brokers else {}),
-        "schema": _schema(connection),
-        "tables": _tables(connection, service),
-        "sequences": _sequences(connection),
-        "pooler": _pooler(connection, settings),
-        "clock": _clock(connection),
-        "status": _status(connection, service, settings),
-        **{one.name: _server(connection, one) for one in SERVER_CHECKS},
-    }
 
 
 async def _status(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:

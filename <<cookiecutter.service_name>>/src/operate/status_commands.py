@@ -8,11 +8,10 @@ from typing import Annotated
 import asyncpg
 import typer
 
-from pipeline.errors import summarize_error
+from pipeline.errors import StoreUnavailable, summarize_error
 from pipeline.servers.revisions import WrongDatabase, check_database
 
 from . import doctor, status
-from .errors import Unavailable
 from .health import Finding, judge
 from .output import format_span, format_time, print_json, print_table, write
 from .status import AT_MOST, Backlog, Reading, Status, format_count
@@ -47,7 +46,7 @@ async def show(
                     if not watch:
                         return
                     await asyncio.sleep(_WATCH_SECONDS)
-        except Unavailable as error:  # --watch continues after an outage
+        except StoreUnavailable as error:  # --watch continues after an outage
             if not watch:
                 raise
             write(str(error), err=True)
@@ -66,7 +65,7 @@ async def examine(
     try:
         async with invocation.connected(check_database) as connection:
             found = await _findings(connection, invocation)
-    except (Unavailable, WrongDatabase) as error:
+    except (StoreUnavailable, WrongDatabase) as error:
         advice = "start the server, or correct PIPELINE_DATABASE_URL, for the other checks"
         check = "database" if isinstance(error, WrongDatabase) else "postgresql"
         wrong = Finding("wrong", summarize_error(error), advice, check=check)

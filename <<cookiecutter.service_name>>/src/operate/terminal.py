@@ -44,7 +44,7 @@ from pipeline.servers.database import Check, autocommitting, create_engine
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
-from .errors import ACCESS_DENIED, OutputFailed, Refused, Unavailable
+from .errors import ACCESS_DENIED, OutputFailed, Refused
 from .output import standard_streams, write
 
 log = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
     """After an expected error report one sentence, and end the command with exit code 1."""
     try:
         yield
-    except (Unavailable, StoreUnavailable) as error:  # their text names the server
+    except StoreUnavailable as error:  # its text names the server
         report(summarize_error(error))
     except _EXPECTED as error:
         report(describe_error(error))
@@ -341,16 +341,14 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
 
 @contextmanager
 def naming_servers(settings: Settings) -> Iterator[None]:
-    """Raise errors of Kafka and of PostgreSQL as `Unavailable`, which names the server."""
+    """Raise errors of Kafka and of PostgreSQL as `StoreUnavailable`, which names the server."""
     try:
         yield
-    except StoreUnavailable:  # not an error of either
-        raise
     except Exception as error:
         if isinstance(error, KafkaError):
             server = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
-        elif is_of_a_server(error):
+        elif is_of_a_server(error) and not isinstance(error, StoreUnavailable):
             server = f"{settings.postgresql} (PIPELINE_DATABASE_URL)"
         else:
             raise
-        raise Unavailable(f"{server}: {describe_error(error)}") from error
+        raise StoreUnavailable(f"{server}: {describe_error(error)}") from error

@@ -89,7 +89,7 @@ class Repeat(Exception):
 
 
 class StoreUnavailable(ConnectionError):
-    """A store of objects or schemas, or Kafka, can't be used: the text has its address, and why."""
+    """A server can't be used, such as an object store: the text has its address, and why."""
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -138,8 +138,9 @@ class Service:
 
         By default the settings are read from the environment. It needs the database, and no Kafka.
         While the codec of a topic can't be opened, events for this topic raise `StoreUnavailable`.
-        Its `write` raises `WrongDatabase` if the database is another service's. Create one for each
-        process. Raises `Misconfigured` for events that can't be published.
+        Its `write` raises `WrongDatabase` if the database is another service's, and `NotAdopted` if
+        it may be a copy. Create one for each process. Raises `Misconfigured` for events that can't
+        be published.
         """
         settings = settings or WriterSettings()
         async with self.publishing(settings) as engine:

@@ -93,7 +93,7 @@ def serving(bank: Bank, settings: Callable[..., Settings]) -> Serving:
 
     @asynccontextmanager
     async def serve(protocol: type[Connection]) -> AsyncIterator[str]:
-        engine = create_engine(settings(), name="page")
+        engine = create_engine(settings(), name=bank.service.name)
         chosen = PageSettings.model_validate({"token": TOKEN, "interval": 0.1})
         server = PageServer(Page(bank.service, settings(), chosen, engine), protocol)
         listener, url = listen("127.0.0.1", 0, what="the page", prefix="PIPELINE_PAGE")

@@ -90,8 +90,9 @@ def not_json(data: bytes | None) -> ValueError | None:
     if not data or data[:1].isspace() or 0x20 < data[0] < 0x7F:
         return None
     return ValueError(
-        f"the data begins with the bytes {data[:2].hex(' ')}, as no JSON does: let the producer send"
-        " JSON, or declare a codec, as handlers.topic(…, codec=Confluent(…)), option schema_registry"
+        f"the data begins with the bytes {data[:2].hex(' ')}, as no JSON does: let the producer"
+        " send JSON, or declare a codec, as handlers.topic(…, codec=Confluent(…)), option"
+        " schema_registry"
     )
 
 

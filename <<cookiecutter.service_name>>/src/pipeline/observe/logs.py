@@ -93,8 +93,6 @@ def configure(
     return is_json
 
 
-
-
 def _lower_if_retried(record: logging.LogRecord) -> bool:
     """Make a warning of an error after which the Kafka client that logs it tries again.
 

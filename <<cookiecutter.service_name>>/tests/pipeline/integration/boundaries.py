@@ -166,5 +166,6 @@ BOUNDARIES = (
     Boundary("member: fetch", 3),
     Boundary("member: heartbeat"),
     Boundary("member: commit offsets", 2),
+    Boundary("member: describe group"),
     Boundary("member: leave group", is_farewell=True),
 )

@@ -285,6 +285,7 @@ _APIS = {
     12: "heartbeat",
     13: "leave group",
     14: "get assignment",
+    15: "describe group",
     18: "connect",
     22: "get id",
     32: "read topic retention",
