@@ -192,6 +192,7 @@ async def _server(connection: asyncpg.Connection, check: ServerCheck) -> Finding
 
 
 def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
+    yield from (Finding("warning", *one) for one in service.plaintext(settings))
     try:
         service.check(settings)
     except Misconfigured as error:

@@ -44,6 +44,8 @@ async def serve(service: Service, settings: Settings, chosen: PageSettings) -> N
         loggers=service.loggers(settings),
         queues=True,
     )
+    for found in service.plaintext(settings):
+        log.warning("%s: %s", *found)
     engine = create_engine(settings, name=service.name)
     server = PageServer(Page(service, settings, chosen, engine))
     try:

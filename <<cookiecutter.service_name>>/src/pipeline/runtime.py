@@ -100,6 +100,8 @@ async def process(
         loggers=service.loggers(settings),
         queues=True,
     )
+    for found in service.plaintext(settings):
+        log.warning("%s: %s", *found)
     os.register_at_fork(after_in_child=_leave_signals)
     health = Health(stall_after=settings.hang_timeout)
     # Renewed each third of their time, they outlast one call that blocks for another third.

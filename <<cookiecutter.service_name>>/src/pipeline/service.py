@@ -1,10 +1,11 @@
 """What a service consists of, as its `main.py` declares."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
@@ -24,6 +25,7 @@ from pipeline.servers.database import create_engine
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
 
+from .server_settings import over_http
 from .settings import Settings, WriterSettings
 
 log = logging.getLogger(__name__)
@@ -168,6 +170,11 @@ class Service:
                 yield engine
         finally:
             await engine.dispose()
+
+    def plaintext(self, settings: Settings) -> Iterable[tuple[str, str]]:
+        """Return a fault and advice for each host beyond loopback that TLS does not secure."""
+        of_packages = (over_http(kind()) for kind in self.settings)
+        return dict.fromkeys(chain(settings.plaintext(), *of_packages))
 
     def loggers(self, settings: Settings) -> Iterator[str]:
         """Yield the loggers that are configured beside the engine's."""

@@ -261,3 +261,14 @@ async def test_a_database_that_refuses_connections_is_told_at_once(
     assert f"PostgreSQL at 127.0.0.1:{unused_tcp_port} can&#39;t be used: " in answer.text
     assert "ConnectionRefusedError" in answer.text
     assert "in time" not in answer.text
+
+
+async def test_the_page_warns_once_of_an_address_that_tls_does_not_secure(
+    start: Start, port: int
+) -> None:
+    page = await start(
+        "page", page_token=TOKEN, page_port=port, otlp_endpoint="http://collector:4318"
+    )
+    await page.says(f"the page is at http://127.0.0.1:{port}/")
+    assert page.output.count("are not secured by TLS") == 1
+    assert "connections to collector (PIPELINE_OTLP_ENDPOINT)" in page.output

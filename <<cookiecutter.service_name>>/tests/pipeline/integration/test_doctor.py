@@ -190,6 +190,18 @@ async def test_a_database_that_a_newer_release_has_migrated_is_well(
     assert await examine() == {}
 
 
+async def test_an_address_that_tls_does_not_secure_is_told_with_its_setting(
+    examine: Examine,
+) -> None:
+    (found,) = (await examine(otlp_endpoint="http://collector:4318")).values()
+    assert found == Finding(
+        "warning",
+        "connections to collector (PIPELINE_OTLP_ENDPOINT) are not secured by TLS",
+        "use https://",
+        check="settings",
+    )
+
+
 async def test_schema_needs_the_folder_of_the_service(examine: Examine, tmp_path: Path) -> None:
     (tmp_path / "alembic.ini").unlink()
     (found,) = (await examine()).values()
