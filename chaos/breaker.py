@@ -10,7 +10,7 @@ from dataclasses import replace
 import asyncpg  # type: ignore[import-untyped]
 
 from benchmarks.payments import SERVICE
-from chaos import payments
+from chaos import brokers, copies, payments
 from chaos.memory import AUDIT, END_AUDIT, Memory
 from chaos.pressure import crowded, stood_still
 from chaos.proxy import Proxy
@@ -62,6 +62,7 @@ class Breaker:
         self._releases = releases
         self._outside_busy = asyncio.Lock()
         self._renaming = asyncio.Lock()
+        self._copying = asyncio.Lock()
         self._auditing = asyncio.Lock()
 
     async def run(self, schedule: Sequence[Fault], note: Callable[[str], None]) -> None:
@@ -95,6 +96,12 @@ class Breaker:
                 under_way = await self._pause(fault)
             case "unread" | "clients":
                 acted = await self._press(fault)
+            case "copy":
+                acted = await copies.use(self._system, fault)
+            case "refused":
+                acted = await brokers.refuse(self._system, fault)
+            case "tail":
+                acted = await brokers.lose_tail(self._system, self._memory, fault)
             case "cut":
                 acted = True in [proxy.cut() for proxy in self._proxies(fault)]
             case "halfopen":
@@ -139,10 +146,12 @@ class Breaker:
         match fault.kind:
             case "kill" | "pause" | "unread" | "clients" | "rebalance" | "relays":
                 return self._member(fault).busy
-            case "database" | "broker" | "both" | "readonly" | "connections":
+            case "database" | "broker" | "both" | "readonly" | "connections" | "refused" | "tail":
                 return self._system.servers.busy
             case "renamed":
                 return self._renaming
+            case "copy":
+                return self._copying
             case "effects":
                 return self._outside_busy
             case "audit":

