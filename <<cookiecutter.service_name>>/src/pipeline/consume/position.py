@@ -95,7 +95,8 @@ class PartitionPosition:
         depend on when that succeeds. Raises `Blocked` if the position is outside of the topic.
         """
         # Read before the offsets: another process may move it at any time.
-        stored = await self._attempts("reading the position")(self._query, positions.position)
+        asked = self._attempts("reading the position")
+        stored: positions.StoredPosition | None = await asked(self._query, positions.position)
         first = await self._offset(self._client.beginning_offsets)
         end = await self._offset(self._client.end_offsets)
         if stored is None:

@@ -349,7 +349,7 @@ def test_classes_whose_rows_can_not_be_locked_are_all_refused_at_the_start() -> 
         flight: Mapped[str] = mapped_column(Text, primary_key=True)
 
     handlers = Handlers()
-    both = [General.by("flight"), Another.by("flight")]
+    both: list[Loads[Any]] = [General.by("flight"), Another.by("flight")]
     handlers.on(Booked, topic="a", consumer="b", loads=both)(note)
 
     class Special(General):
