@@ -112,7 +112,7 @@ class PartitionPosition:
             )
         if position > end:
             raise self.changed(position, f"it ends at {end} (created anew, or its end lost)")
-        self._anchor = anchor if anchor and anchor.offset >= first else None
+        self._anchor = anchor if anchor and first <= anchor.offset < position else None
         self._last, self._epoch = None, -1
         self.fetch_from(position)
         return position

@@ -217,7 +217,7 @@ async def test_the_line_about_a_dead_event_names_it_and_is_of_its_trace(
         "topic": topic,
         "message_id": "the large",
         "message_type": "balance.changed",
-        "key": "a" * 100,
+        "key": "a" * 200,
     }
     assert (line["reason"], line["trace_id"], line["span_id"]) == ("too large", TRACE, SENDER)
 
