@@ -68,7 +68,7 @@ class PartitionPosition:
         """Where the start of this process is counted, if it is to be undone on a clean end."""
         self._starts = 0
         self._anchor: Anchor | None = None
-        self._last: ConsumerRecord | None = None
+        self._last: Anchor | None = None
         """The last records that were read: before `fetch_from`, and since then."""
         self._leader: object = None
         self._epoch = -1
@@ -119,7 +119,7 @@ class PartitionPosition:
 
     def fetch_from(self, start: int) -> None:
         """Make the client fetch from `start` on, and before it the anchor, which is compared."""
-        self._anchor = Anchor.of(self._last) if self._last else self._anchor
+        self._anchor = self._last or self._anchor
         self._last, self._leader = None, self._client.leader(self._partition)
         self._client.seek(self._partition, self._anchor.offset if self._anchor else start)
 
@@ -143,7 +143,7 @@ class PartitionPosition:
                     f"it does not hold the record of {anchor.time:%Y-%m-%d %H:%M:%S}Z that was"
                     f" read at {anchor.offset} (created anew, or its end lost)",
                 )
-        self._last = records[-1] if records else self._last
+        self._last = Anchor.of(records[-1]) if records else self._last
         return records[len(before) :]
 
     def changed(self, position: int, what: str) -> Blocked:
@@ -171,7 +171,7 @@ class PartitionPosition:
                 f" read it: {self._seek(position)}. "
             )
         elif batch.is_too_large:
-            advice = "To read it, raise PIPELINE_UNPACKED_MEBIBYTES: it takes twice that memory. "
+            advice = "To read it, raise PIPELINE_UNPACKED_MEBIBYTES, and memory to 6 times that. "
         text = (
             f"{batch}. Nothing is read until it can be. {advice}To go on behind it, without what it"
             f" holds: {self._seek(batch.next)}"

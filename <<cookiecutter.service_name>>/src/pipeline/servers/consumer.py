@@ -6,8 +6,8 @@ has a record or two, at the cost of one with fifty, and of a transaction.
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -33,6 +33,10 @@ _UNGATHERED = 100
 """Records a second up to which a fetch is sent at once."""
 _COUNTING_SECONDS = 0.5
 """How long records are counted to compute their rate."""
+
+_FETCH_BYTES = 4 * 2**20
+"""Largest fetch of a partition: several batches of small records. Its last batch is only partly
+full, and applying that takes too little time to decode a full one meanwhile."""
 
 fetcher.MemoryRecords = FetchedBatches
 
@@ -115,6 +119,25 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
     """A consumer that polls less often while no records come, which is most of its cost then."""
 
     _busy_until = 0.0
+
+    def hold(self, share: int) -> None:
+        """Fetch no more than a share of each partition, or one larger batch.
+
+        The lock `exceeding` is for those that hold more of a partition.
+        """
+        self.share, self.exceeding = share, asyncio.Lock()
+        self._fetcher._max_partition_fetch_bytes = min(share, _FETCH_BYTES)
+
+    @contextmanager
+    def resting(self, partition: TopicPartition) -> Iterator[None]:
+        """Hold and fetch nothing of the partition in the block; then go on where it was."""
+        with suppress(Exception):  # it may be revoked
+            self.pause(partition)
+        self._fetcher._records.pop(partition, None)
+        yield
+        with suppress(Exception):
+            self.resume(partition)
+        self._fetcher._notify(self._fetcher._wait_consume_future)
 
     def leader(self, partition: TopicPartition) -> object:
         """Return the leader of the partition and the connection to it."""
