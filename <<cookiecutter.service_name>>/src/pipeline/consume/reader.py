@@ -66,7 +66,8 @@ class Reader:
         self._stored_position = PartitionPosition(self._slot, client, consume, self._attempts)
         self._pace = Pace(consume.settings)
         self._stopping = asyncio.Event()
-        self._blocked: Blocked | None = None
+        self._blocked: tuple[int, str] | None = None
+        """The offset where it is blocked, and why."""
         self._is_cut_off = False
         self._is_applying = False
         self._left: list[ConsumerRecord] = []
@@ -102,6 +103,7 @@ class Reader:
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
+            pause = 0.0
             try:
                 self._move_to(await self._stored_position.locate())
                 await self._read_on()
@@ -110,7 +112,12 @@ class Reader:
             except Exception as error:
                 if not self._stopping.is_set():
                     after = error.after if isinstance(error, Paused) else None
-                    await self._block(error, after or self._settings.retry_pause)
+                    pause = after or self._settings.retry_pause
+                    self._block(self._blocked_by(error))
+            if pause:  # without the error, which refers to the batch
+                # Records that stay in the client's buffer would delay its next fetch for others.
+                with self._client.resting(self._partition):
+                    await sleep_or_event(self._stopping, pause)
 
     async def _read_on(self) -> None:
         assert self.position is not None
@@ -276,7 +283,7 @@ class Reader:
         """Set the position; the partition is ready unless it is still blocked there."""
         self.position = position
         if self._blocked is not None:
-            if position == self._blocked.offset:
+            if position == self._blocked[0]:
                 return
             log.info("%s: resumed at offset %s", self._part, position)
             self._release()
@@ -299,10 +306,10 @@ class Reader:
             return Blocked(position, "Kafka failed", text)
         return Blocked(position, "unexpected error", text, error)
 
-    async def _block(self, error: Exception, pause: float) -> None:
-        """Report which error blocks the partition, and pause for so many seconds."""
-        partition, blocked = self._partition, self._blocked_by(error)
-        if str(self._blocked) != str(blocked):
+    def _block(self, blocked: Blocked) -> None:
+        """Report why the partition is blocked."""
+        partition, text = self._partition, str(blocked)
+        if self._blocked is None or self._blocked[1] != text:
             log.error(
                 "%s is blocked and skips no record: %s",
                 self._part,
@@ -312,13 +319,9 @@ class Reader:
                 | {"offset": blocked.offset, "reason": blocked.reason},
             )
             metrics.processed(partition.topic, "", "blocked", 1, self._slot.group)
-        error.with_traceback(None)  # it refers to the batch
-        self._blocked = blocked
+        self._blocked = blocked.offset, text
         metrics.set_blocked(partition.topic, partition.partition, is_blocked=True)
-        self._health.not_ready(self._part, str(blocked))
-        # Records that stay in the client's buffer would delay its next fetch for other partitions.
-        with self._client.resting(partition):
-            await sleep_or_event(self._stopping, pause)
+        self._health.not_ready(self._part, text)
 
     def _release(self) -> None:
         if self._blocked is not None:

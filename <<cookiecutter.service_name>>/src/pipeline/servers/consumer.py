@@ -19,7 +19,7 @@ from aiokafka.errors import ConsumerStoppedError, KafkaError, for_code
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
-from .record_batches import FetchedBatches
+from .record_batches import FetchedBatches, FetchedRecords
 
 MAX_WAIT_MS, IDLE_MAX_WAIT_MS = 100, 1000
 """How long a broker waits for records before it answers that there are none. A partition whose
@@ -38,7 +38,7 @@ _FETCH_BYTES = 4 * 2**20
 """Largest fetch of a partition: several batches of small records. Its last batch is only partly
 full, and applying that takes too little time to decode a full one meanwhile."""
 
-fetcher.MemoryRecords = FetchedBatches
+fetcher.MemoryRecords, fetcher.PartitionRecords = FetchedBatches, FetchedRecords
 
 
 class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types

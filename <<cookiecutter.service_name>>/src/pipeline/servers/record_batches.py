@@ -10,9 +10,12 @@ from itertools import islice
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from struct import unpack_from
 from typing import Any
+from weakref import proxy
 
 import cramjam
+from aiokafka import ConsumerRecord
 from aiokafka.codec import _detect_xerial_stream
+from aiokafka.consumer.fetcher import PartitionRecords
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBase, _DefaultRecordBatchPy
 from aiokafka.record.memory_records import MemoryRecords
@@ -47,6 +50,17 @@ class UnreadableBatch(Exception):
 
 class _TooLarge(Exception):
     """The batch unpacks to more than its limit."""
+
+
+class FetchedRecords(PartitionRecords):  # type: ignore[misc]  # it has no types
+    """The records of a fetch: with the last reference to them goes what their batch unpacks to.
+
+    aiokafka's iterator refers to them, so the batch would stay until garbage is collected.
+    """
+
+    def _unpack_records(self) -> Iterator[ConsumerRecord]:
+        records: Iterator[ConsumerRecord] = PartitionRecords._unpack_records(proxy(self))
+        return records
 
 
 class FetchedBatches:

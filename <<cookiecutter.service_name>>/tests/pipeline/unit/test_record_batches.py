@@ -1,16 +1,20 @@
 """Batches are read as far as there is room, and what can't be read stops nothing before it."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from mmap import mmap
 from typing import Any
+from weakref import ref
 
 import pytest
 from aiokafka import TopicPartition
-from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
+from aiokafka.consumer.fetcher import READ_COMMITTED
 from aiokafka.record import memory_records
 from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 
 from pipeline.servers import record_batches
-from pipeline.servers.record_batches import FetchedBatches, UnreadableBatch
+from pipeline.servers.record_batches import FetchedBatches, FetchedRecords, UnreadableBatch
 
 CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 LARGE = 64 * 2**20
@@ -54,12 +58,12 @@ def batch(codec: str, *values: bytes, first: int = 0, headers: Headers = ()) -> 
 
 def fetched(
     data: bytes, offset: int = 0, *, checks: bool = True, room: int = 2 * LARGE
-) -> PartitionRecords:
+) -> FetchedRecords:
     """Return what aiokafka makes of a fetch from the offset on."""
     place = TopicPartition("t", 0)
     records = FetchedBatches(data)
     records.room = room
-    return PartitionRecords(place, records, [], offset, None, None, checks, READ_COMMITTED)
+    return FetchedRecords(place, records, [], offset, None, None, checks, READ_COMMITTED)
 
 
 def values(records: Sequence[Any]) -> list[bytes]:
@@ -124,6 +128,39 @@ def test_what_comes_before_a_batch_that_is_too_large_is_read() -> None:
     assert found.next_fetch_offset == 2, "the next fetch begins with it"
     with pytest.raises(UnreadableBatch):
         list(fetched(bomb, 2, room=LIMIT))
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ref[mmap]]]:
+    """Return references to what is unpacked, for which no garbage is collected."""
+    found: list[ref[mmap]] = []
+
+    def noted(*args: Any, **options: Any) -> mmap:
+        memory = mmap(*args, **options)
+        found.append(ref(memory))
+        return memory
+
+    monkeypatch.setattr(record_batches, "mmap", noted)
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+def test_what_is_unpacked_goes_with_its_records_also_if_some_are_not_taken(
+    unpacked: list[ref[mmap]],
+) -> None:
+    records = fetched(batch("gzip", b"a", b"b"))
+    assert next(records).value == b"a"
+    assert [one() is not None for one in unpacked] == [True]
+    del records
+    assert [one() for one in unpacked] == [None]
+
+
+def test_what_is_unpacked_goes_with_the_error_if_it_is_too_much(unpacked: list[ref[mmap]]) -> None:
+    records = fetched(batch("gzip", bytes(LARGE)), room=LIMIT)
+    with suppress(UnreadableBatch):
+        next(records)
+    assert [one() for one in unpacked] == [None]
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
