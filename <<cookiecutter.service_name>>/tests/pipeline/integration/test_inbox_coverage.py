@@ -35,9 +35,12 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     ("configs", "complaint"),
     [
         ({"retention.ms": str(7 * DAY)}, None),
-        ({"retention.ms": str(9 * DAY)}, "(for 9.0 days)"),
-        ({"retention.ms": "-1"}, "(for ever)"),
-        ({"retention.ms": str(7 * DAY), "cleanup.policy": "compact"}, "(for ever)"),
+        (
+            {"retention.ms": str(9 * DAY)},
+            "keeps records for 9.0 days, and the inbox remembers for 8.0",
+        ),
+        ({"retention.ms": "-1"}, "keeps records for ever"),
+        ({"retention.ms": str(7 * DAY), "cleanup.policy": "compact"}, "keeps records for ever"),
         ({"retention.ms": str(7 * DAY), "cleanup.policy": "compact,delete"}, None),
     ],
 )
