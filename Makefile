@@ -37,7 +37,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up down demo chaos chaos-selftest bench instructions model docs test-unit test test-full
-.PHONY: test-docker canary release
+.PHONY: test-docker canary release pin-image
 .PHONY: announce-test test-engine test-template test-engine-full test-template-full
 .PHONY: check check-raw format requirements clean
 
@@ -177,6 +177,9 @@ requirements: $(INSTALLED) ## pin the packages of the .in files (UPGRADE=--upgra
 	@$(PIN) requirements.in --output-file requirements.txt --constraint '$(RAW)/requirements/dev.txt'
 	@$(MAKE) --no-print-directory setup  # the packages that are pinned now
 	@$(BIN)/python -m tests.imports
+
+pin-image: ## pin the base of the image of services by the digest that its tag has now (with Docker)
+	@$(MAKE) --no-print-directory --directory='$(RAW)' pin-image
 
 clean: ## delete all generated files, including the servers' data
 	@test ! -x $(BIN)/python || $(MAKE) --no-print-directory down

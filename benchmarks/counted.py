@@ -95,11 +95,12 @@ async def measure(job: Job, folder: Path | None) -> dict[str, Any]:
         object.__setattr__(handler, "timeout", 3_600.0)  # valgrind takes forty times as long
 
     async def handle(task: "SingleTask", number: int) -> None:
+        (partition,) = consumer.assignment()
         for _ in range(number // job.batch):
             records: list[Any] = []
             while left := job.batch - len(records):
-                found = await consumer.getmany(timeout_ms=1_000, max_records=left)
-                records += (record for each in found.values() for record in each)
+                await consumer.arrival(partition, asyncio.get_running_loop().time() + 1.0)
+                records += await consumer.take(partition, left)
             await task.handle(records)
 
     async with single_task(GROUP, settings, handlers) as task:

@@ -49,6 +49,15 @@ _MARKERS = {
     "benchmarks.peers.pactix": "SELECT count(*) FROM inbox_message WHERE status = 'processed'",
     "benchmarks.peers.txoutbox": "SELECT count(*) FROM inbox",
 }
+_ADOPT = """
+DO $$ BEGIN
+    UPDATE pipeline.outbox_cluster SET database_oid = oid, kafka_cluster = NULL
+      FROM pg_database WHERE datname = current_database();
+EXCEPTION WHEN undefined_table OR undefined_column OR invalid_schema_name THEN
+    NULL;  -- another contestant, or release
+END $$
+"""
+"""What makes a copy of a template a database of its own."""
 _MIGRATED = "-"
 """Stands for a topic where none is needed."""
 
@@ -210,6 +219,7 @@ class Rig:
         self._number += 1
         name = f"bench_{self._tag}_{self._number}"
         await self.execute(f"CREATE DATABASE {name} TEMPLATE {template}", "CHECKPOINT")
+        await self.execute(_ADOPT, database=self._url(name))
         try:
             async with self.fresh_topic(partitions) as output:
                 yield Site(contestant, self._url(name), input_, output, name)

@@ -80,7 +80,7 @@ async def single_task(
         otlp_endpoint=settings.otlp_endpoint,
         sample_ratio=settings.trace_sample_ratio,
     )
-    engine = create_engine(settings, name=group)
+    engine = create_engine(settings, name=group, check=None)
     publisher = Publisher(settings, client_id=group, owner=group)
     try:
         consume = ConsumeTransactions(

@@ -16,7 +16,12 @@ SELECT count(*) FROM pipeline.backlog AS b
         WHERE before.order_key = b.order_key AND before.holds
           AND (before.partition, before."offset") < (b.partition, b."offset"))
 """
-STAGED = "SELECT DISTINCT event_id FROM pipeline.outbox"
+# What waits for its topic is kept when its day of the outbox has gone.
+STAGED = """
+SELECT event_id FROM pipeline.outbox
+ UNION
+SELECT event_id FROM pipeline.outbox_rejected
+"""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from dataclasses import replace
 import asyncpg  # type: ignore[import-untyped]
 
 from benchmarks.payments import SERVICE
-from chaos import payments
+from chaos import brokers, copies, payments
 from chaos.memory import AUDIT, END_AUDIT, Memory
+from chaos.pressure import crowded, stood_still
 from chaos.proxy import Proxy
 from chaos.recovery import Ended
 from chaos.releases import Releases
@@ -61,6 +62,7 @@ class Breaker:
         self._releases = releases
         self._outside_busy = asyncio.Lock()
         self._renaming = asyncio.Lock()
+        self._copying = asyncio.Lock()
         self._auditing = asyncio.Lock()
 
     async def run(self, schedule: Sequence[Fault], note: Callable[[str], None]) -> None:
@@ -92,6 +94,14 @@ class Breaker:
                 await self._kill(fault)
             case "pause":
                 under_way = await self._pause(fault)
+            case "unread" | "clients":
+                acted = await self._press(fault)
+            case "copy":
+                acted = await copies.use(self._system, fault)
+            case "refused":
+                acted = await brokers.refuse(self._system, fault)
+            case "tail":
+                acted = await brokers.lose_tail(self._system, self._memory, fault)
             case "cut":
                 acted = True in [proxy.cut() for proxy in self._proxies(fault)]
             case "halfopen":
@@ -134,12 +144,14 @@ class Breaker:
     def _one_at_a_time(self, fault: Fault) -> AbstractAsyncContextManager[object]:
         """Return what keeps faults apart that would undo each other."""
         match fault.kind:
-            case "kill" | "pause" | "rebalance" | "relays":
+            case "kill" | "pause" | "unread" | "clients" | "rebalance" | "relays":
                 return self._member(fault).busy
-            case "database" | "broker" | "both" | "readonly" | "connections":
+            case "database" | "broker" | "both" | "readonly" | "connections" | "refused" | "tail":
                 return self._system.servers.busy
             case "renamed":
                 return self._renaming
+            case "copy":
+                return self._copying
             case "effects":
                 return self._outside_busy
             case "audit":
@@ -173,6 +185,21 @@ class Breaker:
         finally:
             member.service.send(signal.SIGCONT)
         return counting.result() if member.command == "consume" else 0
+
+    async def _press(self, fault: Fault) -> bool:
+        """Crowd a process's port, or leave its log unread; return whether that concerned it.
+
+        Notes it if it stands still for half of the time.
+        """
+        member, is_crowd = self._member(fault), fault.kind == "clients"
+        service = member.service
+        if service.pid is None or await service.seconds_since_beat() is None:
+            return False
+        async with crowded(service.port, service.pid) if is_crowd else member.pipe.unread():
+            still = await stood_still(service, fault.seconds)
+        if still > fault.seconds / 2:
+            self._system.misbehaved.append(f"{member.name} stood still for {still:.1f} s: {fault}")
+        return is_crowd or await member.pipe.has_waited()
 
     def _proxies(self, fault: Fault) -> list[Proxy]:
         return [member.proxies[fault.server] for member in self._system.targets(fault.target)]

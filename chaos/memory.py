@@ -7,8 +7,9 @@ by them: what the service is then free to forget is never sent again and never r
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
-from contextlib import suppress
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 
 import asyncpg  # type: ignore[import-untyped]
@@ -127,7 +128,7 @@ class Memory:
         self._since = datetime.fromtimestamp(0, UTC)
         """What was sent before may be forgotten."""
         self._busy = asyncio.Lock()
-        """Held while what may be forgotten is found out, and while a replay goes back."""
+        """Held while what may be forgotten is found out, a replay goes back, or the input rests."""
 
     async def watch(self) -> None:
         """Keep what generations remember that were closed, and note what had been sent by then."""
@@ -197,6 +198,16 @@ class Memory:
                 return False
         return True
 
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[int]:
+        """Let nothing be sent, forgotten or read again in the block; yield what is left to send."""
+        async with self._busy:
+            self._feed.send(signal.SIGSTOP)
+            try:
+                yield self._feed.said["sends"] - self._feed.said["done"]
+            finally:
+                self._feed.send(signal.SIGCONT)
+
     async def hold_up_moves(self, seconds: float) -> bool:
         """Let no relay move what is due; then end the first who do, in the middle of it.
 
@@ -250,7 +261,8 @@ class Memory:
         ]
         if sent:
             now = datetime.now(UTC)
-            async with witness.reading(self._servers.stack.kafka, feed.TOPIC) as consumer:
+            reading = witness.reading(self._servers.stack.kafka, feed.TOPIC)
+            async with self._busy, reading as consumer:
                 ends = await consumer.end_offsets(consumer.assignment())
             there = {one.partition: end for one, end in ends.items()}
             self._sent |= dict.fromkeys(sent, (now, there))

@@ -21,4 +21,4 @@ for one in HANDLERS:
     handlers.add(replace(one, policy=replace(one.policy, schedule=SCHEDULE)))
 
 if __name__ == "__main__":
-    command_line(Service(NAME, handlers=handlers, metadata=TABLES))()
+    command_line(Service(NAME, handlers=handlers, metadata=TABLES)).run_process()

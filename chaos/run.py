@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from chaos import payments, schedule
+from chaos import copies, payments, schedule
 from chaos import plan as plans
 from chaos.plan import Plan
 from chaos.poison import WAYS
@@ -36,7 +36,7 @@ FAILURES = (
     asyncpg.PostgresError,
     OSError,
 )
-MEMBERS = (*CONSUMERS, *RELAYS, *EXTRA, *payments.MEMBERS)
+MEMBERS = (*CONSUMERS, *RELAYS, *EXTRA, *copies.MEMBERS, *payments.MEMBERS)
 WRONG = ("lost", "doubled", "reordered", "misjudged", "stuck")
 FARTHEST = 0.1
 """Share of the scans after which none comes again, in a round in which they are forgotten."""

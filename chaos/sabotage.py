@@ -13,6 +13,7 @@ from chaos.plan import Plan
 from chaos.poison import LATE, TALLY
 from chaos.round import CONSUMERS, RELAYS
 from chaos.schedule import EVERYBODY, MODES, Fault
+from demo.witness import TOPIC
 
 PATIENCE = 15.0
 """Seconds: no round here has a fault that takes longer to be noticed."""
@@ -299,6 +300,39 @@ LOADS: Mapping[str, Load] = {
             *(Fault(at, "scheduled", "postgres", 3.0) for at in (3.0, 9.0, 15.0)),
         ],
         parcels=200,
+    ),
+    "a log that nothing reads": Load(
+        events=2_000,
+        seconds=18,
+        schedule=[Fault(3, "unread", CONSUMERS[0], 12.0)],
+        # Each is a line of the log.
+        poison=0.1,
+        kinds=("rejects",),
+    ),
+    "clients that say nothing": Load(
+        events=1_500,
+        seconds=16,
+        schedule=[Fault(2, "clients", CONSUMERS[0], 12.0)],
+    ),
+    "a copy beside the database": Load(
+        events=2_000,
+        seconds=40,
+        # Its processes take a while to start.
+        schedule=[Fault(4, "copy", "postgres", 10.0)],
+        errands=("effects", "scheduled"),
+    ),
+    "a topic that refuses": Load(
+        events=3_000,
+        seconds=28,
+        schedule=[Fault(at, "refused", TOPIC, 6.0) for at in (3.0, 15.0)],
+        parcels=100,
+        strays=0.0,
+        errands=("scheduled",),
+    ),
+    "a tail that is lost": Load(
+        events=3_000,
+        seconds=40,
+        schedule=[Fault(4, "tail", "kafka", 4.0)],
     ),
 }
 
@@ -790,6 +824,63 @@ from pipeline.handlers.staging import StagedEvent, copy
                 "                     WHERE due_at <= now()\n",
                 "                     WHERE due_at <= now() + interval '1.5 s'\n",
             ),
+        ],
+    ),
+    Sabotage(
+        "a line is written by whoever logs it",
+        "a log that nothing reads",
+        [Edit("runtime.py", "queues=True", "queues=False")],
+    ),
+    Sabotage(
+        "health port serves any number of requests",
+        "clients that say nothing",
+        [Edit("observe/health.py", "MOST_REQUESTS = 32\n", "MOST_REQUESTS = 10_000\n")],
+    ),
+    Sabotage(
+        "a database that is copied within its server is the same",
+        "a copy beside the database",
+        [
+            Edit(
+                "servers/cluster.py",
+                """
+         JOIN pg_database ON pg_database.oid = database_oid
+        WHERE datname = current_database())""",
+                ")",
+            )
+        ],
+    ),
+    Sabotage(
+        "events do not wait behind others of their topic",
+        "a topic that refuses",
+        [Edit("relay/relay.py", 'if self._rejected.is_waiting(event["topic"])}', "if False}")],
+    ),
+    Sabotage(
+        "a topic that refuses is an outage",
+        "a topic that refuses",
+        [
+            Edit(
+                "relay/rejected.py",
+                """\
+    errors.BrokerResponseError: Rejection(
+        "topic refuses",
+        "topic {topic} does not take events ({error}): check its settings and its replicas",
+        of_topic=True,
+        waits=True,
+    ),
+""",
+                "    errors.BrokerResponseError: None,\n",
+            )
+        ],
+    ),
+    Sabotage(
+        "what was read last is not compared",
+        "a tail that is lost",
+        [
+            Edit(
+                "consume/position.py",
+                "if (found or is_due) and found != [(anchor.offset, anchor.hash)]:",
+                "if False:",
+            )
         ],
     ),
 )

@@ -8,9 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from demo.witness import TOPIC
+
 Kind = Literal[
     "kill",
     "pause",
+    "unread",
+    "clients",
+    "copy",
+    "refused",
+    "tail",
     "cut",
     "delay",
     "halfopen",
@@ -50,6 +57,11 @@ FIRST_AFTER = 1.0
 LASTS: dict[Kind, tuple[float, float]] = {
     "kill": (0.0, 3.0),
     "pause": (5.0, 9.0),
+    "unread": (8.0, 12.0),
+    "clients": (8.0, 12.0),
+    "copy": (3.0, 6.0),
+    "refused": (4.0, 8.0),
+    "tail": (2.0, 4.0),
     "cut": (0.0, 0.0),
     "delay": (3.0, 6.0),
     "halfopen": (0.0, 0.0),
@@ -74,7 +86,7 @@ LASTS: dict[Kind, tuple[float, float]] = {
 }
 SINGLE: tuple[Kind, ...] = ("kill", "pause", "cut", "delay", "halfopen", "partition")
 """Kinds that hit any process of a service, by itself or with all."""
-_HOW_LONG: dict[Kind, str] = {"replay": "of", "rollout": "with pauses of"}
+_HOW_LONG: dict[Kind, str] = {"replay": "of", "rollout": "with pauses of", "tail": "of"}
 LATENCY = (0.02, 0.15)
 """Seconds that a delayed link takes longer, shortest and longest."""
 
@@ -87,10 +99,10 @@ class Fault:
     """Seconds after the first scan."""
     kind: Kind
     target: str
-    """A process of the service, everybody, or a server; or how the outside fails."""
+    """A process of the service, everybody, a server, or a topic; or how the outside fails."""
     seconds: float = 0.0
-    """How long it lasts; of a replay, how far it goes back; of a rollout, the pause between two
-    processes."""
+    """How long it lasts; of a replay, how far it goes back; of a tail, how much is lost; of a
+    rollout, the pause between two processes."""
     server: str = ""
     """Whose connections suffer, of a fault on the way."""
     latency: float = 0.0
@@ -161,7 +173,7 @@ def _fault(
     seconds = round(chance.uniform(*LASTS[kind]), 2)
     members = [*consumers, *relays]
     match kind:
-        case "kill" | "pause":
+        case "kill" | "pause" | "clients":
             return Fault(at, kind, chance.choice(members), seconds)
         case "cut" | "halfopen" | "partition":
             target, server = chance.choice([*members, EVERYBODY]), chance.choice(SERVERS)
@@ -187,9 +199,14 @@ def _fault(
             | "rotation"
             | "scheduled"
             | "audit"
+            | "copy"
         ):
             return Fault(at, kind, "postgres", seconds)
-        case "replay":
+        case "tail":
+            return Fault(at, kind, "kafka", seconds)
+        case "refused":
+            return Fault(at, kind, TOPIC, seconds)
+        case "replay" | "unread":
             return Fault(at, kind, chance.choice(consumers), seconds)
         case "effects":
             return Fault(at, kind, chance.choice(MODES), seconds)

@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -14,6 +14,7 @@ import asyncpg  # type: ignore[import-untyped]
 from aiokafka.errors import KafkaError  # type: ignore[import-untyped]
 
 from chaos.poison import TALLY
+from chaos.pressure import LogPipe
 from chaos.proxy import HOST, Address, Proxy
 from chaos.schedule import EVERYBODY
 from demo.processes import PACKAGE, ProcessFailed, Service, Stack, end_holder
@@ -75,6 +76,7 @@ class Member:
         self.name = name
         self.command, _, _ = name.partition("-")
         self.log = folder / f"{name}.log"
+        self.pipe = LogPipe(self.log)
         self.proxies = {
             "postgres": Proxy(lambda: servers.address("postgres")),
             "kafka": Proxy(lambda: servers.address("kafka"), kafka=True),
@@ -93,10 +95,11 @@ class Member:
             await proxy.start()
         ports = {name: proxy.port for name, proxy in self.proxies.items()}
         addresses = self._servers.settings(ports, database)
+        self.pipe.open()
         self._service = Service(
             self._project,
             {**SETTINGS, **settings, **addresses},
-            self.log,
+            self.pipe.path,
             self._lock,
             command=self.command,
             module=self._module,
@@ -112,6 +115,7 @@ class Member:
         """End everything at once."""
         if self._service is not None:
             await self._service.kill()
+        self.pipe.close()
         for proxy in self.proxies.values():
             await proxy.stop()
 
@@ -188,9 +192,10 @@ class System:
         self.servers = Servers(project, folder, self.setup_log)
         self.members: dict[str, Member] = {}
         self.misbehaved: list[str] = []
-        """Processes that ended by themselves, or did not end when they were asked to."""
+        """What processes did that they should not, such as to end by themselves."""
         self._project = project
         self._module = module
+        self._settings: Mapping[str, str] = {}
 
     async def clear(self) -> None:
         """End what a round that was killed has left running here, and delete its data."""
@@ -212,6 +217,7 @@ class System:
         The statements `beforehand` come before anything of the service, those `afterwards` when its
         tables are there.
         """
+        self._settings = settings
         await self.clear()
         await self.servers.start()
         await self.servers.execute(*beforehand)
@@ -238,6 +244,24 @@ class System:
         await self.members[members[0]].service.prepare(self.setup_log)
         await self.servers.execute(*rows, database=database)
         await self._run(members)
+
+    @asynccontextmanager
+    async def running(self, names: Sequence[str], database: str) -> AsyncIterator[list[Member]]:
+        """Run processes of the service on another database during the block.
+
+        They are none of the members: no other fault hits them, and nobody waits for them.
+        """
+        members = [
+            Member(name, self._project, self.folder, self.servers, self._module) for name in names
+        ]
+        try:
+            for member in members:
+                await member.prepare(self._settings, database)
+                await member.service.start()
+            yield members
+        finally:
+            for member in members:
+                await member.close()
 
     async def _run(self, members: Sequence[str]) -> None:
         for name in members:
@@ -278,6 +302,18 @@ class System:
                 return {member.name: why for member, why in zip(running, said, strict=True)}
             await asyncio.sleep(LOOK_EVERY)
 
+    async def is_said(self, words: str, patience: float = 0.0) -> bool:
+        """Return whether a member says so when it is asked whether it is ready.
+
+        Waits for so many seconds at most until one does.
+        """
+        until = time.monotonic() + patience
+        while not any(words in why for why in (await self.obstacles()).values()):
+            if time.monotonic() >= until:
+                return False
+            await asyncio.sleep(LOOK_EVERY)
+        return True
+
     async def stop(self) -> None:
         """Ask the members to end; note those that do not do so properly.
 
@@ -286,6 +322,8 @@ class System:
         members = list(self.members.values())
         properly = await asyncio.gather(*(member.service.stop() for member in members))
         self._blame(*(m for m, well in zip(members, properly, strict=True) if not well))
+        for member in members:
+            member.pipe.read()  # what it wrote last
 
     async def end(self, member: Member) -> None:
         """Ask a member to end while faults go on; note it if it has to be killed.

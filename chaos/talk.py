@@ -80,6 +80,12 @@ class Helper:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n".encode())
 
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it has not ended."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
     async def says(self, name: str) -> Any:
         """Wait until it has said something by this name; return it."""
         async with self._news:

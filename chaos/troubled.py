@@ -285,4 +285,4 @@ if __name__ == "__main__":
     workers = [EffectWorkers]
     command_line(
         Service(service.name, handlers=handlers, metadata=Base.metadata, workers=workers)
-    )()
+    ).run_process()

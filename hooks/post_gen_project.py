@@ -22,6 +22,7 @@ PACKAGES = (
         "debezium",
         "effects",
         "http_api",
+        "http_server",
         "object_store",
         "oidc",
         "operate",
@@ -131,19 +132,21 @@ def make_repository() -> str:
 
 
 # Features may share files and requirements, so all are collected before any is removed. A file is
-# removed if one of its features is not chosen, a requirement if none of them is.
+# removed if one of its features is not chosen, a requirement or what is shared if none of them is.
 example = {"yes": "parcels", "no": "none"}.get(ANSWERS["worked_example"], ANSWERS["worked_example"])
 named: dict[str, set[str]] = {"yes": set(), "no": set()}
 for feature, names in json.loads(MANIFEST.read_text("utf-8")).items():
     is_chosen = feature == example or ANSWERS.get(feature) == "yes"
     named["yes" if is_chosen else "no"].update(names)
-unwanted = sorted(named["no"])
+unwanted = [each for each in sorted(named["no"]) if ": " not in each or each not in named["yes"]]
 required = [
-    each.removeprefix("requirements: ")
-    for each in unwanted
-    if ": " in each and each not in named["yes"]
+    each.removeprefix("requirements: ") for each in unwanted if each.startswith("requirements: ")
 ]
-paths = [Path(each) for each in unwanted if ": " not in each]
+paths = [
+    Path(each.removeprefix("shared: "))
+    for each in unwanted
+    if not each.startswith("requirements: ")
+]
 for path in paths:
     if not path.exists():
         raise SystemExit(f"{MANIFEST} names {path}, which does not exist")

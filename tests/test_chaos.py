@@ -14,7 +14,7 @@ import threading
 from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, fields, replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -24,9 +24,12 @@ from uuid import uuid4
 import asyncpg  # type: ignore[import-untyped]
 import httpx2
 import pytest
+from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic  # type: ignore[import-untyped]
+from aiokafka.errors import InvalidTimestampError  # type: ignore[import-untyped]
 
 from chaos import breaker as breakers
-from chaos import errands, feed, schedule, system
+from chaos import brokers, copies, errands, feed, schedule, system
 from chaos import plan as plans
 from chaos import poison as poisons
 from chaos import run as runs
@@ -55,10 +58,11 @@ from chaos.system import Member, Servers, System
 from chaos.talk import Helper
 from demo import processes
 from demo.evidence import Evidence
+from demo.feed import TOPIC
 from demo.flights import Scan
 from demo.ledger import audit
 from demo.processes import PACKAGE, ProcessFailed, last_lines
-from demo.witness import CONSUMER
+from demo.witness import CONSUMER, read_records
 
 from tests.baked import RAW
 from tests.test_demo import (
@@ -838,8 +842,280 @@ async def test_who_ignores_that_it_is_asked_to_end_is_noted(
         assert deaf.misbehaved[2:] == ["relay-1 did not end when it was asked to"]
 
 
+CHATTY = """
+import json, os, threading, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+
+class Alive(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"seconds_since_beat": time.monotonic() - beat}).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+def write():
+    os.write(2, b"%d\\n" % next(numbers))
+
+def write_all():
+    while True:
+        write()
+        time.sleep(0.01)
+
+beat, numbers = time.monotonic(), count()
+server = ThreadingHTTPServer(("127.0.0.1", int(os.environ["PIPELINE_HEALTH_PORT"])), Alive)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+if not WAITS:
+    threading.Thread(target=write_all, daemon=True).start()
+while True:
+    beat = time.monotonic()
+    if WAITS:
+        write()
+    time.sleep(0.01)
+"""
+"""A service that writes a lot, and waits until it is written or has a thread for it."""
+
+
+@needs_proc
+@pytest.mark.full
+@pytest.mark.integration
+@pytest.mark.parametrize("waits", [False, True])
+async def test_who_stands_still_while_nothing_reads_its_log_is_noted(
+    tmp_path: Path, waits: bool
+) -> None:
+    script = f"WAITS = {waits}\n{CHATTY}"
+    async with slow_system(tmp_path, "consume-1", script=script) as chatty:
+        member, breaker = chatty.members["consume-1"], breaker_of(chatty)
+        await member.service.start()
+        await until_it_answers(member)
+        await breaker.run([Fault(0, "unread", "consume-1", 4.0)], lambda _: None)
+        assert [one.kind for one in breaker.ended] == ["unread"]
+        noted = [one.partition(" for ")[0] for one in chatty.misbehaved]
+        assert noted == ["consume-1 stood still"] * waits
+    written = [int(line) for line in member.log.read_text().splitlines()]
+    assert written == list(range(len(written)))
+    assert len(written) > 10
+
+
+async def until_it_answers(member: Member) -> None:
+    """Wait until a process says whether it is alive."""
+    while await member.service.seconds_since_beat() is None:  # noqa: ASYNC110  # another process
+        await asyncio.sleep(0.1)
+
+
+SERVING = f"""
+import os, sys, time
+sys.path.insert(0, {str(RAW / "src")!r})
+from pipeline.observe import health
+
+health.MOST_REQUESTS = MOST or health.MOST_REQUESTS
+state = health.Health(stall_after=60)
+with health.serving(state, host="127.0.0.1", port=int(os.environ["PIPELINE_HEALTH_PORT"])):
+    while True:
+        state.beat()
+        time.sleep(0.1)
+"""
+"""A service that has nothing but its health port."""
+
+
+@needs_proc
+@pytest.mark.full
+@pytest.mark.integration
+@pytest.mark.parametrize(("most", "is_noted"), [(None, False), (10_000, True)])
+async def test_who_does_not_answer_while_clients_crowd_its_port_is_noted(
+    tmp_path: Path, most: int | None, is_noted: bool
+) -> None:
+    async with slow_system(tmp_path, "relay-1", script=f"MOST = {most}\n{SERVING}") as crowded:
+        member, breaker = crowded.members["relay-1"], breaker_of(crowded)
+        await member.service.start()
+        await until_it_answers(member)
+        await breaker.run([Fault(0, "clients", "relay-1", 8.0)], lambda _: None)
+        assert [one.kind for one in breaker.ended] == ["clients"]
+        noted = [one.partition(" for ")[0] for one in crowded.misbehaved]
+        assert noted == ["relay-1 stood still"] * is_noted
+        await until_it_answers(member)
+
+
+ANSWERING = """
+import asyncio, os
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import asyncpg
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if SAYS else 200)
+        self.end_headers()
+        self.wfile.write(SAYS.encode())
+
+    def log_message(self, *arguments):
+        pass
+
+async def delete():
+    url = os.environ["PIPELINE_DATABASE_URL"].replace("+asyncpg", "")
+    connection = await asyncpg.connect(url)
+    await connection.execute("DELETE FROM pipeline.outbox")
+    await connection.close()
+
+if DELETES:
+    asyncio.run(delete())
+HTTPServer(("127.0.0.1", int(os.environ["PIPELINE_HEALTH_PORT"])), Ready).serve_forever()
+"""
+"""A service that says why it is not ready, and may delete what its database holds."""
+
+
+def answering(says: str, *, deletes: bool = False) -> str:
+    """The script of such a service."""
+    return f"SAYS, DELETES = {says!r}, {deletes}\n{ANSWERING}"
+
+
+@needs_proc
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("says", "deletes", "noted"),
+    [
+        (copies.ADOPT, False, []),
+        (
+            "",
+            False,
+            [f"{one} does not wait for 'service adopt'" for one in copies.MEMBERS],
+        ),
+        (copies.ADOPT, True, ["the copy of the database was changed"]),
+    ],
+)
+async def test_who_works_on_a_copy_of_the_database_is_noted(
+    tmp_path: Path, says: str, deletes: bool, noted: list[str]
+) -> None:
+    own, url = f"rig_{uuid4().hex[:8]}", os.environ["PIPELINE_DATABASE_URL"]
+    async with slow_system(tmp_path, script=answering(says, deletes=deletes)) as beside:
+        addresses = beside.servers.stack.addresses
+        addresses["PIPELINE_DATABASE_URL"] = url
+        await beside.servers.execute(f"CREATE DATABASE {own}")
+        addresses["PIPELINE_DATABASE_URL"] = system._in(own, url)
+        tables = ("inbox", "outbox", "backlog", "scheduled")
+        await beside.servers.execute(
+            "CREATE SCHEMA pipeline",
+            *(f"CREATE TABLE pipeline.{name} AS SELECT 1 AS n" for name in tables),
+        )
+        breaker = breaker_of(beside)
+        for _ in range(2):
+            await breaker.run([Fault(0, "copy", "postgres", 0.1)], lambda _: None)
+        left = await beside.servers.execute("SELECT FROM pipeline.outbox")
+        addresses["PIPELINE_DATABASE_URL"] = url
+        for name in (own, f"{own}_copy"):
+            await beside.servers.execute(f"DROP DATABASE {name} WITH (FORCE)")
+        assert [one.kind for one in breaker.ended] == ["copy", "copy"]
+        assert [one.partition(": ")[0] for one in beside.misbehaved] == 2 * noted
+        assert left == "SELECT 1", "the original has everything"
+
+
+@needs_proc
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("says", "is_met", "noted"),
+    [
+        ('{"relay to %s": "events wait: topic %s does not take events"}', True, []),
+        ('{"relay": "%s/3: InvalidTimestampError"}', False, ["a relay holds all events up"]),
+        ("", False, []),
+    ],
+)
+async def test_a_topic_refuses_for_a_while_and_who_holds_all_events_up_is_noted(
+    tmp_path: Path, says: str, is_met: bool, noted: list[str]
+) -> None:
+    kafka, topic = os.environ["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"], f"rig-{uuid4().hex[:8]}"
+    admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+    await admin.start()
+    try:
+        await admin.create_topics([NewTopic(topic, 1, 1)])
+        script = answering(says.replace("%s", topic))
+        async with slow_system(tmp_path, "relay-1", script=script) as refused:
+            refused.servers.stack.addresses["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"] = kafka
+            relay = refused.members["relay-1"].service
+            await relay.start()
+            while "Connection" in await relay.obstacle():  # noqa: ASYNC110  # another process
+                await asyncio.sleep(0.1)
+            fault = Fault(0, "refused", topic, 3.0)
+            async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
+                refusing = asyncio.create_task(brokers.refuse(refused, fault))
+                with pytest.raises(InvalidTimestampError):
+                    while not refusing.done():
+                        await producer.send_and_wait(topic, b"refused now and then")
+                assert await refusing is is_met
+                while True:  # the broker has been told, and may not know yet
+                    with suppress(InvalidTimestampError):
+                        await producer.send_and_wait(topic, b"taken")
+                        break
+            assert [one.partition(": ")[0] for one in refused.misbehaved] == noted
+    finally:
+        await admin.delete_topics([topic])
+        await admin.close()
+
+
+@needs_proc
+@pytest.mark.full
+@pytest.mark.integration
+async def test_a_partition_that_has_lost_its_end_has_other_records_until_it_gets_it_back(
+    tmp_path: Path,
+) -> None:
+    servers = Servers(RAW, tmp_path, tmp_path / "log")
+    try:
+        await servers.start()
+        kafka = servers.stack.kafka
+        admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
+        await admin.start()
+        await admin.create_topics([NewTopic(TOPIC, 2, 1)])
+        await admin.close()
+
+        async def send(*values: bytes) -> None:
+            async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
+                for value in values:
+                    await producer.send_and_wait(TOPIC, value, partition=1)
+
+        async def values() -> list[bytes]:
+            return [one.value for one in await read_records(kafka, TOPIC)]
+
+        await send(b"0", b"1")
+        before = await brokers.ends(servers)
+        await send(b"2", b"3", b"4")
+        async with brokers.cut(servers, 1, before[1].size):
+            assert await values() == [b"0", b"1"]
+            await brokers.fill(servers, 1, 6)
+            assert (await brokers.ends(servers))[1].offset == 6
+            assert (await values())[:2] == [b"0", b"1"]
+            assert len({*(await values())[2:]}) == 1
+        assert await values() == [b"0", b"1", b"2", b"3", b"4"]
+        await send(b"5")
+        assert await values() == [b"0", b"1", b"2", b"3", b"4", b"5"]
+    finally:
+        await servers.stack.remove(tmp_path / "log")
+
+
+@pytest.mark.slow
+async def test_an_input_at_rest_is_sent_nothing_and_says_how_much_is_to_come(
+    tmp_path: Path,
+) -> None:
+    helper = Helper("outside", tmp_path / "outside.log", requests=tmp_path / "requests")
+    memory = Memory(Servers(tmp_path, tmp_path, tmp_path / "log"), helper)
+    running = asyncio.create_task(helper.run())
+    url = await helper.says("url")
+    helper.said |= {"sends": 10, "done": 3}
+    async with memory.at_rest() as to_come:
+        assert to_come == 7
+        with pytest.raises(httpx2.ReadTimeout):
+            await asyncio.to_thread(httpx2.get, url, timeout=1.0)
+    helper.tell("end")
+    await running
+    async with memory.at_rest():
+        pass  # it has ended
+
+
 NO_EFFECT = " took no effect"
 IN_VAIN: tuple[schedule.Kind, ...] = (
+    "unread",
+    "clients",
+    "copy",
     "cut",
     "halfopen",
     "terminate",
@@ -867,7 +1143,8 @@ async def test_a_fault_that_takes_no_effect_is_tried_again_and_then_not_counted(
         server = await asyncio.start_server(Echo().answer, HOST, 0)
         port = server.sockets[0].getsockname()[1]
         idle.servers.stack.addresses["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"] = f"{HOST}:{port}"
-        running = asyncio.create_task(breaker.run([faults[0]], notes.append))
+        cut = faults[IN_VAIN.index("cut")]
+        running = asyncio.create_task(breaker.run([cut], notes.append))
         await asyncio.sleep(0)
         reader, writer = await asyncio.open_connection(
             HOST, idle.members["consume-1"].proxies["kafka"].port
@@ -1213,10 +1490,10 @@ def test_two_releases_come_out_by_expand_and_contract_while_scans_are_handled(
 def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorders_nothing(
     tmp_path: Path,
 ) -> None:
-    options = ["--events", "4000", "--seconds", "80", "--seed", "4", "--poison", "0.05"]
+    options = ["--events", "6000", "--seconds", "120", "--seed", "4", "--poison", "0.05"]
     report, evidence = ran(tmp_path, *options)
     assert report["holds"], evidence
-    assert report["sent"] == 4_000, evidence
+    assert report["sent"] == 6_000, evidence
     assert report["duplicates"] > 400, evidence
     assert report["dead"] > 50, evidence
     assert report["parked"] > 10, evidence
@@ -1228,15 +1505,15 @@ def test_a_service_around_which_everything_breaks_once_loses_doubles_and_reorder
         *ILLEGIBLE,
     }, evidence
     for counts in report["consumers"].values():
-        assert sum(counts.values()) == 4_000, evidence
-        assert counts["applied"] > 3_500, evidence
+        assert sum(counts.values()) == 6_000, evidence
+        assert counts["applied"] > 5_250, evidence
     assert report["faults"] == dict.fromkeys(KINDS, 1), evidence
     assert report["errands"]["requests"] >= report["errands"]["calls"] > 50, evidence
     assert report["errands"]["reminders"] > 20, evidence
     assert report["errands"]["days dropped"] >= 1, evidence
     assert report["errands"]["versions"] > 50, evidence
-    assert report["payments"]["commands"] == 400, evidence
-    assert report["payments"]["events"] == 400, evidence
+    assert report["payments"]["commands"] == 600, evidence
+    assert report["payments"]["events"] == 600, evidence
 
 
 @needs_proc

@@ -315,6 +315,39 @@ def test_no_secret_is_written_into_the_image(default_project: BakedProject) -> N
     assert not re.search(r"password|secret=|token|DATABASE_URL", said, re.IGNORECASE)
 
 
+def bases(project: BakedProject) -> list[str]:
+    """Return the images that the Dockerfile begins with, which are not stages of its own."""
+    begins = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", project.read(DOCKERFILE), re.MULTILINE)
+    stages = {stage for _, stage in begins}
+    return [image for image, _ in begins if image not in stages]
+
+
+def test_one_command_pins_the_base_of_all_stages_by_its_digest(
+    default_project: BakedProject, tmp_path: Path
+) -> None:
+    project = BakedProject(tmp_path / "service", default_project.answers)
+    for name in ("deploy", "requirements"):
+        shutil.copytree(default_project.path / name, project.path / name)
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(default_project.path / name, project.path)
+    [base] = bases(project)
+    tag = base.partition("@")[0]
+    # Written out, as Dependabot reads no ARG.
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", tag)
+
+    docker = tmp_path / "docker"
+    asked = f"buildx imagetools inspect --format {{{{.Manifest.Digest}}}} {tag}"
+    for digit in "ab":  # the second time it has one already
+        digest = f"sha256:{digit * 64}"
+        docker.write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] && echo {digest}\n', "utf-8")
+        docker.chmod(0o755)
+        said = project.run("make", "pin-image", PATH=f"{tmp_path}:{os.environ['PATH']}")
+        assert f"FROM {tag}@{digest} AS base\n" in said
+        assert bases(project) == [f"{tag}@{digest}"]
+    project.run(BIN / "hadolint", DOCKERFILE)
+    assert not (project.path / f"{DOCKERFILE}.old").exists()
+
+
 def built(project: BakedProject, folder: str) -> list[dict[str, Any]]:
     """Return the objects that kustomize makes of a folder of manifests."""
     return list(yaml.safe_load_all(project.run(require("kustomize"), "build", folder)))
@@ -344,7 +377,7 @@ def with_all_components(project: BakedProject, folder: Path) -> list[dict[str, A
     shutil.copytree(project.path / "deploy" / "kubernetes", copy)
     overlay = copy / "production" / "kustomization.yaml"
     said = overlay.read_text("utf-8").replace(REPLICAS, "")
-    overlay.write_text(re.sub(r"^# (components:|  - )", r"\1", said, flags=re.MULTILINE), "utf-8")
+    overlay.write_text(re.sub(r"^  # - ", "  - ", said, flags=re.MULTILINE), "utf-8")
     return built(project, str(copy / "production"))
 
 
@@ -475,7 +508,7 @@ def test_processes_have_longer_to_end_than_the_setting_gives_them(
 
     assert float(settings["PIPELINE_SHUTDOWN_GRACE"]) == float(grace)
     for name in ("consumer", "relay"):
-        assert pods[name]["spec"]["terminationGracePeriodSeconds"] >= float(grace) + 10
+        assert pods[name]["spec"]["terminationGracePeriodSeconds"] >= float(grace) + 15
 
 
 def test_every_container_goes_without_root_and_without_a_writable_file(
@@ -516,12 +549,42 @@ def secrets(objects: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     }
 
 
+PASSWORD = {"PIPELINE_KAFKA_USER": "user", "PIPELINE_KAFKA_PASSWORD": "password"}
+"""The settings whose values are in the secret `kafka`, and its keys."""
+
+
 def test_secrets_are_named_and_never_written(production: list[dict[str, Any]]) -> None:
     assert secrets(production) == {
-        "consumer": {URL: "url"},
-        "relay": {URL: "url"},
-        "migration": {URL: "migration-url"},
+        "consumer": PASSWORD | {URL: "url"},
+        "relay": PASSWORD | {URL: "url"},
+        "migration": PASSWORD | {URL: "migration-url"},
     }
+
+
+def test_production_connects_by_tls_with_secrets_that_the_page_creates(
+    production: list[dict[str, Any]],
+) -> None:
+    [settings] = [each["data"] for each in production if each["kind"] == "ConfigMap"]
+    created = dict(re.findall(r"create secret generic (\w+) (.+)", DEPLOYING))
+
+    assert settings["PIPELINE_DATABASE_TLS"] == "true"
+    assert settings["PIPELINE_KAFKA_SECURITY_PROTOCOL"] == "SASL_SSL"
+    for pod in workloads(production).values():
+        [container] = pod["spec"]["containers"]
+        mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+        mounted = {
+            e["name"]: e["secret"]["secretName"] for e in pod["spec"]["volumes"] if "secret" in e
+        }
+        named = {
+            each["valueFrom"]["secretKeyRef"]["name"]
+            for each in container["env"]
+            if "valueFrom" in each
+        }
+        assert created.keys() == named | set(mounted.values())
+        for server in ("DATABASE", "KAFKA"):
+            folder, _, file = settings[f"PIPELINE_{server}_CA_FILE"].rpartition("/")
+            [volume] = [name for name, path in mounts.items() if path == folder]
+            assert f"--from-file={file}" in created[mounted[volume]].split()
 
 
 def test_the_components_fit_the_schemas_and_reach_every_workload(
@@ -562,12 +625,12 @@ def test_each_component_fits_without_the_others(
 
 
 def with_component(project: BakedProject, name: str, folder: Path) -> list[dict[str, Any]]:
-    """Return the objects of the overlay with this component alone."""
+    """Return the objects of a service's overlay with this component alone."""
     copy = folder / "kubernetes"
     shutil.copytree(project.path / "deploy" / "kubernetes", copy)
     overlay = copy / "production" / "kustomization.yaml"
-    with overlay.open("a", encoding="utf-8") as file:
-        file.write(f"components:\n  - ../components/{name}\n")
+    before, _, after = overlay.read_text("utf-8").partition("  - ../components/tls\n")
+    overlay.write_text(f"{before}  - ../components/{name}\n{after}", "utf-8")
     return built(project, str(copy / "production"))
 
 
@@ -717,13 +780,12 @@ def test_processes_of_a_deployment_are_spread_and_still_start_where_they_cannot_
 def test_with_components_each_process_has_the_role_that_is_its_own(
     with_components: list[dict[str, Any]],
 ) -> None:
-    password = {"PIPELINE_KAFKA_USER": "user", "PIPELINE_KAFKA_PASSWORD": "password"}
     assert secrets(with_components) == {
-        "consumer": password | {URL: "url"},
-        "relay": password | {URL: "relay-url"},
-        "migration": password | {URL: "migration-url"},
-        "operator": password | {URL: "operator-url", "PIPELINE_PAGE_TOKEN": "token"},
-        "retention": password | {URL: "retention-url"},
+        "consumer": PASSWORD | {URL: "url"},
+        "relay": PASSWORD | {URL: "relay-url"},
+        "migration": PASSWORD | {URL: "migration-url"},
+        "operator": PASSWORD | {URL: "operator-url", "PIPELINE_PAGE_TOKEN": "token"},
+        "retention": PASSWORD | {URL: "retention-url"},
     }
 
 
@@ -765,20 +827,17 @@ def test_every_pod_is_selected_by_its_own_workload_alone(
 def with_api(template: Template, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The objects of the overlay of a service with an HTTP API, and its network policy."""
     project = template.bake(tmp_path_factory.mktemp("with_api"), http_api="yes")
-    overlay = project.path / "deploy" / "kubernetes" / "production" / "kustomization.yaml"
-    with overlay.open("a", encoding="utf-8") as file:
-        file.write("components:\n  - ../components/network\n")
-    return built(project, "deploy/kubernetes/production")
+    return with_component(project, "network", tmp_path_factory.mktemp("manifests"))
 
 
 def test_a_service_with_an_http_api_deploys_it_beside_the_others(
-    with_api: list[dict[str, Any]], production: list[dict[str, Any]]
+    with_api: list[dict[str, Any]],
 ) -> None:
     for each in with_api:
         validate(each)
     pods = workloads(with_api)
     [container] = pods["api"]["spec"]["containers"]
-    [consumer] = workloads(production)["consumer"]["spec"]["containers"]
+    [consumer] = pods["consumer"]["spec"]["containers"]
     [service] = [e for e in with_api if (e["kind"], e["metadata"]["name"]) == ("Service", "api")]
     [policy] = [each["spec"] for each in with_api if each["kind"] == "NetworkPolicy"]
     [scaled] = [
@@ -989,6 +1048,8 @@ def test_both_files_for_ci_run_what_the_service_has(project: BakedProject) -> No
         assert bool(re.search("== .schedule", said)) == bool(nightly)
         assert re.search(r"pip install pip-audit==\d+\.\d+\.\d+\n", said)
         assert "pip-audit --require-hashes --requirement requirements/base.txt\n" in said
+    assert " --sbom=true --provenance=mode=max --output=type=oci,dest=image.tar .\n" in github
+    assert " --opt attest:sbom= --opt attest:provenance=mode=max\n" in gitlab
     assert '"$(command -v python)" dev/programs.py test\n' in github
     for used in re.findall(r"uses: (.*)", github):
         assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", used)

@@ -4,7 +4,10 @@
 Dockerfile and checks the files that Compose merges.
 """
 
+import re
+import shlex
 import sys
+import tarfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -64,6 +67,28 @@ def test_the_image_runs_without_root_and_without_a_writable_file(
     said = default_project.run(*run, *entry)
     assert said.startswith("10001\n")
     assert "Read-only file system" in said
+
+
+def test_the_image_of_ci_lists_its_packages_and_says_how_it_was_built(
+    default_project: BakedProject, tmp_path: Path
+) -> None:
+    ci = default_project.read(".github/workflows/ci.yaml")
+    [build] = re.findall(r"- run: (docker buildx build .* --sbom=true .*)", ci)
+    archive, builder = tmp_path / "image.tar", f"test-{uuid4().hex[:12]}"
+    default_project.run("docker", "buildx", "create", "--name", builder)
+    try:
+        command = shlex.split(build.replace("dest=image.tar", f"dest={archive}"))
+        default_project.run(*command, BUILDX_BUILDER=builder)
+    finally:
+        default_project.run("docker", "buildx", "rm", "--force", builder)
+
+    said = b""
+    with tarfile.open(archive) as tar:
+        for blob in tar:
+            if blob.size < 100_000 and (file := tar.extractfile(blob)):
+                said += file.read()
+    kinds = re.findall(rb'"in-toto\.io/predicate-type": ?"https://(\w+)\.dev/', said)
+    assert set(kinds) == {b"spdx", b"slsa"}
 
 
 @dataclass(frozen=True)

@@ -718,7 +718,7 @@ def test_every_command_that_a_page_shows_exists_with_its_options(
     assert {"status", "archive find ID"} < shown
     assert any(one.startswith("dead events discard ") for one in shown)
     assert "retention skip-archive DAY" in shown
-    assert "relay reset --keep-progress" in shown
+    assert "adopt --keep-progress" in shown
     first, second = re.split(rf"(?m)^(?={made_up[1]})", said)
     assert first.startswith(made_up[0]), said
     assert second.startswith(made_up[1]), said

@@ -13,7 +13,10 @@ COMPARISON = (ROOT / "docs" / "comparison.md").read_text("utf-8")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-PACKAGES = ("archive", "claims", "contracts", "effects", "object_store", "oidc", "operate", "page")
+PACKAGES = (
+    *("archive", "claims", "contracts", "effects", "http_server", "object_store", "oidc"),
+    *("operate", "page"),
+)
 """The packages beside the engine that the default answers generate."""
 
 

@@ -31,6 +31,7 @@ EXCEPTIONS = {
         "pipeline.StoreUnavailable",
         "pipeline.Misconfigured",
         "pipeline.WrongDatabase",
+        "pipeline.NotAdopted",
         "pipeline.testing.HarnessMisused",
     ),
 }

@@ -99,7 +99,8 @@ UPDATE pipeline.inbox_generation
        database_id = '00000000-0000-4000-8000-000000000002';
 UPDATE pipeline.outbox SET xid = '1000';
 UPDATE pipeline.outbox_closed SET xid = '1000';
-UPDATE pipeline.outbox_cluster SET system_identifier = 1;
+UPDATE pipeline.outbox_cluster
+   SET system_identifier = 1, database_oid = 1, kafka_cluster = NULL;
 UPDATE pipeline.outbox_cursor SET seen = '1000:1000:';
 """
 
@@ -168,7 +169,7 @@ async def use(database: ResettableDatabase, version: str) -> None:
     handlers = import_module("tests.contract.app").handlers
     service = Service(name_of(version), handlers=handlers, metadata=Base.metadata)
     unused = {"database_url": url, "kafka_bootstrap_servers": "unused:9092"}
-    engine = create_engine(database.settings(), name="release")
+    engine = create_engine(database.settings(), name="release", check=None)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.dispose)
         stack.enter_context(patch("pipeline.testing.records.time", lambda: SENT / 1_000))

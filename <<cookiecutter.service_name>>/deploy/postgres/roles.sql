@@ -50,7 +50,7 @@ SELECT count(*) > 0 AS is_new FROM partitioned WHERE owner <> :'retention' \gset
 REVOKE ALL ON SCHEMA pipeline FROM PUBLIC, :"service", :"relay", :"operator";
 REVOKE ALL ON ALL TABLES IN SCHEMA pipeline
   FROM PUBLIC, :"service", :"relay", :"operator", :"retention";
-REVOKE ALL ON SEQUENCE pipeline.backlog_call_seq
+REVOKE ALL ON ALL SEQUENCES IN SCHEMA pipeline
   FROM PUBLIC, :"service", :"relay", :"operator", :"retention";
 ALTER DEFAULT PRIVILEGES FOR ROLE :"owner", :"retention" IN SCHEMA pipeline
 REVOKE ALL ON TABLES FROM :"service", :"relay", :"operator";
@@ -58,6 +58,7 @@ REVOKE ALL ON TABLES FROM :"service", :"relay", :"operator";
 GRANT USAGE ON SCHEMA pipeline TO :"service", :"relay", :"operator";
 GRANT USAGE, CREATE ON SCHEMA pipeline TO :"retention";
 SELECT format('GRANT ALL ON %s TO %I', name, :'retention') FROM partitioned \gexec
+GRANT ALL ON SEQUENCE pipeline.outbox_id_seq TO :"retention";
 
 -- Locking a row requires the privilege to update one of its columns: hence some UPDATE (column).
 
@@ -73,6 +74,7 @@ GRANT SELECT, INSERT ON pipeline.inbox_consumer TO :"service";
 GRANT SELECT, UPDATE ON pipeline.backlog_lane TO :"service";
 GRANT SELECT ON pipeline.inbox_generation, pipeline.inbox_closed, pipeline.outbox_cluster
    TO :"service";
+GRANT UPDATE (kafka_cluster) ON pipeline.outbox_cluster TO :"service", :"relay";
 GRANT SELECT, UPDATE (archives) ON pipeline.retention_round TO :"service";
 GRANT INSERT ON pipeline.claim TO :"service";
 GRANT USAGE ON SEQUENCE pipeline.backlog_call_seq TO :"service";
@@ -92,6 +94,7 @@ GRANT SELECT,
       INSERT (topic, key, payload, event_id, source, type, subject, sequence, content_type,
               traceparent, tracestate, baggage, headers, dataref, datalength, datachecksum)
    ON pipeline.outbox TO :"relay";
+GRANT SELECT ON SEQUENCE pipeline.outbox_id_seq TO :"relay";
 
 -- Keys of encrypted personal data: the service creates keys of subjects and reads them, the relay
 -- reads them, and the operator forgets subjects.
@@ -108,6 +111,7 @@ SELECT to_regclass('pipeline.personal_key') IS NOT NULL AS has_keys \gset
 -- operator: reads the engine's tables and later partitions, and redrives or discards dead letters.
 
 GRANT SELECT ON ALL TABLES IN SCHEMA pipeline TO :"operator";
+GRANT SELECT ON ALL SEQUENCES IN SCHEMA pipeline TO :"operator";
 ALTER DEFAULT PRIVILEGES FOR ROLE :"owner", :"retention" IN SCHEMA pipeline
 GRANT SELECT ON TABLES TO :"operator";
 GRANT INSERT, UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why,

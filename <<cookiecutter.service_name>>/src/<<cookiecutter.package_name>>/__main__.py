@@ -2,4 +2,4 @@
 
 from .main import main
 
-main()
+main.run_process()

@@ -16,6 +16,9 @@ from effects import EffectSettings, EffectWorkers
 # <% if cookiecutter.http_api == "yes" %>
 from http_api.commands import group as api_commands
 # <% endif %>
+# <% if cookiecutter.object_store == "yes" %>
+from object_store import EndpointSettings
+# <% endif %>
 from operate.commands import command_line
 # <% if cookiecutter.operations_page == "yes" %>
 from page.commands import group as page_commands
@@ -63,6 +66,7 @@ service = Service(
         # <% if cookiecutter.object_store == "yes" %>
         ArchiveSettings,
         ClaimSettings,
+        EndpointSettings,
         # <% endif %>
         # <% if cookiecutter.outside_calls == "yes" %>
         EffectSettings,

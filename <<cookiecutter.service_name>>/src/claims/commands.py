@@ -5,9 +5,9 @@ import typer
 from operate.errors import Refused
 from operate.output import print_json, write
 from operate.terminal import DryRun, Invocation, operation
+from pipeline.consume import stamps
 
 from .check import open_claims
-from .sweeping import NotOurs
 
 app = typer.Typer(help="Payloads in the object store.", no_args_is_help=True)
 app.callback()(lambda: None)  # a group, although it has one command
@@ -16,14 +16,13 @@ app.callback()(lambda: None)  # a group, although it has one command
 @operation(app, example="service claims sweep --dry-run")
 async def sweep(invocation: Invocation, dry_run: DryRun = False) -> None:
     """Delete payloads that no event needs, as a running service does in its rounds."""
-    claims = open_claims(invocation.service.name, invocation.settings)
+    service, settings = invocation.service, invocation.settings
+    claims = open_claims(service.name, settings)
     if claims is None:
         raise Refused("there is no object store: PIPELINE_CLAIM_URL is not set")
     async with invocation.connected() as connection:
-        try:
-            done = await claims.sweeper.all(connection, dry_run=dry_run)
-        except NotOurs as error:
-            raise Refused(str(error)) from None
+        await stamps.check(connection, settings, service.name, service.handlers.topics)
+        done = await claims.sweeper.all(connection, dry_run=dry_run)
     if invocation.as_json:
         print_json(done)
         return

@@ -12,7 +12,6 @@ from datetime import datetime, timedelta
 import asyncpg
 
 from object_store import Store
-from pipeline.servers import cluster
 from pipeline.settings import CLOCK_MARGIN
 
 log = logging.getLogger(__name__)
@@ -61,16 +60,6 @@ SELECT name FROM unnest($1::text[]) AS there (name)
 """
 
 
-class NotOurs(Exception):
-    """The database is a copy of another cluster's, whose payloads these may be."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the database is a copy of another cluster's, and what it does not know in the object"
-            " store may be that one's: nothing is deleted there before `service relay reset`"
-        )
-
-
 @dataclass
 class Swept:
     """What a sweep has done, or would do."""
@@ -100,9 +89,8 @@ class Sweep:
         """The folder that the last round ended with; empty: it has listed all."""
 
     async def round(self, connection: asyncpg.Connection) -> Swept:
-        """Delete old payloads, and some orphans. Raises `StoreUnavailable` and `NotOurs`."""
+        """Delete old payloads, and some orphans. Raises `StoreUnavailable`."""
         done = Swept()
-        await _demand_ours(connection)
         await connection.execute(_NOTE_PUBLISHED)
         await self._delete_old(connection, done)
         before = await self._latest(connection)
@@ -126,10 +114,9 @@ class Sweep:
     async def all(self, connection: asyncpg.Connection, *, dry_run: bool) -> Swept:
         """Delete all old payloads and orphans; a dry run only counts them.
 
-        Raises `StoreUnavailable` and `NotOurs`.
+        Raises `StoreUnavailable`.
         """
         done = Swept()
-        await _demand_ours(connection)
         if dry_run:
             done.old = await connection.fetchval(_OLD, self._age)
         else:
@@ -171,8 +158,3 @@ class Sweep:
                 await self._store.delete(orphans)
             done.orphans += len(orphans)
             done.seen += len(page)
-
-
-async def _demand_ours(connection: asyncpg.Connection) -> None:
-    if not await cluster.is_ours(connection):
-        raise NotOurs

@@ -2,9 +2,6 @@
 
 A call is made outside of any transaction, while its lane is held; its result is stored by a
 transaction like that of any other row.
-
-None is made before it is decided whose the database is: as the relay publishes nothing from a copy
-of another cluster's, and the consumer refuses a group that reads for another database.
 """
 
 import asyncio
@@ -38,8 +35,7 @@ from pipeline.retry.lane_source import LaneSource
 from pipeline.retry.lanes import Lease
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.schema import LANES
-from pipeline.servers import cluster
-from pipeline.servers.tasks import end, in_background, sleep_or_event
+from pipeline.servers.tasks import end, in_background
 
 from .calls import Caller, CallResult, OutcomeUnknown, may_have_happened
 from .registration import Effect
@@ -57,13 +53,6 @@ _STORING = 2
 """Times that the result of a call is stored by itself before the call is decided on without it."""
 _BURST = 0.1
 """Seconds whose calls an effect with a rate may begin at once."""
-
-_STOPPING_SHARE = 0.6
-"""Share of the shutdown grace for queries. Calls have less, and their lanes are released then."""
-_JOINING = 0.2
-"""Seconds after which it is looked again whether the consumer has joined its group."""
-_CONSUMER, _CALLS = "consumer", "calls"
-"""Parts of the health: that of the consumer, and whether the database's calls may be made."""
 
 _Calls = dict[bytes, asyncio.Task[CallResult | None]]
 """Those of a lane that are under way, by order key."""
@@ -84,29 +73,8 @@ class EffectWorkers(BacklogWorkers):
         self._alone = asyncio.Lock()
         self._connection = asyncio.Semaphore(1)
         """Held for each query: there are as many workers as lanes, and they share a connection."""
-        self._ends_at: float | None = None
-        """When queries end, by the clock of the event loop, after `stop`."""
         self._under_way: dict[bytes, str] = {}
         """Consumers of the calls that have begun, or are about to, by marker key."""
-
-    async def run(self) -> None:
-        """Make calls until `stop`, from when the consumer has joined its group for the first time.
-
-        Before that the process may end, as the group reads for another database.
-        """
-        while _CONSUMER in self._health.reasons and not self._stopping.is_set():
-            await sleep_or_event(self._stopping, _JOINING)
-        await super().run()
-
-    def stop(self) -> None:
-        """Make `run` end after the running transactions.
-
-        What is then sent to PostgreSQL has one time limit, however many lanes are to be released.
-        """
-        if self._ends_at is None:
-            grace = _STOPPING_SHARE * self._settings.shutdown_grace
-            self._ends_at = asyncio.get_running_loop().time() + grace
-        super().stop()
 
     @property
     def consumers(self) -> set[str]:
@@ -150,13 +118,6 @@ class EffectWorkers(BacklogWorkers):
                         call.result()  # raises, when the results of the others are stored
             finally:
                 await end(*calls.values())
-
-    async def _claim_once(self, driver: asyncpg.Connection, *, most: int) -> Lease | None:
-        if await cluster.is_ours(driver):
-            self._health.forget(_CALLS)
-            return await super()._claim_once(driver, most=most)
-        self._health.not_ready(_CALLS, f"no call is made: {cluster.OtherCluster()}")
-        return None
 
     async def _query(self, what: str, statement: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async with asyncio.timeout_at(self._ends_at), self._connection:
@@ -329,7 +290,7 @@ def _stored(results: Sequence[BatchOutcome]) -> set[bytes]:
         item.key
         for one in results
         for item in (
-            *(*one.applied, *one.duplicates, *(item for item, _ in one.mismatched)),
+            *(*one.applied, *one.duplicates, *(row.item for row in one.letters if row.item)),
             *(item for item, decision in one.decided if _is_final(item, decision)),
         )
     }

@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .problems import problem
+from http_server.problems import problem
 
 
 class BodyLimit:

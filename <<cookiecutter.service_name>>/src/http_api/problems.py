@@ -1,21 +1,18 @@
-"""Errors as problem details (RFC 9457), with the status codes of the header Idempotency-Key.
+"""The problem details of errors, with the status codes of the header Idempotency-Key.
 
 Those are of the IETF's draft "The Idempotency-Key HTTP Header Field", 2.7: 400 for a missing key,
 422 for one with another body, 409 for one whose request is under way.
 """
 
-import json
 import math
-from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.utils import is_body_allowed_for_status_code
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from http_server.problems import problem
 from pipeline import Reject
 from pipeline.errors import StoreUnavailable, summarize_error
 
@@ -24,27 +21,8 @@ from .source import InvalidKey, KeyReused, UnderWay
 
 DRAFT = "https://datatracker.ietf.org/doc/draft-ietf-httpapi-idempotency-key-header/"
 """Type of the problems that the draft names."""
-MEDIA_TYPE = "application/problem+json"
-_PHRASES = {one.value: one.phrase for one in HTTPStatus}
 _SECONDS = 1
 """Seconds after which to repeat a request whose key is in use."""
-
-
-def problem(
-    status: int,
-    detail: str,
-    *,
-    type: str = "about:blank",
-    title: str | None = None,
-    headers: Mapping[str, str] | None = None,
-    **more: Any,
-) -> Response:
-    """Return a response with problem details; `more` are members of its own."""
-    title = title or _PHRASES.get(status, f"Status {status}")
-    content = {"type": type, "title": title, "status": int(status), "detail": detail, **more}
-    # In ASCII: names of fields may have half a surrogate pair, which UTF-8 can't encode.
-    body = json.dumps(content) if is_body_allowed_for_status_code(status) else None
-    return Response(body, status, headers, media_type=body and MEDIA_TYPE)
 
 
 def answer(error: Exception) -> Response:

@@ -2,14 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
-import uvicorn
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
 
+from http_server.server import Server
 from pipeline import Service
 from pipeline.observe.health import Health, listen
 from pipeline.observe.watchdog import watch_calls
@@ -19,12 +16,8 @@ from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.guard import stack_of
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
-from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 
-from .connections import Connection
-from .problems import answer
-from .receiver import Unavailable
 from .settings import HttpSettings
 
 log = logging.getLogger(__name__)
@@ -32,60 +25,6 @@ log = logging.getLogger(__name__)
 _PART = "api"
 _GRACE_SHARE = 0.5
 """Share of the shutdown grace for requests that are being answered."""
-_BACKLOG = 128
-"""Connections that wait to be accepted; so many may come at once beyond the limit."""
-
-
-class _Answering:
-    """Logs what the application raises, so that uvicorn does not cut the client's next request.
-
-    Beyond `most` requests at once further ones get 503.
-    """
-
-    def __init__(self, app: FastAPI, most: int) -> None:
-        self._app = app
-        self._free = most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-        elif not self._free:
-            await answer(Unavailable("too many requests at once"))(scope, receive, send)
-        else:
-            self._free -= 1
-            try:
-                await self._app(scope, receive, send)
-            except Exception as error:  # it is answered already; uvicorn cuts half an answer off
-                log.error("a request has failed", exc_info=error)
-            finally:
-                self._free += 1
-
-
-class ApiServer(uvicorn.Server):
-    """The server of an application, for a process that handles signals itself."""
-
-    def __init__(
-        self, app: FastAPI, *, grace: int, protocol: type[Connection] = Connection
-    ) -> None:
-        """`grace`: seconds in which requests that are being answered may end."""
-        config = uvicorn.Config(
-            _Answering(app, protocol.most),
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            http=protocol,
-            ws="none",
-            server_header=False,
-            timeout_graceful_shutdown=grace,
-            backlog=_BACKLOG,
-        )
-        super().__init__(config)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the process."""
-        yield
 
 
 async def serve(app: FastAPI, service: Service, settings: Settings) -> None:
@@ -98,7 +37,7 @@ async def serve(app: FastAPI, service: Service, settings: Settings) -> None:
     async with process(service, settings) as (health, stopping):
         health.not_ready(_PART, "the schema is not checked yet")
         grace = round(_GRACE_SHARE * settings.shutdown_grace) or 1
-        server = ApiServer(app, grace=grace)
+        server = Server(app, grace=grace)
         bind = partial(listen, what="the API", prefix="PIPELINE_HTTP")
         listener, url = await asyncio.to_thread(bind, http.host, http.port)
         log.info("the API is at %s", url)
@@ -112,8 +51,6 @@ async def serve(app: FastAPI, service: Service, settings: Settings) -> None:
                 await asyncio.wait({serving, checking, stop}, return_when=asyncio.FIRST_COMPLETED)
                 stop.cancel()
                 server.should_exit = True
-                if not server.started and not stopping.is_set() and serving.done():
-                    raise Misconfigured("the API did not start: the error before this says why")
                 await asyncio.wait({serving})
 
 
@@ -126,7 +63,7 @@ async def _check_schema(
 
     async def check() -> None:
         async with autocommitting(engine) as connection:
-            await revisions.check(connection, service.name, migrations)
+            await revisions.check(connection, migrations)
 
     try:
         await Attempts(

@@ -101,10 +101,10 @@ class RequestSource:
 
     async def settle(self, connection: asyncpg.Connection, outcome: BatchOutcome) -> Sequence[Row]:
         """Read the answer of a repeated request. Raises `KeyReused`."""
-        if any(error.remembered != self.event_hash for _, error in outcome.mismatched):
+        if any(row.remembered != self.event_hash for row in outcome.letters):
             raise KeyReused(self.item.message.id)
-        outcome.duplicates += [item for item, _ in outcome.mismatched]
-        outcome.mismatched.clear()
+        outcome.duplicates += [self.item for _ in outcome.letters]
+        outcome.letters.clear()
         if outcome.duplicates:
             key = self.item.key
             self.answer = await connection.fetchval(_RESULT, self._generations, key)

@@ -1,7 +1,5 @@
 """The command line `service`."""
 
-import logging
-from collections.abc import Callable
 from typing import Annotated
 
 import asyncpg
@@ -35,8 +33,6 @@ from .terminal import (
     serving,
 )
 
-log = logging.getLogger(__name__)
-
 _NO_SCHEMA = "3F000"
 """PostgreSQL's error code if no schema of the search path exists."""
 
@@ -58,8 +54,8 @@ GROUPS = {
 WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
 
 
-def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
-    """Return the function behind the console script `service`.
+def command_line(service: Service, **groups: typer.Typer) -> Program:
+    """Return the command line `service`, whose console script is its `run_process`.
 
     `groups` are commands of other packages, by the name of their group.
     """
@@ -80,14 +76,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Callable[[], None]:
 def _serve(context: typer.Context, parts: Part) -> None:
     service = service_of(context)
     with serving() as report:
-        work = run(service, read_settings(service, report), parts)
-        try:
-            run_to_end(work, report)
-        except (KeyboardInterrupt, SystemExit) as error:
-            # Not raised by signals: asyncio lets these pass from any task, also a handler's.
-            name = type(error).__name__
-            log.critical("stopped: a task raised %s", name, exc_info=error)
-            raise
+        run_to_end(run(service, read_settings(service, report), parts), report)
 
 
 @app.command("run", epilog="For example: service run")
@@ -109,42 +98,44 @@ def relay(context: typer.Context) -> None:
         _serve(context, Part.RELAY)
 
 
-@operation(relay_app, example="service relay reset")
-async def reset(
+@operation(relay_app, "reset", example="service relay reset")  # its name in 1.0.0
+@operation(app, example="service adopt")
+async def adopt(
     invocation: Invocation,
     keep_progress: Annotated[
         bool, typer.Option("--keep-progress", help="transaction ids were kept (pg_upgrade)")
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """Publish everything in the outbox again, after a dump was restored."""
-    async with invocation.connected() as connection:
+    """Make the database the service's, as after a restore: all that waits goes on here.
+
+    Stop what runs on its original before. The whole outbox is published again.
+    """
+    settings = invocation.settings
+    async with invocation.connected(revisions.check_database) as connection:
+        await revisions.check(connection, revisions.load_migrations())
         if not yes:
-            question = "Continue where the relays were?"
-            if not keep_progress:
-                number = await cluster.count(connection)
-                is_ours = await cluster.is_ours(connection)
-                why = "The outbox already belongs to this database cluster. " if is_ours else ""
-                question = f"{why}Publish {number:,} events again, with their ids?"
-            invocation.confirm(question)
+            calls, due, again = await cluster.count(connection, keep_progress=keep_progress)
+            work = f"make {calls:,} calls, publish {due:,} scheduled events, {again:,} events again"
+            invocation.confirm(f"At {settings.postgresql} and {settings.kafka}: {work}?")
         try:
-            renewed = await cluster.reset(connection, keep_progress=keep_progress)
+            renewed = await cluster.adopt(connection, keep_progress=keep_progress)
         except _UNPUBLISHABLE as error:
             raise Refused(
-                f"nothing was reset: {summarize_error(error)}. `service relay reset` updates every"
+                f"nothing was adopted: {summarize_error(error)}. `service adopt` updates every"
                 " event, which a publication (CREATE PUBLICATION) prevents: exclude updates from it"
                 " for this time, ALTER PUBLICATION … SET (publish = 'insert, delete, truncate')"
             ) from None
     if invocation.as_json:
         print_json({"published_again": renewed})
     else:
-        write("The outbox belongs to this database cluster now; relays publish it.")
+        write("The database is the service's now: its processes go on, and relays publish it.")
 
 
 @operation(scheduled_app, "list", example="service scheduled list --limit 10")
 async def list_waiting(invocation: Invocation, limit: Limit = 50) -> None:
     """List scheduled events, the next due first."""
-    async with invocation.connected() as connection:
+    async with invocation.connected(revisions.check_database) as connection:
         found = await scheduled.waiting(connection, limit)
     if invocation.as_json:
         print_json(*found)
@@ -214,7 +205,7 @@ async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) 
 
     Raises `Refused` if it has others and lacks some: Alembic can't apply these then.
     """
-    async with invocation.connected() as connection:
+    async with invocation.connected(revisions.check_database) as connection:
         if migrations is None:
             return False
         if wrong := await revisions.wrong_columns(connection, migrations):
@@ -230,8 +221,8 @@ async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) 
 
 
 async def _make_ahead(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
-    async with invocation.connected() as connection:
-        await revisions.check(connection, invocation.service.name, migrations)
+    async with invocation.connected(revisions.check_database) as connection:
+        await revisions.check(connection, migrations)
         await make_ahead(connection, invocation.settings)
         if invocation.as_json:
             print_json({"revisions": await revisions.applied_revisions(connection)})

@@ -186,14 +186,6 @@ class Store(ABC):
         rows = await self.connection.fetch(statement, *selection.arguments, timeout=SECONDS)
         return [dict(row) for row in rows]
 
-    async def reasons_of(self, state: State, selection: Selection) -> list[tuple[str, int]]:
-        """Count entries by reason, the largest group first."""
-        statement = self._statement(
-            state, "SELECT why, count(*)", "GROUP BY why ORDER BY count(*) DESC, why"
-        )
-        rows = await self.connection.fetch(statement, *selection.arguments, timeout=SECONDS)
-        return [(reason, number) for reason, number in rows]
-
     async def chunks(
         self, state: State, selection: Selection, limit: int
     ) -> AsyncIterator[list[Entry]]:

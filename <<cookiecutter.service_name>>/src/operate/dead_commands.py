@@ -10,6 +10,7 @@ import asyncpg
 import typer
 
 from pipeline.handlers.policy import FORGOTTEN
+from pipeline.servers.revisions import check_database
 
 from .dead import Entry, Selection, State, Store
 from .dead_events import DeadEvents
@@ -133,7 +134,7 @@ async def list_entries(
     if waiting and discarded:
         raise typer.BadParameter("--waiting and --discarded exclude each other")
     state: State = "waiting" if waiting else "discarded" if discarded else "dead"
-    async with invocation.connected() as connection:
+    async with invocation.connected(check_database) as connection:
         store = kind.of(connection, invocation.service, invocation.settings)
         selection = await filters.select(store)
         if invocation.as_json and not summary:
@@ -162,7 +163,7 @@ async def show(
     id: Annotated[str, typer.Argument(help="as `list` shows it")],
 ) -> None:
     """Show all that is stored of an entry, and what to do about it."""
-    async with invocation.connected() as connection:
+    async with invocation.connected(check_database) as connection:
         entry = await kind.of(connection, invocation.service, invocation.settings).show(id)
     if invocation.as_json:
         print_json(entry)

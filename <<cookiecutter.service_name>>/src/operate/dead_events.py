@@ -21,6 +21,8 @@ REASONS: Mapping[str, str] = {
     "topic not allowed": "allow the service's user to Describe and Write the topic: then it is"
     " published; or discard it",
     "topic rejects many": "nothing: it is tried again; see the dead events of its topic",
+    "topic refuses": "correct what the error names, in the topic's settings or replicas: then it is"
+    " published; or discard it",
     "topic not writable": "discard it: the topic is the brokers' own",
     "too large": "raise the topic's max.message.bytes above its size, then redrive; or discard it",
     "not valid": "find out what the topic requires (a compacted one: a key), then redrive; or"

@@ -3,7 +3,6 @@
 A check that can't be made is reported as a finding, and the others are still made.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,7 +12,7 @@ from aiokafka.errors import KafkaError
 
 from pipeline.consume import stamps
 from pipeline.errors import describe_error, summarize_error
-from pipeline.servers import clients, revisions, topics
+from pipeline.servers import cluster, revisions, topics
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
@@ -21,7 +20,6 @@ from . import health, status, topic_checks
 from .health import Finding, Level, named
 
 CLOCKS_APART = 2.0
-_ANSWER_SECONDS = 10.0
 LONG = timedelta(minutes=5)
 """How long a transaction may be open."""
 BLOATED = 10_000
@@ -156,8 +154,16 @@ async def examine(
                 yield one
     if connection is None:
         return
-    has_brokers = described is not None
-    checks = _of_database(connection, service, settings, has_brokers=has_brokers)
+    checks: dict[str, Findings] = {
+        **({"group": _group(connection, service, settings)} if described is not None else {}),
+        "schema": _schema(connection),
+        "tables": _tables(connection, service),
+        "sequences": _sequences(connection),
+        "pooler": _pooler(connection, settings),
+        "clock": _clock(connection),
+        "status": _status(connection, service, settings),
+        **{one.name: _server(connection, one) for one in SERVER_CHECKS},
+    }
     for name, findings in checks.items():
         try:
             of_database = [one async for one in findings]
@@ -174,20 +180,6 @@ async def examine(
             yield one
 
 
-def _of_database(
-    connection: asyncpg.Connection, service: Service, settings: Settings, *, has_brokers: bool
-) -> dict[str, Findings]:
-    return {
-        **({"group": _group(connection, service, settings)} if has_brokers else {}),
-        "schema": _schema(connection),
-        "tables": _tables(connection, service),
-        "pooler": _pooler(connection, settings),
-        "clock": _clock(connection),
-        "status": _status(connection, service, settings),
-        **{one.name: _server(connection, one) for one in SERVER_CHECKS},
-    }
-
-
 async def _status(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:
     for one in health.judge(await status.look(connection, service, settings)):
         yield one
@@ -200,6 +192,7 @@ async def _server(connection: asyncpg.Connection, check: ServerCheck) -> Finding
 
 
 def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
+    yield from (Finding("warning", *one) for one in service.plaintext(settings))
     try:
         service.check(settings)
     except Misconfigured as error:
@@ -208,17 +201,12 @@ def _settings(service: Service, settings: Settings) -> Iterable[Finding]:
 
 
 async def _group(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:
-    if not (names := service.handlers.topics):
-        return
-    stamp = await stamps.stamp_of(connection)
     try:
-        async with (
-            asyncio.timeout(_ANSWER_SECONDS),
-            clients.offsets_client(settings, service.name) as client,
-        ):
-            await stamps.check(client, names, service.name, stamp)
+        await stamps.check(connection, settings, service.name, service.handlers.topics)
     except revisions.WrongDatabase as error:
         yield Finding("wrong", error.found, error.advice)
+    except cluster.NotAdopted as error:
+        yield Finding("wrong", str(error), "run `service adopt` as that page says", check="brokers")
 
 
 async def _schema(connection: asyncpg.Connection) -> Findings:
@@ -241,6 +229,11 @@ async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
     advice = "run `service migrate`" if is_behind else revisions.WRITE_MIGRATION
     for found in await revisions.lacking(connection, service.metadata, migrations):
         yield Finding("wrong", found, advice)
+
+
+async def _sequences(connection: asyncpg.Connection) -> Findings:
+    for name, advances in await cluster.sequences_behind(connection):
+        yield Finding("wrong", f"{name} is behind the numbers of rows", advances)
 
 
 async def _pooler(connection: asyncpg.Connection, settings: Settings) -> Findings:

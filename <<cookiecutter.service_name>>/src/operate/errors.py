@@ -5,10 +5,6 @@ class Refused(Exception):
     """The request can't be carried out; the text says why, and what can be."""
 
 
-class Unavailable(Exception):
-    """A server can't be used; the text names it, and the variable with its address."""
-
-
 class OutputFailed(Exception):
     """Standard output can't be written; the text says why. It is no `OSError`, as of a server."""
 

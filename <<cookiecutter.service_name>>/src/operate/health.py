@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from pipeline.servers.cluster import NotAdopted
+
 from .status import STALLED, UNSERVED, Reading, Status, format_count
 
 Level = Literal["ok", "warning", "wrong"]
@@ -53,10 +55,9 @@ def judge(status: Status) -> Iterator[Finding]:
 
 
 def cluster(status: Status) -> Iterator[Finding]:
-    """The outbox belongs to this database cluster."""
+    """The database is not a copy."""
     if not status.is_this_cluster:
-        found = "the outbox belongs to another database cluster, and nothing is published"
-        yield Finding("wrong", found, "run `service relay reset`")
+        yield Finding("wrong", str(NotAdopted()), "run `service adopt` as that page says")
 
 
 def outbox(status: Status) -> Iterator[Finding]:
@@ -211,7 +212,11 @@ def _stalled(status: Status, *, has_reader: bool) -> Iterator[Reading]:
 
 
 def readers(status: Status) -> Iterator[Finding]:
-    """Every partition that has records to read has a reader."""
+    """Every partition that has records to read has a reader, which is the service."""
+    for who in sorted({one.stranger for one in status.readings if one.stranger}):
+        places = (f"{one.topic}/{one.partition}" for one in status.readings if one.stranger == who)
+        found = f"{who} reads {', '.join(places)}, and is no process of the service"
+        yield Finding("wrong", found, "end that program, or give it a group of its own")
     for one in _stalled(status, has_reader=False):
         found = f"{one.topic}/{one.partition} has no reader, and has not moved for over a minute"
         advice = "start `service run`, or `service consume` (NoConsumer in the runbook)"

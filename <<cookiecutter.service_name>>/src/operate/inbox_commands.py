@@ -8,6 +8,7 @@ from pydantic_core import from_json
 
 from pipeline.events.message import marker_key
 from pipeline.handlers.staging import event_id
+from pipeline.servers.revisions import check_database
 
 from .dead import STATE
 from .errors import Refused
@@ -58,7 +59,7 @@ async def show(
         consumers = invocation.service.handlers.consumers
         keys = [marker_key(consumer, source, id) for consumer in consumers]
     found = []
-    async with invocation.connected() as connection:
+    async with invocation.connected(check_database) as connection:
         for row in await connection.fetch(_MARKERS, id, keys, timeout=_SECONDS):
             key = marker_key(row["consumer"], row["source"], row["id"])
             ids = [event_id(key, row["hash"], ordinal) for ordinal in range(_ORDINALS)]

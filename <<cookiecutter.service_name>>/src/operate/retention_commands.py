@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from pipeline.consume import stamps
 from pipeline.retention import archive, maintenance
 from pipeline.retention.partitions import PartitionStatus
 from pipeline.servers import revisions
@@ -20,14 +21,14 @@ app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
 async def run(invocation: Invocation) -> None:
     """Create partitions and drop old ones, as a running service does every hour."""
     async with invocation.connected() as connection:
-        name = invocation.service.name
-        await revisions.check(connection, name, revisions.load_migrations())
+        service, settings = invocation.service, invocation.settings
+        await revisions.check(connection, revisions.load_migrations())
+        await maintenance.make_ahead(connection, settings)
+        if service.archive and service.archive.is_on:  # a copy would archive into its original's
+            await stamps.check(connection, settings, service.name, service.handlers.topics)
         await maintenance.begin_round(connection, 0)  # so that no service begins one now
         done = await maintenance.run_retention(
-            connection,
-            invocation.settings,
-            archive=invocation.service.archive,
-            report=invocation.say,
+            connection, settings, archive=service.archive, report=invocation.say
         )
     if invocation.as_json:
         print_json(done)
@@ -45,7 +46,7 @@ async def run(invocation: Invocation) -> None:
 @operation(app, example="service retention status --json")
 async def status(invocation: Invocation) -> None:
     """List days of the outbox and generations of the inbox; changes nothing."""
-    async with invocation.connected() as connection:
+    async with invocation.connected(revisions.check_database) as connection:
         found = [one async for one in maintenance.list_partitions(connection, invocation.settings)]
     if invocation.as_json:
         print_json(*found)

@@ -57,6 +57,8 @@ class Reading:
     """The offset of a producer's open transaction that prevents reading beyond it."""
     reader: str | None = None
     """The member that reads it: its host, and the end of its member id; None: no member."""
+    stranger: str | None = None
+    """Client id and host of the member, if it is another program."""
 
     @property
     def is_out_of_range(self) -> bool:
@@ -123,7 +125,7 @@ class Status:
     outbox_seconds: float = 0.0
     """The age of the oldest of them."""
     is_this_cluster: bool = True
-    """Whether the outbox belongs to this database cluster; otherwise nothing is published."""
+    """Whether the database was filled where it is; otherwise it has to be adopted."""
     relays: dict[str, Relay] = field(default_factory=dict)
     """By owner of shards."""
     shards_without_relay: int = 0
@@ -181,7 +183,7 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
     for part in (measure.topics, measure.readers):
         try:
             await part()
-        except (KafkaError, OSError) as error:
+        except (KafkaError, OSError, ValueError) as error:
             found.unknown[part.__name__] = f"{settings.kafka}: {describe_error(error)}"
             break  # without brokers the next part would only wait for its time limit
     return found
@@ -283,4 +285,5 @@ class _Measure:
         readers = await topics.readers(self.settings, self.service.name)
         self.found.are_readers_known = True
         for one in self.found.readings:
-            one.reader = readers.get((one.topic, one.partition))
+            place = one.topic, one.partition
+            one.reader, one.stranger = readers.get(place, (None, None))

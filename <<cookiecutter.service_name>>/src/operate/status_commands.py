@@ -8,11 +8,10 @@ from typing import Annotated
 import asyncpg
 import typer
 
-from pipeline.errors import summarize_error
-from pipeline.servers.revisions import WrongDatabase
+from pipeline.errors import StoreUnavailable, summarize_error
+from pipeline.servers.revisions import WrongDatabase, check_database
 
 from . import doctor, status
-from .errors import Unavailable
 from .health import Finding, judge
 from .output import format_span, format_time, print_json, print_table, write
 from .status import AT_MOST, Backlog, Reading, Status, format_count
@@ -36,7 +35,7 @@ async def show(
     """
     while True:
         try:
-            async with invocation.connected() as connection:
+            async with invocation.connected(check_database) as connection:
                 while True:
                     found = await status.look(connection, invocation.service, invocation.settings)
                     if invocation.as_json:
@@ -47,7 +46,7 @@ async def show(
                     if not watch:
                         return
                     await asyncio.sleep(_WATCH_SECONDS)
-        except Unavailable as error:  # --watch continues after an outage
+        except StoreUnavailable as error:  # --watch continues after an outage
             if not watch:
                 raise
             write(str(error), err=True)
@@ -64,9 +63,9 @@ async def examine(
     The exit code is 1 if something is wrong.
     """
     try:
-        async with invocation.connected() as connection:
+        async with invocation.connected(check_database) as connection:
             found = await _findings(connection, invocation)
-    except (Unavailable, WrongDatabase) as error:
+    except (StoreUnavailable, WrongDatabase) as error:
         advice = "start the server, or correct PIPELINE_DATABASE_URL, for the other checks"
         check = "database" if isinstance(error, WrongDatabase) else "postgresql"
         wrong = Finding("wrong", summarize_error(error), advice, check=check)
@@ -123,7 +122,7 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     """Yield a line's name, the part of the status that it needs, and its text."""
     age = f", oldest {format_span(found.outbox_seconds)}" if found.outbox_events else ""
     to_publish = f"{format_count(found.outbox_events)} to publish{age}"
-    other = "of another cluster, nothing is published: `service relay reset`"
+    other = "of a copy, nothing is published: `service adopt`"
     yield "outbox", "outbox", to_publish if found.is_this_cluster else other
     shards = sum(len(one.shards) for one in found.relays.values())
     without = found.shards_without_relay

@@ -6,11 +6,12 @@ import inspect
 import logging
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from functools import partial
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -35,14 +36,15 @@ from pipeline.errors import (
     sqlstate_of,
     summarize_error,
 )
-from pipeline.observe import logs
+from pipeline.observe import logs, watchdog
 from pipeline.observe.health import CannotListen
 from pipeline.servers import guard, revisions
-from pipeline.servers.database import autocommitting, create_engine
+from pipeline.servers.cluster import gate
+from pipeline.servers.database import Check, autocommitting, create_engine
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
-from .errors import ACCESS_DENIED, OutputFailed, Refused, Unavailable
+from .errors import ACCESS_DENIED, OutputFailed, Refused
 from .output import standard_streams, write
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,9 @@ Report = Callable[[str], None]
 
 PREFIX = "PIPELINE_"
 """Prefix of every variable that is a setting, of the engine or of an optional package."""
+
+_TASKS_SECONDS = 1.0
+"""Time for tasks that the work of a command leaves behind, once they are cancelled."""
 
 _AS_JSON = TypeAdapter(bool | None)
 
@@ -99,6 +104,15 @@ class Program(typer.Typer):
                 write(format_traceback(error), err=True)
             sys.exit(1)
 
+    def run_process(self) -> None:
+        """Run the command, and end the process within four seconds after it."""
+        try:
+            self()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            threading.Thread(target=watchdog.end_late, args=(code,), daemon=True).start()
+            raise
+
 
 def _unreadable() -> Path | None:
     """Return a file or folder of the migrations that Alembic would pass over or find empty."""
@@ -118,13 +132,12 @@ class Invocation:
     as_json: bool
 
     @asynccontextmanager
-    async def connected(self) -> AsyncIterator[asyncpg.Connection]:
-        """Open a connection to the service's database; each statement is a transaction."""
-        engine = create_engine(self.settings, name=self.service.name)
+    async def connected(self, check: Check = gate) -> AsyncIterator[asyncpg.Connection]:
+        """Open a connection, where each statement commits. A copy is refused by the default."""
+        engine = create_engine(self.settings, name=self.service.name, check=check)
         try:
             with naming_servers(self.settings):
                 async with autocommitting(engine) as connection:
-                    await revisions.check_database(connection, self.service.name)
                     yield connection
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError):
             raise revisions.NotMigrated from None
@@ -251,39 +264,57 @@ def _unknown_variables() -> Iterator[str]:
 
 @contextmanager
 def serving() -> Iterator[Report]:
-    """Configure the log, and log what ends a process that serves, unexpected errors too.
+    """Configure the log, and log what ends a process that serves, whatever it is.
 
-    Returns a function that reports a sentence: as a line of the log if that is JSON, else as
-    text. The log is configured before the settings are read.
+    Returns a function that logs a text: as one line of JSON, else line by line. The log is
+    configured before the settings are read.
     """
-    try:
+    as_json: bool | None = None
+    with suppress(ValidationError):  # it is reported with the other mistakes in the settings
         given = {name.upper(): value for name, value in os.environ.items()}
         as_json = _AS_JSON.validate_python(given.get(f"{PREFIX}LOG_JSON"))
-    except ValidationError:  # reported with the other mistakes in the settings
-        as_json = None
-    logs.configure(level="INFO", json=as_json)
-    write = partial(log.critical, "%s") if logs.is_json(as_json) else _report
+    is_json = logs.configure(level="INFO", json=as_json)
 
     def report(text: str) -> None:
         error = sys.exc_info()[1]
         # The text of an operating system's error is not enough without a traceback.
-        if isinstance(error, OSError) and not isinstance(error, StoreUnavailable):
-            log.critical("stopped by an I/O error", exc_info=error)
-        write(text)
+        is_local = isinstance(error, OSError) and not isinstance(error, StoreUnavailable)
+        for line in [text] if is_json else text.splitlines():
+            log.critical("%s", line, exc_info=is_local)
 
     try:
         yield report
     except typer.Exit:
         raise
-    except Exception as error:
+    except BaseException as error:
+        # asyncio lets SystemExit pass from any task, also a handler's. It keeps its code, except 0.
         log.critical("stopped by an unexpected error", exc_info=error)
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code):
+            raise
         raise typer.Exit(1) from error
 
 
 def run_to_end(work: Coroutine[Any, Any, T], report: Report = _report) -> T:
-    """Run a coroutine until it ends, on uvloop where it is available."""
-    with in_a_sentence(report), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(work)
+    """Run a coroutine until it ends, on uvloop where it is available.
+
+    It waits for no thread, and a second for tasks that ignore their cancellation.
+    """
+    factory = None
+    if sys.platform != "win32" and sys.implementation.name == "cpython":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    runner = asyncio.Runner(loop_factory=factory)
+    try:
+        with in_a_sentence(report):
+            return runner.run(work)
+    finally:
+        loop = runner.get_loop()
+        # Closing waits for the threads of the loop's executor: a new one has none.
+        loop.set_default_executor(ThreadPoolExecutor())
+        loop.call_later(_TASKS_SECONDS, loop.stop)
+        with suppress(RuntimeError):  # the loop was stopped before all tasks had ended
+            runner.close()
 
 
 @contextmanager
@@ -291,7 +322,7 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
     """After an expected error report one sentence, and end the command with exit code 1."""
     try:
         yield
-    except (Unavailable, StoreUnavailable) as error:  # their text names the server
+    except StoreUnavailable as error:  # its text names the server
         report(summarize_error(error))
     except _EXPECTED as error:
         report(describe_error(error))
@@ -310,24 +341,14 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
 
 @contextmanager
 def naming_servers(settings: Settings) -> Iterator[None]:
-    """Raise errors of Kafka and of PostgreSQL as `Unavailable`, which names the server."""
+    """Raise errors of Kafka and of PostgreSQL as `StoreUnavailable`, which names the server."""
     try:
         yield
-    except StoreUnavailable:  # not an error of either
-        raise
     except Exception as error:
         if isinstance(error, KafkaError):
             server = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
-        elif is_of_a_server(error):
+        elif is_of_a_server(error) and not isinstance(error, StoreUnavailable):
             server = f"{settings.postgresql} (PIPELINE_DATABASE_URL)"
         else:
             raise
-        raise Unavailable(f"{server}: {describe_error(error)}") from error
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32" or sys.implementation.name != "cpython":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop
+        raise StoreUnavailable(f"{server}: {describe_error(error)}") from error

@@ -7,7 +7,7 @@ from pipeline.servers.topics import MAY_NOT_DESCRIBE, Topics
 from pipeline.service import Service
 from pipeline.settings import Settings
 
-from .health import Finding
+from .health import Finding, Level
 
 _ENVELOPE = 10_000
 """Bytes of a record beside the payload, at most: its headers, and Kafka's own."""
@@ -36,13 +36,9 @@ def topics(service: Service, settings: Settings, described: Topics) -> Iterator[
 def topic_retention(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
     """The inbox remembers for as long as a topic keeps its records."""
     consumed = {name: described[name] for name in described if name in service.handlers.topics}
-    for name, kept in inbox_coverage.exceeding(settings, consumed).items():
-        yield Finding(
-            "wrong" if settings.inbox_must_cover_topics else "warning",
-            f"{name} keeps records {kept}, and the inbox remembers"
-            f" {inbox_coverage.format_days(settings.inbox_age)}",
-            "raise PIPELINE_INBOX_AGE, or lower the topic's retention.ms",
-        )
+    level: Level = "wrong" if settings.inbox_must_cover_topics else "warning"
+    for found in inbox_coverage.exceeding(settings, consumed):
+        yield Finding(level, *found)
 
 
 def compaction(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:

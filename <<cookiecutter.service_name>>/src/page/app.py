@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from pipeline import Service
-from pipeline.servers import revisions
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
@@ -34,7 +33,6 @@ class Page:
     def __init__(
         self, service: Service, settings: Settings, page: PageSettings, engine: AsyncEngine
     ) -> None:
-        revisions.check_connections(engine, service.name)
         templates = Templates(service.name, page)
         sessions = Sessions(page, service.name)
         self._page = page

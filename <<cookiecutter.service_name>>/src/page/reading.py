@@ -1,5 +1,6 @@
 """The pages that change nothing."""
 
+from collections import Counter
 from contextlib import suppress
 
 import asyncpg
@@ -62,16 +63,17 @@ class Reading:
             store = kind.of(connection, self._service, self._settings)
             chunks = store.chunks(state, selection, _LISTED + 1)
             found = [one async for some in chunks for one in some]
-            groups: list[tuple[str, int]] = []
+            groups = Counter[str]()
             if state == "dead":
                 with suppress(TimeoutError):  # the list is shown without them
-                    groups = await store.reasons_of(state, selection)
+                    for one in await store.count(state, selection):
+                        groups[one["reason"]] += one["count"]
         return self._templates.page(
             template,
             operator,
             entries=found[:_LISTED],
             are_more=len(found) > _LISTED,
-            groups=groups,
+            groups=groups.most_common(),
             parameters=wanted,
             state=state,
             states=STATES,

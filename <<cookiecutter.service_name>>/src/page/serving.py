@@ -4,12 +4,10 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
-import uvicorn
-
+from http_server.connections import Connection
+from http_server.server import Server
 from pipeline import Service
 from pipeline.observe import logs
 from pipeline.observe.health import listen
@@ -21,21 +19,16 @@ from .settings import PageSettings
 
 log = logging.getLogger(__name__)
 
+_GRACE = 5
+"""Seconds in which requests that are being answered may end."""
 
-class _Server(uvicorn.Server):
+
+class PageServer(Server):
     """A server that ends its event streams before it waits for open connections."""
 
-    def __init__(self, config: uvicorn.Config, page: Page) -> None:
-        super().__init__(config)
+    def __init__(self, page: Page, protocol: type[Connection] = Connection) -> None:
+        super().__init__(page.app(), grace=_GRACE, protocol=protocol)
         self._page = page
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Stop on SIGTERM and SIGINT; unlike uvicorn, don't raise the signal again at the end."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the streams, then shut down."""
@@ -51,26 +44,18 @@ async def serve(service: Service, settings: Settings, chosen: PageSettings) -> N
         loggers=service.loggers(settings),
         queues=True,
     )
-    engine = create_engine(settings, name=f"{service.name}-page")
-    page = Page(service, settings, chosen, engine)
-    config = uvicorn.Config(
-        page.app(),
-        log_config=None,
-        access_log=False,
-        # A proxy's header is accepted by the connection's own address, which uvicorn would replace.
-        proxy_headers=False,
-        # Of uvicorn's two HTTP implementations, the one that limits the size of headers.
-        http="h11",
-        ws="none",
-        server_header=False,
-        timeout_graceful_shutdown=5,
-        limit_concurrency=100,
-    )
+    for found in service.plaintext(settings):
+        log.warning("%s: %s", *found)
+    engine = create_engine(settings, name=service.name)
+    server = PageServer(Page(service, settings, chosen, engine))
     try:
         bind = partial(listen, what="the page", prefix="PIPELINE_PAGE")
         listener, url = await asyncio.to_thread(bind, chosen.host, chosen.port)
         log.info("the page is at %s", url)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
         with listener:
-            await _Server(config, page).serve([listener])
+            await server.serve([listener])
     finally:
         await engine.dispose()

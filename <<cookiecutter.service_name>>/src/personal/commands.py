@@ -15,6 +15,7 @@ from operate.output import format_time, print_json, print_table, write
 from operate.terminal import Invocation, Limit, Yes, operation, user_name
 from pipeline import Service
 from pipeline.errors import StoreUnavailable
+from pipeline.servers.revisions import check_database
 from pipeline.service import Misconfigured
 
 from .encryption import PersonalData, personal_types
@@ -67,7 +68,7 @@ def group(personal: PersonalData) -> typer.Typer:
     @operation(app, "forgotten", example="service personal forgotten --limit 10")
     async def list_forgotten(invocation: Invocation, limit: Limit = 50) -> None:
         """List the subjects that were forgotten, the latest first."""
-        async with invocation.connected() as connection:
+        async with invocation.connected(check_database) as connection:
             found = await forgotten(connection, limit)
         if invocation.as_json:
             print_json(*map(dict, found))
@@ -104,7 +105,7 @@ def group(personal: PersonalData) -> typer.Typer:
         """Write the plain payload of a dead letter or dead event to the output."""
         kind: type[DeadLetters | DeadEvents] = DeadEvents if event else DeadLetters
         table, key, column = _VALUES[kind]
-        async with invocation.connected() as connection:
+        async with invocation.connected(check_database) as connection:
             store = kind.of(connection, invocation.service, invocation.settings)
             (number,) = await store.keys_of([id])
             statement = f"SELECT {column} FROM pipeline.{table} WHERE {key} = $1"

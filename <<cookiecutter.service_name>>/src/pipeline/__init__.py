@@ -15,6 +15,7 @@ from pipeline.handlers.ordering import Gaps, Sequenced, Timed
 from pipeline.handlers.policy import Park, Policy, Reject, Retry
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.transaction import EventBatch, Transaction
+from pipeline.servers.cluster import NotAdopted
 from pipeline.servers.guard import HandlerFault
 from pipeline.servers.revisions import WrongDatabase
 
@@ -35,6 +36,7 @@ __all__ = [
     "Loads",
     "Message",
     "Misconfigured",
+    "NotAdopted",
     "Outgoing",
     "Park",
     "PayloadFields",

@@ -89,7 +89,7 @@ class Repeat(Exception):
 
 
 class StoreUnavailable(ConnectionError):
-    """The store of objects or of schemas can't be used; the text has its address and the reason."""
+    """A server can't be used, such as an object store: the text has its address, and why."""
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -6,8 +6,9 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from enum import Flag, auto
+from functools import partial
 
 from alembic.script import ScriptDirectory
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -16,7 +17,7 @@ from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.consume import inbox_coverage
+from pipeline.consume import inbox_coverage, stamps
 from pipeline.consume.consumer import Consumer
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import exporters, logs, metrics
@@ -27,7 +28,7 @@ from pipeline.retention.worker import RetentionWorker
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
-from pipeline.servers.guard import stack_of
+from pipeline.servers.guard import INTERRUPTION, stack_of
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
 
@@ -36,9 +37,9 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
-_CONSUMER_SHARE, _RELAY_SHARE, _TELEMETRY_SHARE = 0.4, 0.3, 0.2
-"""Shares of the shutdown grace: for running batches, then for what the relay has to publish, then
-for spans and metrics. The rest is left for closing connections to servers that don't answer."""
+_CONSUMER_SHARE, _RELAY_SHARE, _CLOSING_SHARE, _TELEMETRY_SHARE = 0.4, 0.3, 0.1, 0.2
+"""Shares of the shutdown grace: for running batches, for what the relay has to publish, for closing
+idle connections (of which each takes a minute if PostgreSQL hangs), and for spans and metrics."""
 
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -99,8 +100,12 @@ async def process(
         loggers=service.loggers(settings),
         queues=True,
     )
+    for found in service.plaintext(settings):
+        log.warning("%s: %s", *found)
     os.register_at_fork(after_in_child=_leave_signals)
     health = Health(stall_after=settings.hang_timeout)
+    # Renewed each third of their time, they outlast one call that blocks for another third.
+    times = settings.kafka_session_timeout, settings.backlog_lease, settings.relay_lease
     with serving(health, host=settings.health_host, port=settings.health_port) as port:
         metrics.observe_ready(lambda: health.is_ready)
         shut_exporters_down = exporters.configure(
@@ -111,7 +116,7 @@ async def process(
         log.info("%s starts; health and metrics on port %s", service.name, port)
         stopping = _stopping_on_signals()
         try:
-            async with in_background(heartbeat(health)):
+            async with in_background(heartbeat(health, INTERRUPTION.get, min(times) / 3)):
                 yield health, stopping
         finally:
             seconds = _TELEMETRY_SHARE * settings.shutdown_grace
@@ -153,7 +158,6 @@ async def serve(
         archive=service.archive,
         claims=claims,
         health=health,
-        stopping=stopping,
     )
     for topic, entity, names in service.handlers.rivals() if is_consuming else ():
         log.warning(
@@ -163,9 +167,12 @@ async def serve(
             topic,
             entity,
         )
+    own = partial(stamps.check, settings=settings, group=service.name, topics=topics, stores=True)
     try:
         handlers = service.handlers if is_consuming else Handlers()
-        await retention.start(service.name, service.metadata, migrations, handlers.sharing)
+        begin = retention.start(service.metadata, migrations, handlers.sharing, own)
+        async with in_background(begin) as beginning, in_background(stopping.wait()) as stop:
+            await asyncio.wait({beginning, stop}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.is_set():
             return
         if is_consuming and topics:
@@ -178,7 +185,8 @@ async def serve(
             health=health,
             encryption=service.encryption,
         )
-        consuming = _consuming(service, settings, engine, health, relay, claims)
+        stamp = beginning.result()
+        consuming = _consuming(service, settings, engine, health, relay, claims, stamp)
         # In this order they stop: the relay publishes what the others have committed last.
         groups: list[tuple[float, Sequence[Running]]] = []
         if is_consuming:
@@ -192,7 +200,9 @@ async def serve(
         ):
             await _run_until(stopping, (retaining, opening), groups)
     finally:
-        await engine.dispose()
+        logging.getLogger("sqlalchemy.pool.impl").setLevel(logging.CRITICAL)  # no tracebacks
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.dispose(), _CLOSING_SHARE * settings.shutdown_grace)
 
 
 async def _open_codecs(
@@ -217,6 +227,7 @@ def _consuming(
     health: Health,
     relay: Relay,
     claims: ClaimCheck | None,
+    stamp: str,
 ) -> Sequence[Running]:
     """Return the parts that apply messages."""
     signals = _Signals(relay)
@@ -234,7 +245,7 @@ def _consuming(
     signals.lanes = BacklogWorkers(consume, health)
     kinds = service.workers if service.handlers.callers else ()
     signals.calls = [workers(consume, health) for workers in kinds]
-    return [Consumer(consume, health), signals.lanes, *signals.calls]
+    return [Consumer(consume, health, stamp), signals.lanes, *signals.calls]
 
 
 async def _run_until(

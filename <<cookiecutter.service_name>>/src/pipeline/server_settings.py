@@ -4,6 +4,7 @@ import re
 import ssl
 from collections.abc import Iterator
 from functools import cached_property
+from ipaddress import ip_address
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Annotated, Literal, NamedTuple, Self
@@ -22,6 +23,8 @@ _HOST = re.compile(r"[\w.:-]*")
 """A name or an address, as it is without the brackets around one of IPv6."""
 _NO_TLS = ("ssl", "disable")
 """The only one that is allowed: no attempt at TLS, which asyncpg otherwise makes first."""
+_HTTP = re.compile(r"(?i)http://(?:[^/@\s]*@)?(\[[^]]*\]|[^/:?#,\s]*)")
+"""An address without TLS; its group is the host."""
 
 
 def written(pattern: str, how: str) -> AfterValidator:
@@ -60,6 +63,17 @@ class EnvironmentSettings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True
     )
+
+
+def over_http(settings: BaseSettings) -> Iterator[tuple[str, str]]:
+    """Yield a fault and advice for each host beyond loopback that a setting names by `http://`.
+
+    Secrets are not searched.
+    """
+    prefix = settings.model_config.get("env_prefix", "")
+    for name, value in settings:
+        for host in _HTTP.findall(str(value)):
+            yield from _unsecured(host, f"{prefix}{name}".upper(), "use https://")
 
 
 class ServerSettings(EnvironmentSettings):
@@ -142,6 +156,22 @@ class ServerSettings(EnvironmentSettings):
         is_tls = self.kafka_security_protocol.endswith("SSL")
         return self._tls_files("kafka").context() if is_tls else None
 
+    def plaintext(self) -> Iterator[tuple[str, str]]:
+        """Yield a fault and advice for each host beyond loopback that TLS does not secure."""
+        if not self.database_tls:
+            advice = "set PIPELINE_DATABASE_TLS=true"
+            url = make_url(self.database_url.get_secret_value())
+            # As the driver gets them: one, several, or the folder of a socket.
+            hosts = url.get_dialect()().create_connect_args(url)[1].get("host", "")
+            for host in [hosts] if isinstance(hosts, str) else hosts:
+                yield from _unsecured(host, "PIPELINE_DATABASE_URL", advice)
+        if not self.kafka_security_protocol.endswith("SSL"):
+            advice = "set PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL or SSL"
+            for broker in self.kafka_bootstrap_servers.split(","):
+                host = broker.rpartition(":")[0]
+                yield from _unsecured(host, "PIPELINE_KAFKA_BOOTSTRAP_SERVERS", advice)
+        yield from over_http(self)
+
     def _tls_files(self, server: str) -> "_TlsFiles":
         ca, certificate, key, password = (getattr(self, f"{server}_{name}") for name in _TLS_FIELDS)
         return _TlsFiles(ca, certificate, key, _revealed(password))
@@ -219,6 +249,16 @@ class ServerSettings(EnvironmentSettings):
 
 def _revealed(secret: SecretStr | None) -> str | None:
     return secret.get_secret_value() if secret else None
+
+
+def _unsecured(host: str, setting: str, advice: str) -> Iterator[tuple[str, str]]:
+    """Yield a fault and advice, unless the host is loopback or the path of a socket."""
+    try:
+        is_here = ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        is_here = host.startswith("/") or host.lower() in ("", "localhost")
+    if not is_here:
+        yield f"connections to {host} ({setting}) are not secured by TLS", advice
 
 
 class _TlsFiles(NamedTuple):

@@ -1,9 +1,11 @@
 """What a service consists of, as its `main.py` declares."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 from pydantic_settings import BaseSettings
 from sqlalchemy import MetaData
@@ -19,11 +21,11 @@ from pipeline.handlers.aggregate import locking
 from pipeline.handlers.registry import TIMEOUT, Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
-from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
 
+from .server_settings import over_http
 from .settings import Settings, WriterSettings
 
 log = logging.getLogger(__name__)
@@ -62,20 +64,25 @@ class Service:
 
     def check(self, settings: Settings) -> None:
         """Raise `Misconfigured` with all contradictions."""
-        if wrong := list(self._contradictions(settings)):
+        # One may come again: of a mapper that fails, by each class that is loaded.
+        if wrong := dict.fromkeys(self._contradictions(settings)):
             raise Misconfigured("\n".join(wrong))
 
     def _contradictions(self, settings: Settings) -> Iterator[str]:
-        for check in (one.check for one in (self.archive, self.encryption) if one is not None):
+        checks: list[Callable[[], object]]
+        checks = [one.check for one in (self.archive, self.encryption) if one is not None]
+        if self.claims is not None:
+            checks.append(partial(self.claims, self.name, settings))
+        loaded = {each.entity for one in self.handlers for each in one.loads}
+        # All subclasses of what is loaded are imported now.
+        checks += [configure_mappers, *(partial(locking, one) for one in sorted(loaded, key=str))]
+        for check in checks:
             try:
                 check()
             except Misconfigured as error:
                 yield str(error)
-        if self.claims is not None:
-            try:
-                self.claims(self.name, settings)
-            except Misconfigured as error:
-                yield str(error)
+            except Exception as error:  # also of the service's code, in a relationship
+                yield describe_error(error)
         if self.handlers.callers and not self.workers:
             yield (
                 f"{min(self.handlers.callers)!r} is an effect, and no worker would make its calls:"
@@ -91,13 +98,6 @@ class Service:
                 f"a decorator above that of {name} would never be used: the function was registered"
                 " before. Write @handlers… above all others"
             )
-        loaded = {each.entity for one in self.handlers for each in one.loads}
-        try:
-            configure_mappers()
-            for entity in sorted(loaded, key=lambda one: one.__qualname__):
-                locking(entity)  # all of its subclasses are imported now
-        except Exception as error:  # also of the service's code, in a relationship
-            yield describe_error(error)
         for one in self.handlers:
             # The default of a handler is cut off by a shorter limit of the transaction.
             is_longer = one.timeout > settings.transaction_timeout and one.timeout != TIMEOUT
@@ -140,8 +140,9 @@ class Service:
 
         By default the settings are read from the environment. It needs the database, and no Kafka.
         While the codec of a topic can't be opened, events for this topic raise `StoreUnavailable`.
-        Its `write` raises `WrongDatabase` if the database is another service's. Create one for each
-        process. Raises `Misconfigured` for events that can't be published.
+        Its `write` raises `WrongDatabase` if the database is another service's, and `NotAdopted` if
+        it may be a copy. Create one for each process. Raises `Misconfigured` for events that can't
+        be published.
         """
         settings = settings or WriterSettings()
         async with self.publishing(settings) as engine:
@@ -158,18 +159,22 @@ class Service:
     async def publishing(self, settings: Settings) -> AsyncIterator[AsyncEngine]:
         """Yield a connection pool, while the codecs of topics are opened beside.
 
-        To connect raises `WrongDatabase` if the database is another service's.
+        To connect raises `WrongDatabase` and `NotAdopted`, as `cluster.gate`.
         """
         with suppress(StoreUnavailable):
             await self.open_codecs()
         opening = Attempts("opening codecs", "codecs", unless=lambda: False, report=log.debug)
         engine = create_engine(settings, name=self.name)
-        revisions.check_connections(engine, self.name)
         try:
             async with in_background(opening(self.open_codecs)):
                 yield engine
         finally:
             await engine.dispose()
+
+    def plaintext(self, settings: Settings) -> Iterable[tuple[str, str]]:
+        """Return a fault and advice for each host beyond loopback that TLS does not secure."""
+        of_packages = (over_http(kind()) for kind in self.settings)
+        return dict.fromkeys(chain(settings.plaintext(), *of_packages))
 
     def loggers(self, settings: Settings) -> Iterator[str]:
         """Yield the loggers that are configured beside the engine's."""

@@ -130,7 +130,7 @@ class Settings(ServerSettings):
     """Dead letters are also sent to this topic."""
 
     relay_topic_pause: Seconds = 5.0
-    """Pause between attempts to publish to a missing or forbidden topic."""
+    """Pause between attempts to publish to a topic that accepts no events."""
 
     outbox_days_ahead: Count = 7
     """Daily outbox partitions that are created ahead."""
@@ -152,7 +152,7 @@ class Settings(ServerSettings):
     """Interval at which one process drops old partitions."""
 
     shutdown_grace: Seconds = 20.0
-    """Time after SIGTERM to finish work. The supervisor's time-out must be 10 s longer."""
+    """Time after SIGTERM to finish work. The supervisor's time-out must be 15 s longer."""
     health_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address of the health server; `0.0.0.0` for all."""
     health_port: Annotated[int, Field(ge=0, le=65_535)] = 8_080

@@ -12,7 +12,9 @@ import pytest
 import settings_guide
 
 from archive import Archive, ArchiveSettings
+from object_store import EndpointSettings
 from pipeline.errors import StoreUnavailable
+from pipeline.server_settings import over_http
 from pipeline.service import Misconfigured
 
 from .conftest import DAY, House, make_day
@@ -58,6 +60,21 @@ def test_credentials_are_not_taken_from_a_url_and_not_shown(
     with pytest.raises(Misconfigured, match="must not contain credentials") as refused:
         Archive("orders").check()
     assert "s3cret" not in str(refused.value)
+
+
+def test_addresses_of_stores_that_tls_does_not_secure_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in EndpointSettings.model_fields:
+        monkeypatch.setenv(name.upper(), f"http://{name}.example:9000")
+    named = [one for one, _ in over_http(EndpointSettings())]
+    assert named == [
+        f"connections to {name}.example ({name.upper()}) are not secured by TLS"
+        for name in EndpointSettings.model_fields
+    ]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://minio.example")
+    assert len([*over_http(EndpointSettings())]) == len(named) - 2
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/some/prefix/", "gs://bucket/prefix"])

@@ -50,6 +50,7 @@ class Deposit:
     type: str = "deposited"
     value: bytes | None = None
     headers: tuple[tuple[str, bytes], ...] = ()
+    """More headers; each takes the place of that with its name."""
     partition: int | None = 0
     timestamp: int | None = None
     """The record's, in milliseconds; unless it is given, when the record is sent."""
@@ -97,14 +98,15 @@ class Deposit:
         return json.dumps(payload).encode()
 
     def _headers(self) -> list[tuple[str, bytes]]:
-        return [
+        usual = [
             ("ce_specversion", b"1.0"),
             ("ce_id", (self.id or str(self.amount)).encode()),
             ("ce_source", self.source.encode()),
             ("ce_type", self.type.encode()),
             ("content-type", b"application/json"),
-            *self.headers,
         ]
+        given = {name.lower() for name, value in self.headers if value}
+        return [*(pair for pair in usual if pair[0] not in given), *self.headers]
 
 
 async def histories(db: asyncpg.Connection) -> dict[str, list[int]]:

@@ -8,6 +8,7 @@ from operate.commands import command_line
 from pipeline import Event, Policy, Transaction
 
 from tests.contract.bank import Deposited
+from tests.pipeline.blocking import be_stopped
 from tests.pipeline.integration.bank import Bank
 
 bank = Bank(
@@ -44,6 +45,8 @@ async def pay(event: Told, call: Call) -> None:
 
 def remember(consumer: str, call: Call) -> None:
     """Write the call into a file, as an outside that outlives this process."""
+    if os.environ["BANK_DIES"] == f"{consumer} stops":
+        be_stopped()
     die_if(f"{consumer} before")
     with open(os.environ["BANK_OUTSIDE"], "a") as outside:
         outside.write(f"{consumer} {call.id}\n")

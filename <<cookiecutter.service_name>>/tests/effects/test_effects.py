@@ -856,7 +856,7 @@ async def test_what_nobody_takes_is_refused_where_it_is_staged(new_calling_desk:
     assert "no effect takes Received: register one by @effects.on(Received, …)" in row["error"]
 
 
-async def test_a_copy_of_another_clusters_database_calls_nobody(
+async def test_nobody_is_called_from_a_copy_whose_connections_are_open_already(
     new_calling_desk: NewDesk, db: asyncpg.Connection
 ) -> None:
     outside, desk = await desk_of(new_calling_desk, repeatable=False)
@@ -864,43 +864,9 @@ async def test_a_copy_of_another_clusters_database_calls_nobody(
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     await desk.call()
     assert outside.calls == []
-    assert "no call is made: the outbox comes from another" in desk.health.reasons["calls"]
-    await cluster.reset(db, keep_progress=True)
+    await cluster.adopt(db, keep_progress=True)
     await desk.call()
     assert sorted(outside.calls) == [1, 2]
-    assert "calls" not in desk.health.reasons
-
-
-async def test_nobody_is_called_before_the_consumer_has_joined_its_group(
-    new_calling_desk: NewDesk,
-) -> None:
-    outside, desk = await desk_of(new_calling_desk)
-    await desk.apply(Deposit(1))
-    desk.health.not_ready("consumer", "has not joined its group yet")
-    running = asyncio.create_task(desk.caller.run())
-    for amount in range(2, 40):  # while workers that do not wait would make the first calls
-        await desk.apply(Deposit(amount))
-    assert outside.calls == []
-    desk.health.ready("consumer")
-    await eventually(lambda: outside.calls == [*range(1, 40)])
-    desk.health.not_ready("consumer", "Kafka is away")
-    await desk.apply(Deposit(40))
-    await eventually(lambda: outside.calls == [*range(1, 41)])
-    desk.caller.stop()
-    await running
-
-
-async def test_workers_that_wait_for_the_consumer_end_with_the_process(
-    new_calling_desk: NewDesk,
-) -> None:
-    outside, desk = await desk_of(new_calling_desk)
-    await desk.apply(Deposit(1))
-    desk.health.not_ready("consumer", "has not joined its group yet")
-    running = asyncio.create_task(desk.caller.run())
-    await asyncio.sleep(0)
-    desk.caller.stop()
-    await running
-    assert outside.calls == []
 
 
 _BEGUN = 20

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import asyncpg
@@ -14,6 +15,7 @@ from pipeline import Event, Handlers, Policy, Reject, Retry, Transaction
 
 from .desk import NewDesk, Outside, desk_of
 from tests.contract.bank import Deposit, Deposited
+from tests.pipeline.blocking import Block, interrupting
 from tests.pipeline.integration.test_exits import EXITS, Response
 from tests.pipeline.integration.test_ladder import ENDS_ITS_CONNECTION, RAISE
 
@@ -31,9 +33,8 @@ async def test_what_would_end_the_process_is_the_failure_of_the_effect_that_rais
     await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3, "carl"))
     await desk.call()
     rows = await desk.backlog()
-    assert [(row["reason"], row["error"]) for row in rows] == [
-        ("attempts used up", f"{kind.__name__}: ")
-    ] * 2
+    failed = ("attempts used up", kind.__name__)
+    assert [(row["reason"], row["error"]) for row in rows] == [failed] * 2
 
 
 async def test_a_call_that_cancels_its_task_fails_and_the_worker_goes_on(
@@ -52,6 +53,43 @@ async def test_a_call_that_cancels_its_task_fails_and_the_worker_goes_on(
     (row,) = await desk.backlog()
     assert row["reason"] == "attempts used up"
     assert row["error"].startswith("CancelledItself: ")
+    assert sorted(outside.calls) == [1, 2]
+
+
+async def at_once(block: Block) -> None:
+    block()
+
+
+async def and_gathers(block: Block) -> None:
+    await asyncio.gather(at_once(block), return_exceptions=True)
+
+
+async def and_denies(block: Block) -> None:
+    try:
+        block()
+    except BaseException as error:
+        raise Retry("it did not take place") from error
+
+
+@pytest.mark.parametrize("is_repeatable", [True, False])
+@pytest.mark.parametrize("way", [at_once, and_gathers, and_denies])
+async def test_a_call_that_blocks_the_event_loop_fails_whatever_it_makes_of_that(
+    new_calling_desk: NewDesk, way: Callable[[Block], Awaitable[None]], is_repeatable: bool
+) -> None:
+    async def wait() -> None:
+        await way(block)
+
+    outside, desk = await desk_of(
+        new_calling_desk, policy=Policy(attempts=1), repeatable=is_repeatable
+    )
+    outside.waits = {1: wait}
+    await desk.apply(Deposit(1), Deposit(2, "bob"))
+    with interrupting() as block:
+        await desk.call()
+    (row,) = await desk.backlog()
+    assert row["reason"] == ("attempts used up" if is_repeatable else "outcome unknown")
+    text = "TimeoutError: tell blocks the event loop: await, or use asyncio.to_thread"
+    assert row["error"] == text
     assert sorted(outside.calls) == [1, 2]
 
 
@@ -79,6 +117,20 @@ async def test_who_is_asked_may_raise_what_would_end_the_process(
         raise kind
 
     outside, row = await asked_after_a_lost_call(new_calling_desk, ask)
+    assert (row["reason"], row["attempts"]) == ("outcome unknown", 2)
+    assert outside.calls == [1]
+
+
+async def test_what_ask_returns_after_it_has_blocked_the_event_loop_is_not_believed(
+    new_calling_desk: NewDesk,
+) -> None:
+    async def ask(event: Event, call: Any) -> bool:
+        with suppress(BaseException):
+            block()
+        return False
+
+    with interrupting() as block:
+        outside, row = await asked_after_a_lost_call(new_calling_desk, ask)
     assert (row["reason"], row["attempts"]) == ("outcome unknown", 2)
     assert outside.calls == [1]
 

@@ -10,6 +10,7 @@ from aiokafka import AIOKafkaProducer
 from tests.contract.bank import Deposit
 from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.processes import variables_of
+from tests.pipeline.integration.test_killers import STOPPABLE
 from tests.servers.processes import starting
 from tests.servers.waiting import eventually
 
@@ -21,6 +22,10 @@ SETTINGS = {
     "retry_pause": 0.2,
 }
 UNDECIDED = "SELECT count(*) FROM pipeline.backlog WHERE died_at IS NULL"
+OVER = """
+SELECT (SELECT count(*) FROM pipeline.inbox WHERE consumer IN ('tell', 'pay'))
+       + (SELECT count(*) FROM pipeline.backlog WHERE died_at IS NOT NULL)
+"""
 
 
 @pytest.mark.parametrize(
@@ -79,3 +84,29 @@ async def test_killed_in_a_call(
     assert len(paid) == len(set(paid)), "never blindly again"
     assert len(unknown) <= 1, "at most that of the process that died"
     assert len({*paid, *unknown}) == 3
+
+
+@pytest.mark.full
+async def test_stopped_in_a_call_that_is_not_taken_for_the_calls_fault(
+    bank: Bank,
+    database_url: str,
+    kafka: str,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    tmp_path: Path,
+) -> None:
+    outside = tmp_path / "outside"
+    variables = {"BANK_OUTSIDE": str(outside), "BANK_DIES": "pay stops"}
+    async with starting(
+        "tests.effects.app",
+        lambda: variables_of(bank) | variables,
+        database_url=database_url,
+        kafka_bootstrap_servers=kafka,
+        **STOPPABLE,
+    ) as start:
+        process = await start("consume")
+        await Deposit(1).send(producer, bank.deposits)
+        await process.stops_for(7)
+        await eventually(lambda: db.fetchval(f"SELECT ({OVER}) = 2"))
+    assert await db.fetch("SELECT FROM pipeline.backlog") == []
+    assert sorted(line.split()[0] for line in outside.read_text().splitlines()) == ["pay", "tell"]

@@ -8,11 +8,13 @@ from typing import ClassVar
 
 import pytest
 from fastapi import FastAPI
+from starlette.applications import Starlette
 
-from http_api.connections import Connection
-from http_api.serving import ApiServer
+from http_server.connections import Connection
+from http_server.server import Server
 from pipeline.observe.health import listen
 from pipeline.servers.tasks import in_background
+from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 
 from .cashier import new_key
@@ -39,7 +41,7 @@ class Short(Few):
 @asynccontextmanager
 async def serving(app: FastAPI, protocol: type[Connection]) -> AsyncIterator[int]:
     """Serve an application; yield the port."""
-    server = ApiServer(app, grace=1, protocol=protocol)
+    server = Server(app, grace=1, protocol=protocol)
     listener, _ = listen("127.0.0.1", 0, what="the API", prefix="PIPELINE_HTTP")
     with listener:
         async with in_background(server.serve([listener])) as running:
@@ -191,6 +193,16 @@ async def test_requests_beyond_the_limit_are_answered_with_503(app: FastAPI, ban
         assert (status, "repeat it" in text) == (503, True)
         is_over.set()
         assert {status for status, _ in await asyncio.gather(*answers)} == {201}
+
+
+async def test_an_application_that_does_not_start_is_an_error_and_exits_no_process() -> None:
+    @asynccontextmanager
+    async def broken(_: Starlette) -> AsyncIterator[None]:
+        raise KeyError("a mistake of the application")
+        yield
+
+    with pytest.raises(Misconfigured, match="did not start"):
+        await Server(Starlette(lifespan=broken), grace=1).serve([])
 
 
 def test_half_of_the_descriptors_are_left_to_the_process() -> None:

@@ -19,12 +19,14 @@ from http_api import Answer, KeyReused, Receiver, Unavailable, UnderWay, open_re
 from pipeline import Event, Gaps, Park, Reject, Retry, Transaction
 from pipeline.events.payload import payload_hash
 from pipeline.retention import generations
+from pipeline.servers import cluster
 from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 from pipeline.testing.crashes import MortalEngine, crashes_of
 
 from .cashier import CASHIER, NOTHING, ONE, cashier, new_key, stored
 from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.pipeline.blocking import interrupting
 from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.calling import take_calls
 from tests.pipeline.integration.conftest import new_desk  # noqa: F401 (a fixture)
@@ -95,6 +97,19 @@ async def test_nothing_is_applied_in_the_database_of_another_service(
     with pytest.raises(WrongDatabase, match="is that of service another"):
         await pay_in(receiver, 5)
     assert await stored(db) == NOTHING
+
+
+@pytest.mark.parametrize("another", ["system_identifier = 1", "database_oid = 1"])
+async def test_nothing_is_applied_in_a_database_that_is_not_adopted(
+    receiver: Receiver, db: asyncpg.Connection, another: str
+) -> None:
+    await db.execute(f"UPDATE pipeline.outbox_cluster SET {another}")
+    with pytest.raises(Unavailable, match="the database is not adopted"):
+        await pay_in(receiver, 5, seconds=5.0)
+    assert await stored(db) == NOTHING
+    await cluster.adopt(db, keep_progress=True)
+    await pay_in(receiver, 5)
+    assert await stored(db) == ONE
 
 
 async def test_keys_of_two_scopes_and_of_two_consumers_are_different_keys(
@@ -217,6 +232,23 @@ async def test_a_handler_that_takes_too_long_is_cut_off(
     # Another process, whose handler has as much time as it needs.
     async with open_receiver(cashier().service, settings()) as receiver:
         assert not (await pay_in(receiver, 5)).is_repeat
+
+
+async def test_a_handler_that_blocks_the_event_loop_is_cut_off(
+    receiver: Receiver, bank: Bank, db: asyncpg.Connection
+) -> None:
+    async def wait() -> None:
+        block()
+
+    bank.waits[5] = wait
+    with (
+        interrupting() as block,
+        pytest.raises(Unavailable, match=r"pay in blocks the event loop: await, or use"),
+    ):
+        await pay_in(receiver, 5)
+    assert await stored(db) == NOTHING
+    del bank.waits[5]
+    assert not (await pay_in(receiver, 5)).is_repeat
 
 
 async def test_a_request_ends_after_its_time_whatever_it_waits_for(

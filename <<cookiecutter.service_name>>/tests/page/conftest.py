@@ -50,7 +50,7 @@ def opened(
         **chosen: object,
     ) -> AsyncIterator[httpx2.AsyncClient]:
         of_service = settings(database_url=url, backlog_lease=backlog_lease)
-        engine = create_engine(of_service, name="page")
+        engine = create_engine(of_service, name=bank.service.name)
         how = PageSettings.model_validate(chosen or {"token": TOKEN})
         page = Page(bank.service, of_service, how, engine)
         transport = httpx2.ASGITransport(page.app(), client=(address, 1))

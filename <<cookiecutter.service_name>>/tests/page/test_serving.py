@@ -3,12 +3,21 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import ClassVar
 
 import httpx2
 import pytest
 
+from http_server.connections import Connection
 from page import watching
+from page.app import Page
+from page.serving import PageServer
+from page.settings import PageSettings
+from pipeline.observe.health import listen
+from pipeline.servers.database import create_engine
+from pipeline.servers.tasks import in_background
+from pipeline.settings import Settings
 
 from .conftest import TOKEN, assert_guarded, csrf, log_in
 from tests.contract.bank import Deposit
@@ -17,6 +26,7 @@ from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.desk import Desk
 from tests.pipeline.integration.test_dead import bury
 from tests.servers.processes import Process, Start
+from tests.servers.waiting import PATIENCE, eventually
 
 
 @pytest.fixture
@@ -57,6 +67,47 @@ async def browser(port: int) -> AsyncIterator[httpx2.AsyncClient]:
         asyncio.timeout(120),
     ):
         yield client
+
+
+Serving = Callable[[type[Connection]], AbstractAsyncContextManager[str]]
+
+
+class Few(Connection):
+    """Connections of which there are at most four."""
+
+    most = 4
+    receiving = 4 * PATIENCE
+    waiting: ClassVar = {}
+
+
+class Short(Few):
+    """Connections whose requests have to arrive soon."""
+
+    receiving = 0.3
+    waiting: ClassVar = {}
+
+
+@pytest.fixture
+def serving(bank: Bank, settings: Callable[..., Settings]) -> Serving:
+    """Serve the page by these connections, in this process; yield its origin."""
+
+    @asynccontextmanager
+    async def serve(protocol: type[Connection]) -> AsyncIterator[str]:
+        engine = create_engine(settings(), name=bank.service.name)
+        chosen = PageSettings.model_validate({"token": TOKEN, "interval": 0.1})
+        server = PageServer(Page(bank.service, settings(), chosen, engine), protocol)
+        listener, url = listen("127.0.0.1", 0, what="the page", prefix="PIPELINE_PAGE")
+        try:
+            with listener:
+                async with in_background(server.serve([listener])) as running:
+                    await eventually(lambda: server.started)
+                    yield url.removesuffix("/")
+                    server.should_exit = True
+                    await running
+        finally:
+            await engine.dispose()
+
+    return serve
 
 
 async def test_it_is_live_and_ends_by_sigterm_while_somebody_looks(
@@ -122,6 +173,56 @@ async def test_a_form_whose_sender_goes_away_is_nobodys_mistake(
     assert "Traceback" not in served.output
 
 
+async def test_connections_without_a_request_keep_nobody_out(
+    served: Process, port: int, browser: httpx2.AsyncClient
+) -> None:
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(120)]
+    for _, writer in silent:
+        writer.write(b"GET /login HTTP/1.1\r\nHo")
+    assert (await browser.get("/login")).status_code == 200
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_connections_without_a_request_make_room_for_others_and_live_overviews_stay(
+    serving: Serving,
+) -> None:
+    async with (
+        serving(Few) as origin,
+        httpx2.AsyncClient(base_url=origin, headers={"origin": origin}, timeout=PATIENCE) as client,
+    ):
+        await log_in(client)
+        async with AsyncExitStack() as watched:
+            streams = [
+                await watched.enter_async_context(client.stream("GET", "/live"))
+                for _ in range(Few.most - 1)
+            ]
+            lines = [stream.aiter_lines() for stream in streams]
+            for _ in range(20):
+                _, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+                watched.callback(writer.close)
+            assert (await client.get("/login")).status_code == 200
+            for one in lines:
+                for _ in range(3):
+                    assert (await anext(one)).startswith("data: ")
+                    while await anext(one):
+                        pass
+            assert len(Few.waiting) <= Few.most
+
+
+async def test_a_form_that_does_not_arrive_in_time_ends_its_connection(serving: Serving) -> None:
+    async with serving(Short) as origin:
+        host = origin.removeprefix("http://")
+        reader, writer = await asyncio.open_connection(*host.split(":"))
+        writer.write(
+            f"POST /login HTTP/1.1\r\nhost: {host}\r\norigin: {origin}\r\n"
+            "content-type: application/x-www-form-urlencoded\r\ncontent-length: 100\r\n\r\n"
+            "token=".encode()
+        )
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+
+
 async def test_headers_without_bounds_are_refused(
     served: Process, browser: httpx2.AsyncClient
 ) -> None:
@@ -160,3 +261,14 @@ async def test_a_database_that_refuses_connections_is_told_at_once(
     assert f"PostgreSQL at 127.0.0.1:{unused_tcp_port} can&#39;t be used: " in answer.text
     assert "ConnectionRefusedError" in answer.text
     assert "in time" not in answer.text
+
+
+async def test_the_page_warns_once_of_an_address_that_tls_does_not_secure(
+    start: Start, port: int
+) -> None:
+    page = await start(
+        "page", page_token=TOKEN, page_port=port, otlp_endpoint="http://collector:4318"
+    )
+    await page.says(f"the page is at http://127.0.0.1:{port}/")
+    assert page.output.count("are not secured by TLS") == 1
+    assert "connections to collector (PIPELINE_OTLP_ENDPOINT)" in page.output

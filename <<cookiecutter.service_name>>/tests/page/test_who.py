@@ -1,14 +1,12 @@
 """Who gets in, by what name, and whose forms are taken."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
 
 import asyncpg
 import httpx2
 import pytest
 
-from page import parameters, sessions
+from page import sessions
 
 from .conftest import ORIGIN, PAGES, TOKEN, Opened, assert_guarded, buried, csrf, log_in
 from tests.contract.bank import Deposit
@@ -226,20 +224,6 @@ async def test_what_is_no_form_of_the_page_is_refused(ann: httpx2.AsyncClient, b
         answer = await ann.post(path, content=body, headers=kind)
         assert answer.status_code == 403
     assert (await ann.get("/dead")).status_code == 200
-
-
-async def test_a_form_that_does_not_end_is_not_waited_for(
-    ann: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def endless() -> AsyncIterator[bytes]:
-        yield b"csrf="
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(parameters, "_FORM_SECONDS", 0.1)
-    kind = {"content-type": "application/x-www-form-urlencoded"}
-    async with asyncio.timeout(60):
-        answer = await ann.post("/logout", content=endless(), headers=kind)
-    assert answer.status_code == 403
 
 
 async def test_a_browser_that_comes_another_way_is_told_which_setting_says_so(

@@ -11,8 +11,8 @@ from aiokafka import ConsumerRecord
 from pipeline import Handlers
 from pipeline.apply.batch import read
 from pipeline.apply.positions import Anchor
+from pipeline.errors import describe_error
 from pipeline.events.message import Message, Reason
-from pipeline.handlers.policy import described
 
 REASONS = {*Reason, "invalid payload"}
 UNSTORABLE = re.compile(r"[\x00\ud800-\udfff]")
@@ -185,5 +185,5 @@ def assert_it_can_be_stored(message: Message) -> None:
 def assert_it_can_be_told(reason: str, error: BaseException) -> None:
     """Fail the test if the reason is a new one, or the text can't be stored or has no end."""
     assert reason in REASONS
-    assert not UNSTORABLE.search(described(error))
-    assert len(described(error)) <= TEXT_LIMIT
+    assert not UNSTORABLE.search(describe_error(error))
+    assert len(describe_error(error)) <= TEXT_LIMIT

@@ -6,6 +6,7 @@ import pytest
 import settings_guide
 from pydantic import ValidationError
 
+from pipeline.server_settings import over_http
 from pipeline.settings import mistakes
 from schema_registry import RegistrySettings
 
@@ -48,3 +49,12 @@ def test_secrets_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RegistrySettings()
     assert "hidden" not in f"{settings!r} {settings} {settings.model_dump_json()}"
     assert settings.client_options()["basic.auth.user.info"] == "ada:hidden"
+
+
+def test_each_registry_that_tls_does_not_secure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls = "http://localhost:8081, HTTP://one:8081/apis,https://two,http://three"
+    monkeypatch.setenv("PIPELINE_SCHEMA_REGISTRY_URL", urls)
+    assert [one for one, _ in over_http(RegistrySettings())] == [
+        f"connections to {host} (PIPELINE_SCHEMA_REGISTRY_URL) are not secured by TLS"
+        for host in ("one", "three")
+    ]

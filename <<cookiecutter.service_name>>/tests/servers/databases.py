@@ -29,6 +29,13 @@ SELECT count(*) FROM pg_stat_activity
 for their next attempt."""
 
 
+ADOPT = """
+UPDATE pipeline.outbox_cluster SET database_oid = oid, kafka_cluster = NULL
+  FROM pg_database WHERE datname = current_database()
+"""
+"""Makes a copy of a template a database of its own, as if it had been migrated by itself."""
+
+
 def migrations_of_the_engine(*others: str) -> Config:
     """Return Alembic's configuration for the engine's branch, and those in other locations."""
     locations = ("pipeline:migrations/versions", *others)
@@ -65,6 +72,7 @@ async def copied(server_url: str, template: str) -> str:
     """Create a database as a copy of another one, and return its name."""
     name = f"test_{uuid4().hex[:12]}"
     await administer(server_url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    await administer(url_of(server_url, name), ADOPT)
     return name
 
 

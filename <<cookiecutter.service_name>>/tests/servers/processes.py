@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -47,6 +48,13 @@ class Process(Forked):
     async def says(self, text: str) -> None:
         """Wait until it has written the text."""
         await eventually(lambda: text in self.output)
+
+    async def stops_for(self, seconds: float) -> None:
+        """Wait until it has stopped itself, and continue it after so many seconds."""
+        status = Path(f"/proc/{self.pid}/stat")
+        await eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+        await asyncio.sleep(seconds)
+        self.send(signal.SIGCONT)
 
     async def get(self, path: str) -> tuple[int, str]:
         """Send a request to its health server; status 0 as long as it does not answer."""

@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from operate import doctor, status
+from operate import status
+from pipeline.consume import stamps
 
 PATIENCE = 300.0
 """Seconds until a test that waits is taken for one that hangs."""
@@ -13,7 +14,7 @@ PATIENCE = 300.0
 
 def let_servers_be_slow() -> None:
     """Let commands wait for servers as long; a test of their time limits sets its own."""
-    doctor._ANSWER_SECONDS = status._SECONDS = PATIENCE
+    stamps._ANSWER_SECONDS = status._SECONDS = PATIENCE
 
 
 async def eventually(

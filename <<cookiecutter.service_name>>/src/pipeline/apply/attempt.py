@@ -5,26 +5,17 @@ from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import cast
 
 import asyncpg
 from opentelemetry.context import Context
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncTransaction
-from sqlalchemy.orm import Session
 
 from pipeline.events.event import Event
 from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handler, Handlers
 from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import (
-    RESET,
-    RowSession,
-    SharedSession,
-    clean,
-    new_session,
-    own_session,
-)
+from pipeline.handlers.sessions import RESET, SharedSession, clean, new_session, own_session
 from pipeline.handlers.staging import Outbox
 from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.guard import Guard
@@ -137,7 +128,7 @@ class Attempt:
 
     async def undo_run(self, point: AsyncTransaction) -> None:
         """Roll back to the savepoint at which the run began."""
-        cast(RowSession, self.rows.session.sync_session).by_engine(Session.close)
+        self.rows.release()
         if point.is_active:  # a flush that has failed has rolled it back
             await point.rollback()
         # PostgreSQL keeps the savepoint then, with what a handler has done after it.
@@ -164,8 +155,7 @@ class Attempt:
 
     async def roll_back(self, *, discards: bool = False) -> None:
         """Roll back; the connection stays usable unless a statement may be under way."""
-        # A handler that is called again may have kept rows of its first call.
-        cast(RowSession, self.rows.session.sync_session).by_engine(Session.expunge_all)
+        self.rows.release()
         if discards or self.is_busy or self.is_late:
             await self.connection.invalidate()
         elif self.own:

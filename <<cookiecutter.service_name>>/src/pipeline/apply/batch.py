@@ -13,6 +13,7 @@ from pipeline.events.cloudevents import refers
 from pipeline.events.codec import CLOUD_EVENTS
 from pipeline.events.event import Event, Tombstone, reader, upcasted
 from pipeline.events.message import Message, Reason, Record, Undecodable, marker_key
+from pipeline.events.payload import not_json
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
 from pipeline.servers.tasks import TimeSlice
@@ -180,15 +181,15 @@ def validated(item: Item) -> Item:
 def _validated(
     model: type[Event], message: Message
 ) -> tuple[Event, None] | tuple[None, BaseException]:
+    data = message.data
     try:
-        if message.data is None:
+        if data is None:
             key = (message.key or b"").decode("utf-8", "backslashreplace")
             return Tombstone(key=key), None
-        data = message.data
         if message.type in model.__event_upcasters__:
             data = upcasted(model, message.type, data)
             if data is not message.data:
                 metrics.upcasts.add(1, {metrics.TYPE: message.type})
         return reader(model)(data), None
     except BaseException as error:  # a model's own validator may raise anything, sys.exit() too
-        return None, error
+        return None, not_json(data) or error

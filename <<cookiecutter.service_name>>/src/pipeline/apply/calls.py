@@ -14,7 +14,7 @@ from pipeline.handlers.policy import FOLLOWER
 from pipeline.handlers.sessions import SharedSession
 from pipeline.handlers.transaction import EventBatch, Transaction
 from pipeline.observe.traces import Current
-from pipeline.servers.guard import HandlerFault
+from pipeline.servers.guard import HandlerFault, LoopBlocked
 from pipeline.servers.service_code import call_service
 from pipeline.servers.tasks import TimeSlice
 
@@ -144,7 +144,7 @@ def _is_undone(
 ) -> bool:
     """Whether nothing is left of a call that has failed, so that the others can go on.
 
-    A call that has waited may have executed a statement, or left a task that goes on.
+    What has waited may have executed a statement or left a task; what was interrupted, anything.
     """
     consumer = items[0].consumer
     return (
@@ -153,7 +153,7 @@ def _is_undone(
         and consumer not in attempt.own
         and not isinstance(failure.error, HandlerFault)
         and not is_nobodys(failure.error)
-        and not attempt.guard.has_waited
+        and not (attempt.guard.has_waited or failure.has_timed_out)
         and not is_in_vain(consumer, outcome)
         and attempt.rows.undo_message()
     )
@@ -195,10 +195,12 @@ async def _handle(items: Sequence[Item], attempt: Attempt, gap: int) -> str | No
         is_cancelled = True
         raise
     except BaseException as error:  # also sys.exit(), and the panic of an extension module
-        if attempt.deadline.is_over:
+        blocks = isinstance(error, LoopBlocked)
+        if blocks or attempt.deadline.is_over:
             attempt.is_cut_off = True
             attempt.guard.was_cancelled = False  # not by the handler
-            late = TimeoutError(f"{handler.consumer} takes longer than {handler.timeout} s")
+            what = error if blocks else f"takes longer than {handler.timeout} s"
+            late = TimeoutError(f"{handler.consumer} {what}")
             late.__cause__ = error  # its traceback says where the handler waited
             raise CallFailed(items, late, attempt.context, has_timed_out=True) from error
         try:

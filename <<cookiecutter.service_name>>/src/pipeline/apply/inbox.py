@@ -15,7 +15,7 @@ from pipeline.events.message import Message
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import FOLLOWER, Decision, dead
 
-from .backlog import Stored
+from .backlog import Stored, mismatch_row
 from .claim_check import DataUnavailable
 from .item import Item, Known
 from .outcome import BatchOutcome
@@ -141,7 +141,7 @@ async def look_up(
             continue
         before = known.get(key) or Known(first[key].message.hash, HASH_VERSION)
         if error := before.mismatch(item.message):
-            outcome.mismatched.append((item, error))
+            outcome.letters.append(mismatch_row(item, error))
         else:
             outcome.duplicates.append(item)
     return Found(new, stored.waiting, unmarked)

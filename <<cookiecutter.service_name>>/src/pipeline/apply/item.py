@@ -15,7 +15,6 @@ from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.ordering import sequence_of
 from pipeline.handlers.policy import ISOLATED, NEW, History, Reject
 from pipeline.handlers.registry import Handler
-from pipeline.observe.logs import shortened
 
 
 class IdentityMismatch(Exception):
@@ -104,7 +103,7 @@ class Item(NamedTuple):
     @property
     def name(self) -> str:
         """Consumer, type and id, for the log."""
-        return f"{self.consumer}: {shortened(self.message.type)} {shortened(self.message.id)!r}"
+        return f"{self.consumer}: {self.message.type} {self.message.id!r}"
 
     @property
     def has_failed(self) -> bool:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 from pipeline.events.cloudevents import names_of
 from pipeline.events.message import Record
-from pipeline.handlers.policy import GAP, PARKED, Decision, dead
+from pipeline.handlers.policy import GAP, PARKED, Decision
 from pipeline.observe import metrics, traces
-from pipeline.observe.logs import LONGEST_KEY, shortened
 
-from .backlog import Row, mismatch_key
+from .backlog import Row
 from .encryption import Encryption
-from .item import IdentityMismatch, Item
+from .item import Item
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,9 @@ class BatchOutcome:
     superseded: list[tuple[Item, str]] = field(default_factory=list)
     """Messages of which a later one in their sequence was applied, with its name; no handler was
     called."""
-    mismatched: list[tuple[Item, IdentityMismatch]] = field(default_factory=list)
+    letters: list[Row] = field(default_factory=list)
+    """What can't be given to a handler: records that can't be decoded or have none, and messages
+    with the identity of another one."""
     decided: list[tuple[Item, Decision]] = field(default_factory=list)
     """Messages that are not applied now: parked, or dead."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)
@@ -36,8 +37,6 @@ class BatchOutcome:
     """Number of those that the breaker observes, by consumer."""
     behind: set[bytes] = field(default_factory=set)
     """Order keys of messages that later ones of the key wait for."""
-    undecoded: list[Row] = field(default_factory=list)
-    """Records that can't be given to a handler."""
 
     returned: dict[bytes, str] = field(default_factory=dict)
     """Results of handlers, as JSON, by marker key."""
@@ -96,14 +95,14 @@ class BatchOutcome:
                 counts[item.record.topic, item.consumer, outcome] += 1
                 if decision.is_decided:
                     _log_decision(item, decision, item.row or item.key)
-        for item, error in self.mismatched:
-            counts[item.record.topic, item.consumer, "identity mismatch"] += 1
-            decision = dead(item.handler.policy, "identity mismatch", error)
-            _log_decision(item, decision, item.row or mismatch_key(item))
-        for row in self.undecoded:
+        for row in self.letters:
             outcome = "dead" if row.decision.is_dead else "parked"
+            if row.item is None:
+                _log_undecoded(row)
+            else:
+                outcome = "identity mismatch"
+                _log_decision(row.item, row.decision, row.key)
             counts[row.record.topic, row.consumer, outcome] += 1
-            _log_undecoded(row)
         for (topic, consumer, outcome), number in counts.items():
             metrics.processed(topic, consumer, outcome, number, group)
 
@@ -115,8 +114,8 @@ def _log_undecoded(row: Row) -> None:
     then = "dead" if decision.is_dead else "tried again later"
     place = f"{record.topic}/{record.partition} at offset {record.offset}"
     text = f"{then}: {place}: {decision.reason}: {decision.error}"
-    names = {"reason": decision.reason, "letter": row.key.hex()[:16]}
-    names |= {"consumer": row.consumer, "message_id": shortened(id or "")}
+    names: dict[str, object] = {"reason": decision.reason, "letter": row.key.hex()[:16]}
+    names |= {"consumer": row.consumer, "message_id": id, "key": record.key}
     _write(level, text, record, traceparent, names)
 
 
@@ -141,19 +140,17 @@ def _log(
     level: int, item: Item, then: str, reason: str, *, trace: str | None = None, letter: str = ""
 ) -> None:
     message = item.message
-    names = {"message_id": shortened(message.id), "message_type": shortened(message.type)}
-    names |= {"consumer": item.consumer, "reason": reason, "letter": letter}
+    names: dict[str, object] = {"message_id": message.id, "message_type": message.type}
+    names |= {"consumer": item.consumer, "key": item.record.key, "reason": reason, "letter": letter}
     trace = trace or item.trace or message.traceparent
     _write(level, f"{item.name}{then}", item.record, trace, names)
 
 
 def _write(
-    level: int, text: str, record: Record, trace: str | None, names: Mapping[str, str]
+    level: int, text: str, record: Record, trace: str | None, names: Mapping[str, object]
 ) -> None:
     """Log a text in the trace of a message; `names` that are empty are left out."""
-    extra: dict[str, object] = {name: value for name, value in names.items() if value}
+    extra = {name: value for name, value in names.items() if value}
     extra |= {"topic": record.topic, "partition": record.partition, "offset": record.offset}
-    if record.key:
-        extra["key"] = record.key[:LONGEST_KEY]
     with traces.within(trace):
         log.log(level, "%s", text, extra=extra)

@@ -49,7 +49,7 @@ class Slot:
 
 
 class Anchor(NamedTuple):
-    """The last record before a position: it shows whether the topic was created anew."""
+    """The last record before a position: it shows whether the topic still holds what was read."""
 
     offset: int
     time: datetime

@@ -3,8 +3,6 @@
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
-from sqlalchemy.ext.asyncio import AsyncTransaction
-
 from pipeline.errors import Repeat
 from pipeline.observe import metrics
 from pipeline.observe.watchdog import CALLS
@@ -105,9 +103,9 @@ async def apply_runs(
         attempt.begin_run(run)
         try:
             part = BatchOutcome(behind={*outcome.behind})
-            await apply_run(run, attempt, generations, part, point)
-            outcome.add(part)
+            await apply_run(run, attempt, generations, part)
             await point.commit()
+            outcome.add(part)
             runs.succeeded()
         except Repeat:
             raise
@@ -133,17 +131,16 @@ async def apply_run(
     attempt: Attempt,
     generations: Generations,
     outcome: BatchOutcome,
-    point: AsyncTransaction | None = None,
 ) -> None:
     """Call the handlers of a run, and write what they have changed and staged.
 
-    `point` is the savepoint at which it begins. If this fails, `outcome` has parts of the run.
+    If this fails, `outcome` has parts of the run.
     """
     driver, outbox = attempt.driver, attempt.outbox
     earlier = outbox.staged
     try:
         await _call(items, attempt, outcome)
-        if not driver.is_in_transaction() or (point is not None and not point.is_active):
+        if not driver.is_in_transaction():
             raise HandlerFault(HAS_ENDED)
         if outcome.returned:
             await inbox.keep_results(driver, generations, outcome.returned)

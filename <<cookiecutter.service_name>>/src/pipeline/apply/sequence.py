@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+from pipeline.errors import describe_error
 from pipeline.handlers.ordering import (
     SequenceConflict,
     Sequenced,
@@ -11,7 +12,7 @@ from pipeline.handlers.ordering import (
     name_of,
     sequence_of,
 )
-from pipeline.handlers.policy import GAP, SHORTEST, Decision, dead, described
+from pipeline.handlers.policy import GAP, SHORTEST, Decision, dead
 from pipeline.handlers.rows import Rows
 
 from .item import Item, StoredRecord
@@ -62,7 +63,7 @@ def _decide_on_early(item: Item, gap: int) -> Decision | None:
     waited = item.record.stored_for if isinstance(item.record, StoredRecord) else 0.0
     if waited < gaps.wait:
         due_in = max(gaps.wait - waited, SHORTEST)
-        return Decision(GAP, item.history, due_in, error=described(error))
+        return Decision(GAP, item.history, due_in, error=describe_error(error))
     if gaps.then == "apply" or item.history.is_redriven:  # its operator has seen the gap
         return None
     return replace(dead(policy, GAP, error, item.history), holds=gaps.then == "hold")

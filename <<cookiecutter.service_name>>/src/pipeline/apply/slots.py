@@ -13,20 +13,15 @@ class Slots:
         self._of_readers = asyncio.Semaphore(readers)
         self._number = readers + workers
         self._slots = asyncio.Semaphore(self._number)
-        self._may_begin = asyncio.Event()
-        self._may_begin.set()
-        self._taking_all = asyncio.Lock()
+        self._entrance = asyncio.Lock()
+        """Held by the one that takes a slot next, or all of them."""
 
     @asynccontextmanager
     async def one(self, *, waits: bool) -> AsyncIterator[None]:
         """Run the block in a slot; `waits` is for those without a lease."""
         async with self._of_readers if waits else nullcontext():
-            while True:
-                await self._may_begin.wait()
+            async with self._entrance:
                 await self._slots.acquire()
-                if self._may_begin.is_set():
-                    break
-                self._slots.release()  # to the one that takes all
             try:
                 yield
             finally:
@@ -35,9 +30,7 @@ class Slots:
     @asynccontextmanager
     async def all(self) -> AsyncIterator[None]:
         """Run the block when those that have begun have ended; no other begins until its end."""
-        async with self._taking_all, AsyncExitStack() as taken:
-            self._may_begin.clear()
-            taken.callback(self._may_begin.set)
+        async with self._entrance, AsyncExitStack() as taken:
             for _ in range(self._number):
                 await taken.enter_async_context(self._slots)
             yield

@@ -14,7 +14,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.errors import leaves, sqlstate_of
 from pipeline.handlers.rows import Place
-from pipeline.observe.logs import shortened
 from pipeline.servers.database import autocommitting
 
 from .item import Item
@@ -81,8 +80,7 @@ class Turns:
             )
         if _DEADLOCK in codes:
             if not self.are_needed(items):
-                names = (f"{one.__name__} {shortened(repr(key))}" for one, key in locked)
-                rows = ", ".join(islice(names, 5))
+                rows = ", ".join(f"{one.__name__} {key!r}" for one, key in islice(locked, 5))
                 log.warning(
                     "transactions of %s deadlock: they take turns for %.0f s, which costs time and"
                     " no order; declare the rows of their handlers by loads= (docs/handlers.md)."

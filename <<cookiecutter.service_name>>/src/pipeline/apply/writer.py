@@ -25,12 +25,12 @@ from pipeline.handlers import aggregate
 from pipeline.handlers.aggregate import Aggregate
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import BEGIN, DONE, WriterSession, clean, own_session
+from pipeline.handlers.sessions import BEGIN, DONE, OwnSession, clean, own_session
 from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.handlers.transaction import UnitOfWork
 from pipeline.observe import metrics
 from pipeline.servers.database import driver_of
-from pipeline.servers.guard import Guard, in_context
+from pipeline.servers.guard import Guard, HandlerFault, LoopBlocked, in_context
 
 from . import backlog
 from .claim_check import ClaimCheck
@@ -104,7 +104,7 @@ class Writing(UnitOfWork):
         if row is None:
             return event
         identity = sa.inspect(row).identity
-        if row not in cast(WriterSession, self._rows.session.sync_session).written or not identity:
+        if row not in cast(OwnSession, self._rows.session.sync_session).written or not identity:
             raise TypeError(
                 f"publish(…, of={type(row).__name__}) is for a row that is added or changed here:"
                 " an event of another one would have no place in its order"
@@ -143,8 +143,8 @@ class Writer:
         Pauses grow up to a second and are random, so that writers do not conflict again. Raises
         `Conflict` when all attempts are used up, `StoreUnavailable` if a large payload can't be
         stored or a codec can't write an event now, and `HandlerFault` for work that ends the
-        transaction, or goes on after an error of a statement. Other errors of the work are raised
-        without a repetition.
+        transaction, goes on after an error of a statement or blocks the event loop. Other errors
+        of the work are raised without a repetition.
         """
         id = uuid4().hex
         retrying = AsyncRetrying(
@@ -156,6 +156,8 @@ class Writer:
         )
         try:
             return await retrying(self._attempt, work, id)
+        except LoopBlocked as error:
+            raise HandlerFault(f"the work {error}") from error
         except Exception as error:
             if _is_conflict(error):
                 raise Conflict(self._attempts) from error
@@ -176,7 +178,7 @@ class Writer:
             try:
                 # The transaction begins with its first statement.
                 await connection.execute(sa.text(BEGIN))
-                async with own_session(connection, driver, guard, DONE, WriterSession) as own:
+                async with own_session(connection, driver, guard, DONE) as own:
                     writing = Writing(Rows(own), outbox, id)
 
                     async def call(writing: Writing = writing) -> T:

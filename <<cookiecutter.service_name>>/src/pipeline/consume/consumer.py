@@ -14,14 +14,11 @@ from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import describe_error, is_infrastructure
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
-from pipeline.servers import clients
+from pipeline.servers import clients, topics
 from pipeline.servers.consumer import KafkaConsumer
-from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
-from pipeline.servers.topics import MAY_NOT_DESCRIBE
 
-from . import stamps
 from .gathering import Gatherer
 from .reader import Reader
 
@@ -55,7 +52,7 @@ _SLACK_SECONDS = 5.0
 class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no types
     """A member of the consumer group, whose name is the service's."""
 
-    def __init__(self, consume: ConsumeTransactions, health: Health) -> None:
+    def __init__(self, consume: ConsumeTransactions, health: Health, stamp: str) -> None:
         self._consume = consume
         self._topics = consume.handlers.topics
         self._settings = consume.settings
@@ -64,17 +61,15 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._readers: dict[TopicPartition, Reader] = {}
         self._committed: dict[TopicPartition, int] = {}
         self._committing: asyncio.Task[None] | None = None
+        self._describing: asyncio.Task[None] | None = None
         self._has_joined = False
-        self._stamp = ""
+        self._stamp = stamp
         self._rejection = ""
         """Why the group's coordinator has rejected this member."""
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Join the group and read until `stop`; then finish the running batches and leave.
-
-        Raises `WrongDatabase` if the group reads for another database.
-        """
+        """Join the group and read until `stop`; then finish the running batches and leave."""
         if not self._topics:
             log.info("no handler is registered: nothing is consumed")
             await self._stopping.wait()
@@ -82,11 +77,12 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._health.not_ready("consumer", "has not joined its group yet")
         self._client = client = self._new_client()
         try:
-            of_kafka = self._attempts("connecting to Kafka", self._settings.kafka)
-            await of_kafka(clients.start, client)
-            of_database = self._attempts("reading the database's id", self._settings.postgresql)
-            await of_database(self._read_stamp)
-            await of_kafka(self._check_stamps)
+            await Attempts(
+                "connecting to Kafka",
+                self._settings.kafka,
+                unless=self._stopping.is_set,
+                report=lambda reason: self._health.not_ready("consumer", reason),
+            )(clients.start, client)
             client.subscribe(sorted(self._topics), listener=self)
             while not self._stopping.is_set():
                 for reader in self._readers.values():
@@ -120,7 +116,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             group_id=self._consume.group,
             group_instance_id=self._settings.kafka_group_instance_id,
             client_rack=self._settings.kafka_client_rack,
-            client_id=self._consume.group,
+            client_id=self._consume.group,  # processes of other releases recognize this one by it
             enable_auto_commit=False,
             # The position comes from PostgreSQL. A deleted offset is an error, never replaced.
             auto_offset_reset="none",
@@ -146,6 +142,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             )
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
+        self._describing = asyncio.create_task(self._describe_group())
         self._rejection = ""
         self._health.ready("consumer")
 
@@ -158,6 +155,9 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         await self._stop_readers(self._settings.transaction_timeout)
 
     async def _stop_readers(self, grace: float | None) -> None:
+        if self._describing is not None:
+            self._describing.cancel()
+        self._health.forget("group")
         begun = monotonic()
         readers = list(self._readers.values())
         await asyncio.gather(*(reader.stop(grace) for reader in readers))
@@ -192,23 +192,6 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         else:
             self._committed |= offsets
 
-    def _attempts(self, what: str, server: str) -> Attempts:
-        return Attempts(
-            what,
-            server,
-            unless=self._stopping.is_set,
-            report=lambda reason: self._health.not_ready("consumer", reason),
-        )
-
-    async def _read_stamp(self) -> None:
-        async with autocommitting(self._consume.engine) as driver:
-            self._stamp = await stamps.stamp_of(driver)
-
-    async def _check_stamps(self) -> None:
-        # Before it joins: a member would take partitions from processes of the other database.
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            await stamps.check(self._client, self._topics, self._consume.group, self._stamp)
-
     def _check_brokers(self) -> None:
         """Report whether the brokers answer: while no records come, no error would show it."""
         patience = _METADATA_SECONDS + _SLACK_SECONDS if self._has_joined else math.inf
@@ -236,7 +219,25 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             else:
                 self._health.not_ready(
                     f"topic {topic}",
-                    MAY_NOT_DESCRIBE
+                    topics.MAY_NOT_DESCRIBE
                     if topic in self._client.hidden_topics
                     else "does not exist: create it, or run `service topics create`",
                 )
+
+    async def _describe_group(self) -> None:
+        """Report partitions that other programs read: only a rebalance changes which these are."""
+        while True:
+            # While processes start and stop, one rebalance follows another, and ends this.
+            await asyncio.sleep(self._settings.offset_commit_interval)
+            try:
+                readers = await topics.readers(self._settings, self._consume.group)
+                break
+            except Exception as error:
+                if not (isinstance(error, OSError) or getattr(error, "retriable", False)):
+                    log.info("other programs in the group go unnoticed: %s", describe_error(error))
+                    return
+        strangers = [who for one, (_, who) in readers.items() if who and one.topic in self._topics]
+        if strangers:
+            programs = ", ".join(sorted({*strangers})[:3])
+            what = f"other programs read partitions of the service ({len(strangers)}): {programs}"
+            self._health.not_ready("group", f"{what}; end them, or give them a group of their own")

@@ -6,7 +6,7 @@ because of its age, unless its handler accepts old messages.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from aiokafka.errors import KafkaError
 
@@ -31,37 +31,26 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
     except (KafkaError, OSError, TimeoutError) as error:
         log.info("how long topics keep their records is not known: %s", describe_error(error))
         return
-    longer = [f"{topic} ({kept})" for topic, kept in exceeding(settings, described).items()]
-    if not longer:
-        return
-    text = (
-        f"the inbox remembers events {format_days(settings.inbox_age)}, and some topics keep"
-        f" records for longer: {', '.join(longer)}. Older records that are read again become dead"
-        " letters (too old), unless their handler has takes_old=True: raise PIPELINE_INBOX_AGE, or"
-        " lower the topics' retention.ms"
-    )
-    if settings.inbox_must_cover_topics:
-        raise RemembersTooLittle(f"{text}, or unset PIPELINE_INBOX_MUST_COVER_TOPICS")
-    log.warning("%s", text)
+    longer = [f"{found}: {advice}" for found, advice in exceeding(settings, described)]
+    if longer and settings.inbox_must_cover_topics:
+        longer.append("To start nevertheless, unset PIPELINE_INBOX_MUST_COVER_TOPICS")
+        raise RemembersTooLittle("\n".join(longer))
+    for text in longer:
+        log.warning("%s", text)
 
 
-def exceeding(settings: Settings, described: Mapping[str, Topic]) -> dict[str, str]:
-    """Return topics that keep records for longer than the inbox remembers, and for how long.
-
-    Topics with an unreadable configuration are not among them.
-    """
-    found = {}
+def exceeding(settings: Settings, described: Mapping[str, Topic]) -> Iterator[tuple[str, str]]:
+    """Yield a fault and advice for each topic that keeps records for longer than the inbox
+    remembers them, if its configuration can be read."""
     for name, topic in described.items():
-        if "retention.ms" not in topic.configs:
-            continue
-        kept = int(topic.configs["retention.ms"]) / 1_000
+        kept = int(topic.configs.get("retention.ms", 0)) / 1_000
         if "delete" not in topic.configs.get("cleanup.policy", "delete") or kept < 0:
             kept = math.inf
         if kept > settings.inbox_age - CLOCK_MARGIN.total_seconds():
-            found[name] = format_days(kept)
-    return found
-
-
-def format_days(seconds: float) -> str:
-    """Return for how long something is kept."""
-    return "for ever" if seconds == math.inf else f"for {seconds / 86_400:,.1f} days"
+            how_long = "for ever" if kept == math.inf else f"for {kept / 86_400:,.1f} days"
+            found = (
+                f"{name} keeps records {how_long}, and the inbox remembers for"
+                f" {settings.inbox_age / 86_400:,.1f} days: older ones that are read again become"
+                " dead letters (too old), unless their handler has takes_old=True"
+            )
+            yield found, "raise PIPELINE_INBOX_AGE, or lower the topic's retention.ms"

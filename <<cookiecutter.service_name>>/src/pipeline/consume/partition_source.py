@@ -118,15 +118,10 @@ class PartitionSource:
             places = ((one.record.topic, one.record.partition) for one in outcome.duplicates)
             group = self.parts[0].slot.group
             await positions.count_duplicates(connection, group, Counter(places))
-        undecoded = [
+        outcome.letters += (
             backlog.undecoded_row(one) for part in self.parts for one in part.batch.undecoded
-        ]
-        outcome.undecoded += undecoded
-        rows = [
-            *(backlog.row_of(item, decision) for item, decision in outcome.decided),
-            *(backlog.mismatch_row(item, error) for item, error in outcome.mismatched),
-            *undecoded,
-        ]
+        )
+        rows = [*(backlog.row_of(*decided) for decided in outcome.decided), *outcome.letters]
         stored = await backlog.add(connection, rows, outcome.encryption)
         return [row for row in stored if row.decision.is_dead]
 

@@ -1,4 +1,4 @@
-"""The stored position of a partition, the count of process starts there, and why it is blocked."""
+"""The position of a partition: what was read before it, starts of processes, why it is blocked."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -6,15 +6,15 @@ from contextlib import suppress
 from traceback import clear_frames
 from typing import TypeVar
 
-from aiokafka import TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 
 from pipeline.apply import positions
-from pipeline.apply.positions import PositionMoved, Slot, StoredPosition
+from pipeline.apply.positions import Anchor, PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import is_infrastructure
 from pipeline.servers.consumer import KafkaConsumer
 from pipeline.servers.database import autocommitting
-from pipeline.servers.record_batches import UnreadableBatch
+from pipeline.servers.record_batches import FetchedBatches, UnreadableBatch
 from pipeline.servers.retrying import Attempts
 
 T = TypeVar("T")
@@ -41,10 +41,13 @@ class Blocked(Exception):
 
 
 class PartitionPosition:
-    """Where a process begins to read a partition, and how many processes have died there.
+    """Where a process reads a partition, and how many processes have died where it begins.
 
     Each process counts its start at a position before it unpacks the records behind it, and undoes
     that when it ends cleanly. A start that is left over means that a process died over them.
+
+    An unclean election or a restored disk loses records, and others may be in their place. So after
+    a change of the leader, its connection or its epoch the record that was read last is read again.
     """
 
     def __init__(
@@ -57,12 +60,19 @@ class PartitionPosition:
         """`attempts` returns the retry policy for the operation that its argument describes."""
         self._slot = slot
         self._client = client
+        self._partition = TopicPartition(slot.topic, slot.partition)
         self._engine = consume.engine
         self._settings = consume.settings
         self._attempts = attempts
         self.counted_at: int | None = None
         """Where the start of this process is counted, if it is to be undone on a clean end."""
         self._starts = 0
+        self._anchor: Anchor | None = None
+        self._last: ConsumerRecord | None = None
+        """The last records that were read: before `fetch_from`, and since then."""
+        self._leader: object = None
+        self._epoch = -1
+        """The latest leader epoch that records have had."""
 
     @property
     def suspected_deaths(self) -> int:
@@ -78,14 +88,15 @@ class PartitionPosition:
         """
         return self._starts > 2 * self._settings.unclean_starts
 
-    async def locate(self) -> StoredPosition:
-        """Return the stored position, with the anchor if the topic can still hold that record.
+    async def locate(self) -> int:
+        """Return the stored position, and make the client fetch from there.
 
         The first position of a new partition is stored before its first fetch, so that it does not
         depend on when that succeeds. Raises `Blocked` if the position is outside of the topic.
         """
         # Read before the offsets: another process may move it at any time.
-        stored = await self._attempts("reading the position")(self._query, positions.position)
+        asked = self._attempts("reading the position")
+        stored: positions.StoredPosition | None = await asked(self._query, positions.position)
         first = await self._offset(self._client.beginning_offsets)
         end = await self._offset(self._client.end_offsets)
         if stored is None:
@@ -100,8 +111,40 @@ class PartitionPosition:
                 f" {first - position} offsets are lost to this service",
             )
         if position > end:
-            raise self.changed(position, f"it ends at {end} (created anew, or its data lost)")
-        return StoredPosition(position, anchor if anchor and anchor.offset >= first else None)
+            raise self.changed(position, f"it ends at {end} (created anew, or its end lost)")
+        self._anchor = anchor if anchor and first <= anchor.offset < position else None
+        self._last, self._epoch = None, -1
+        self.fetch_from(position)
+        return position
+
+    def fetch_from(self, start: int) -> None:
+        """Make the client fetch from `start` on, and before it the anchor, which is compared."""
+        self._anchor = Anchor.of(self._last) if self._last else self._anchor
+        self._last, self._leader = None, self._client.leader(self._partition)
+        self._client.seek(self._partition, self._anchor.offset if self._anchor else start)
+
+    def may_have_lost(self, batches: FetchedBatches | None) -> bool:
+        """Return whether the leader, its connection or the leader epoch has changed."""
+        known, self._epoch = self._epoch, max(self._epoch, batches.epoch if batches else -1)
+        return 0 <= known < self._epoch or self._client.leader(self._partition) != self._leader
+
+    def recognized(
+        self, records: list[ConsumerRecord], start: int, batches: FetchedBatches | None
+    ) -> list[ConsumerRecord]:
+        """Return the records from `start` on; raises `Blocked` if the anchor is another record."""
+        anchor, before = self._anchor, [record for record in records if record.offset < start]
+        if anchor:
+            # Compaction may have removed it, but not out of a batch that has all its records.
+            is_due = batches and self._last is None and anchor.offset in batches.whole
+            found = [(record.offset, Anchor.of(record).hash) for record in before]
+            if (found or is_due) and found != [(anchor.offset, anchor.hash)]:
+                raise self.changed(
+                    start,
+                    f"it does not hold the record of {anchor.time:%Y-%m-%d %H:%M:%S}Z that was"
+                    f" read at {anchor.offset} (created anew, or its end lost)",
+                )
+        self._last = records[-1] if records else self._last
+        return records[len(before) :]
 
     def changed(self, position: int, what: str) -> Blocked:
         """Return the error for a topic without the position: created anew, or records deleted."""
@@ -171,8 +214,8 @@ class PartitionPosition:
 
     async def _offset(self, offsets: Callable[[list[TopicPartition]], Awaitable[Offsets]]) -> int:
         # The client itself waits for most of a minute on a dead connection.
-        partition = TopicPartition(self._slot.topic, self._slot.partition)
-        return (await asyncio.wait_for(offsets([partition]), _ANSWER_SECONDS))[partition]
+        found = await asyncio.wait_for(offsets([self._partition]), _ANSWER_SECONDS)
+        return found[self._partition]
 
     def _seek(self, to: int | str) -> str:
         slot = self._slot

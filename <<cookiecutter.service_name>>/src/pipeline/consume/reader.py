@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from aiokafka import ConsumerRecord, TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition, errors
 
 from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import Batch, read
@@ -14,7 +13,7 @@ from pipeline.apply.breaker import Paused
 from pipeline.apply.claim_check import resolve_batch
 from pipeline.apply.item import Undecoded
 from pipeline.apply.limits import Pace
-from pipeline.apply.positions import Anchor, PositionMoved, Slot
+from pipeline.apply.positions import PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import describe_error, is_infrastructure, summarize_error
 from pipeline.handlers.policy import DIED, ProcessDied
@@ -64,7 +63,6 @@ class Reader:
         self._blocked: Blocked | None = None
         self._is_cut_off = False
         self._is_applying = False
-        self._anchor: Anchor | None = None
         self._left: list[ConsumerRecord] = []
         """Records that were fetched and did not fit into the latest batch."""
         self._has_begun = False
@@ -99,24 +97,15 @@ class Reader:
     async def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                await self._locate()
+                self._left = []
+                self._move_to(await self._stored_position.locate())
                 await self._read_on()
-            except PositionMoved as moved:
+            except (PositionMoved, errors.OffsetOutOfRangeError) as moved:
                 log.warning("%s: %s; reading the position again", self._part, moved)
             except Exception as error:
                 if not self._stopping.is_set():
                     after = error.after if isinstance(error, Paused) else None
                     await self._block(self._blocked_by(error), after or self._settings.retry_pause)
-
-    async def _locate(self) -> None:
-        """Read the stored position, and make the client fetch from there."""
-        stored = await self._stored_position.locate()
-        self._anchor = stored.anchor
-        self._move_to(stored.next_offset)
-        # The record before the position is read again, to verify that it is still the same.
-        start = self._anchor.offset if self._anchor else stored.next_offset
-        self._left = []
-        self._client.seek(self._partition, start)
 
     async def _read_on(self) -> None:
         assert self.position is not None
@@ -197,7 +186,7 @@ class Reader:
         undecoded = [Undecoded(record, DIED, error)]
         return Batch(start, record.offset + 1, [record], (), (), undecoded)
 
-    async def _records(self, start: int) -> Sequence[ConsumerRecord]:
+    async def _records(self, start: int) -> list[ConsumerRecord]:
         """Wait for records; returns none when only a gap in the offsets was fetched.
 
         Control records of transactions are such gaps. The position must move past them: once
@@ -206,34 +195,38 @@ class Reader:
         records, self._left = self._left, []
         is_gap = False
         while not records and not is_gap:
-            found = await self._poll(start)
-            if not found:
+            records = await self._poll(start)
+            if not records:
                 await self._stored_position.check(self.position or 0, start)
                 is_gap = await self._client.position(self._partition) > start
-            records = self._recognized(found, start)
             if self._is_cut_off:
                 self._is_cut_off = False
                 self._release()
                 self._health.ready(self._part)
         return records
 
-    async def _poll(self, start: int) -> Sequence[ConsumerRecord]:
-        seconds = self._settings.offset_commit_interval
-        if self._is_cut_off:
-            seconds = _RECOVERY_POLL_SECONDS
+    async def _poll(self, start: int) -> list[ConsumerRecord]:
+        """Wait for records from `start` on; returns none after the interval of commits."""
+        interval = self._settings.offset_commit_interval
+        seconds = _RECOVERY_POLL_SECONDS if self._is_cut_off else interval
+        until = asyncio.get_running_loop().time() + seconds
         with traces.polling(self._slot.topic, self._slot.group):
-            if not self._has_begun:
+            while True:
+                batches = await self._client.arrival(self._partition, until)
+                if self._stored_position.may_have_lost(batches):
+                    self._stored_position.fetch_from(start)
+                    continue
                 # Unpacking the records may kill the process, so its start is counted before. When
                 # only the anchor has arrived there is nothing to count.
-                if await self._client.arrival(self._partition, seconds) > start:
+                is_first = batches is not None and not self._has_begun
+                if is_first and (self._client.last_stable_offset(self._partition) or 0) > start:
                     await self._stored_position.count_start(start)
-                seconds = 0.0
-            limit = self._settings.unpacked_mebibytes * 2**20
-            unpacked_at_most.set(min(_CAREFUL_BYTES, limit) if self._suspected_deaths else limit)
-            fetched = await self._client.getmany(
-                self._partition, timeout_ms=round(seconds * 1_000), max_records=self._pace.limit
-            )
-        found: Sequence[ConsumerRecord] = fetched.get(self._partition, [])
+                most = self._settings.unpacked_mebibytes * 2**20
+                unpacked_at_most.set(min(_CAREFUL_BYTES, most) if self._suspected_deaths else most)
+                taken = await self._client.take(self._partition, self._pace.limit)
+                found = self._stored_position.recognized(taken, start, batches)
+                if found or batches is None:
+                    break
         if found:
             metrics.received(self._slot.topic, self._slot.group, len(found))
         return found
@@ -242,24 +235,6 @@ class Reader:
     def _suspected_deaths(self) -> int:
         """Return how many processes may have died over the first records."""
         return 0 if self._has_begun else self._deaths or self._stored_position.suspected_deaths
-
-    def _recognized(self, records: Sequence[ConsumerRecord], start: int) -> list[ConsumerRecord]:
-        """Return the records from `start` on; raises `Blocked` if the anchor is another record."""
-        if not records:
-            return []
-        anchor, self._anchor = self._anchor, None
-        first = records[0]
-        # Fetched before `seek`.
-        if first.offset < (anchor.offset if anchor else start):
-            raise PositionMoved(f"{self._part} returned {first.offset} for {start}")
-        # The record may be missing: compaction removes some.
-        if anchor and anchor.offset == first.offset and anchor.hash != Anchor.of(first).hash:
-            raise self._stored_position.changed(
-                start,
-                f"the record at {first.offset} is not the one of {anchor.time:%Y-%m-%d %H:%M:%S}Z"
-                " that was read there (topic created anew)",
-            )
-        return [record for record in records if record.offset >= start]
 
     def _move_to(self, position: int) -> None:
         """Set the position; the partition is ready unless it is still blocked there."""

@@ -1,32 +1,58 @@
 """The stamp of the database: its id, stored beside each offset that is committed to Kafka.
 
 Positions are in PostgreSQL, so two databases that one group reads for would each lose what the
-other handles. The id stays the same through a restore, a failover and pg_upgrade.
+other handles. The id stays the same through a restore, a failover and pg_upgrade. In turn the
+database has the id of the brokers, in which alone a physical copy may differ from its original.
 """
 
+import asyncio
 from collections.abc import Collection
 
 import asyncpg
+from aiokafka.errors import KafkaError
 
-from pipeline.servers.consumer import KafkaConsumer
+from pipeline.errors import StoreUnavailable, describe_error
+from pipeline.servers import clients
+from pipeline.servers.cluster import NotAdopted
 from pipeline.servers.revisions import WrongDatabase
+from pipeline.settings import Settings
 
+_ANSWER_SECONDS = 10.0
 _PREFIX = "database "
-_ID = "SELECT database_id FROM pipeline.inbox_generation"
+_IDS = "SELECT database_id, kafka_cluster FROM pipeline.inbox_generation, pipeline.outbox_cluster"
+_STORE_BROKERS = """
+UPDATE pipeline.outbox_cluster SET kafka_cluster = COALESCE(kafka_cluster, $1)
+RETURNING kafka_cluster
+"""
 
 
-async def stamp_of(driver: asyncpg.Connection) -> str:
-    """Return the stamp of a database."""
-    return f"{_PREFIX}{await driver.fetchval(_ID)}"
+async def check(
+    connection: asyncpg.Connection,
+    settings: Settings,
+    group: str,
+    topics: Collection[str],
+    *,
+    stores: bool = False,
+) -> str:
+    """Return the stamp of a database that is used by this group at these brokers.
 
-
-async def check(client: KafkaConsumer, topics: Collection[str], group: str, stamp: str) -> None:
-    """Raise `WrongDatabase` if the group has read one of the topics for another database.
-
-    The client is one of the group, and need not be a member. Raises `KafkaError`.
+    `stores` the brokers' id if it is the first. Raises `NotAdopted` if there was another one,
+    `WrongDatabase` if the group has read one of the topics for another database, and
+    `StoreUnavailable` if the brokers don't answer in 10 seconds.
     """
-    stamps = {one for one in await client.offset_metadata(topics) if one.startswith(_PREFIX)}
-    if others := stamps - {stamp}:
+    try:
+        async with (
+            asyncio.timeout(_ANSWER_SECONDS),
+            clients.offsets_client(settings, group) as client,
+        ):
+            brokers = await client.cluster_id()
+            texts = await client.offset_metadata(topics) if topics else set()
+    except (KafkaError, TimeoutError) as error:
+        named = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
+        raise StoreUnavailable(f"{named}: {describe_error(error)}") from error
+    id, used = await connection.fetchrow(_IDS)
+    stamp = f"{_PREFIX}{id}"
+    if others := {one for one in texts if one.startswith(_PREFIX)} - {stamp}:
         raise WrongDatabase(
             f"the group {group} reads its topics for another database: the group's metadata in"
             f" Kafka names {min(others)}, and this is {stamp}; each service would miss the messages"
@@ -36,3 +62,8 @@ async def check(client: KafkaConsumer, topics: Collection[str], group: str, stam
             " stop all processes of the service and delete the group's offsets, whose numbers"
             f" the service does not use: kafka-consumer-groups.sh --delete --group {group}",
         )
+    if used is None and stores:
+        used = await connection.fetchval(_STORE_BROKERS, brokers)
+    if used != brokers and None not in (used, brokers):
+        raise NotAdopted
+    return stamp

@@ -30,6 +30,8 @@ _ATTRIBUTES = (
     *("ce_dataschema", "ce_datacontenttype"),
 )
 TRACE = ("traceparent", "tracestate", "baggage")
+SEVERAL = "\udcff"
+"""Begins what stands for several values of a header: no text, like bytes that are not UTF-8."""
 _EXTENSION = ("ce_traceparent", "ce_tracestate")
 """Trace context as attributes, which counts where the headers of W3C are missing."""
 _CONTEXTS = (TRACE[:2], _EXTENSION)
@@ -68,9 +70,9 @@ def decode(
 ) -> Message:
     """Decode a record as CloudEvents, in binary or structured mode, or by `otherwise`.
 
-    Header names are case-insensitive, the last of several with one name is used, an empty value
-    counts as absent, and malformed trace context is dropped. `hash` is that of the payload, if it
-    is known already. Raises `Undecodable`.
+    Header names are case-insensitive. An empty value counts as absent, and several values of a name
+    are not text, but of `TRACE` the last one is used. Malformed trace context is dropped. `hash` is
+    that of the payload, if it is known already. Raises `Undecodable`.
     """
     headers, data, is_structured = _headers_and_data(record)
     # Nearly all events have the first of these headers, which is quicker to look up.
@@ -123,6 +125,8 @@ def _headers_and_data(
     try:
         headers = {name.lower(): value.decode() for name, value in record.headers if value}
     except UnicodeDecodeError:
+        headers = {}
+    if len(headers) < len(record.headers):
         headers = _lenient(record)
     data = record.value
     media_type = media_type or headers.get("content-type", "")
@@ -144,12 +148,14 @@ def names_of(record: Record) -> tuple[str | None, str | None]:
 
 
 def _lenient(record: Record) -> dict[str, str]:
-    """Return the headers, with surrogates for bytes that are not UTF-8."""
-    return {
-        name.lower(): value.decode("utf-8", "surrogateescape")
-        for name, value in record.headers
-        if value
-    }
+    """Return the headers, with surrogates for bytes that are not UTF-8, and for several values."""
+    headers: dict[str, str] = {}
+    for name, value in record.headers:
+        if value:
+            key, text = name.lower(), value.decode("utf-8", "surrogateescape")
+            former = text if key in TRACE else headers.get(key, text)
+            headers[key] = text if text == former else f"{SEVERAL}{former[:40]}, {text[:40]}"
+    return headers
 
 
 def event_headers(event: asyncpg.Record | Mapping[str, Any]) -> list[tuple[str, bytes]]:
@@ -254,8 +260,8 @@ def _storable(headers: Mapping[str, str]) -> dict[str, str]:
         if UNSTORABLE.search(headers.get(name, "")):
             raise Undecodable(
                 Reason.INVALID_ATTRIBUTE,
-                f"{name} is not UTF-8 or holds a NUL: {headers[name][:80]!r}; let the producer send"
-                " text",
+                f"{name} is not UTF-8, holds a NUL or has several values: {headers[name][:80]!r};"
+                " let the producer send one text",
             )
     traces = (*TRACE, *_EXTENSION)
     return {n: v for n, v in headers.items() if n not in traces or not UNSTORABLE.search(v)}

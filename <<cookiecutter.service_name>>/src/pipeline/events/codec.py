@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from .cloudevents import REQUIRED, STRUCTURED, Named, decode
 from .event import Event, Tombstone
 from .message import Message, Reason, Record, Undecodable
-from .payload import parse
+from .payload import not_json, parse
 
 
 class Outgoing(Protocol):
@@ -159,4 +159,4 @@ def _not_cloudevents(record: Record, headers: Mapping[str, str]) -> Named:
             f" declare how events of {topic!r} are written, by handlers.topic({topic!r},"
             " codec=Plain(type=…, identity=Header(…) or PayloadFields(…) or Position()))"
         )
-    raise Undecodable(Reason.NOT_CLOUDEVENTS, text)
+    raise Undecodable(Reason.NOT_CLOUDEVENTS, f"{not_json(record.value) or text}")

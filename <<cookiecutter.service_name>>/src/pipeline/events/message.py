@@ -39,7 +39,7 @@ class Reason(StrEnum):
     MISSING_ATTRIBUTE = "missing attribute"
     """A required CloudEvents attribute is absent or empty."""
     INVALID_ATTRIBUTE = "invalid attribute"
-    """An attribute is not UTF-8, contains a NUL, is not a string, or is not an RFC 3339 time."""
+    """An attribute is not one string of UTF-8 without a NUL, or is not an RFC 3339 time."""
     INVALID_ENVELOPE = "invalid envelope"
     """The value is not one event in the JSON event format, or in the form of the topic's codec."""
     UNSUPPORTED_SPECVERSION = "unsupported specversion"

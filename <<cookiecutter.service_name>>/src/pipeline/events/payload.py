@@ -73,6 +73,8 @@ def _tight(data: bytes) -> bytes:
 
 def parse(data: bytes) -> Any:
     """Parse JSON, keeping the text of numbers. Raises `ValueError` where parsers could differ."""
+    if error := not_json(data):
+        raise error
     text = data.decode().strip(" \t\n\r")
     try:
         value, end = _JSON.raw_decode(text)
@@ -81,6 +83,17 @@ def parse(data: bytes) -> Any:
     if end < len(text):
         raise ValueError(f"text goes on behind the JSON at character {end}")
     return value
+
+
+def not_json(data: bytes | None) -> ValueError | None:
+    """Return the error for data that begins as no JSON does; None for other data."""
+    if not data or data[:1].isspace() or 0x20 < data[0] < 0x7F:
+        return None
+    return ValueError(
+        f"the data begins with the bytes {data[:2].hex(' ')}, as no JSON does: let the producer"
+        " send JSON, or declare a codec, as handlers.topic(…, codec=Confluent(…)), option"
+        " schema_registry"
+    )
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import orjson
 
 from pipeline.errors import UNSTORABLE, describe_error
 
-from .cloudevents import TRACE, Named, decode
+from .cloudevents import SEVERAL, TRACE, Named, decode
 from .codec import Codec, Encoded, Outgoing
 from .event import Event, Tombstone, Unpublishable
 from .message import Message, Reason, Record, Undecodable
@@ -232,8 +232,8 @@ def _refusing(reason: Reason, record: Record, rule: str) -> Iterator[None]:
 def _names(place: Header | PayloadFields, payload: object, headers: Mapping[str, str]) -> list[Any]:
     """Return the values that name something; raises an error if one is missing or no name."""
     if isinstance(place, Header):
-        if place.key not in headers:
-            raise ValueError(f"the header {place.name!r} is missing or empty")
+        if headers.get(place.key, SEVERAL).startswith(SEVERAL):
+            raise ValueError(f"the header {place.name!r} has no value, several values, or no text")
         return [headers[place.key]]
     values = [_at(payload, path) for path in place.names]
     for path, value in zip(place.names, values, strict=True):

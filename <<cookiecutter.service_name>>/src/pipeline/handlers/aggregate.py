@@ -60,14 +60,13 @@ class Loads(Generic[A]):
     def check(self, event: type[Event]) -> None:
         """Raise `TypeError` if the event lacks a field, the key has another number of columns, or
         the rows can't be locked."""
-        _lockable(self.entity)
-        columns = primary_key(self.entity)
+        mapper, columns = _lockable(self.entity), primary_key(self.entity)
         canonical(self.entity, ())
         known = event.model_fields
         for field, column in zip(self.fields, columns, strict=False):
             given = known[field].annotation if field in known else None
             try:
-                kept = getattr(self.entity, column).type.python_type
+                kept = mapper.columns[column].type.python_type
             except NotImplementedError:
                 continue
             for one in _members(given):

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple, TypeGuard
 from pipeline.errors import (
     MISSING,
     as_raised,
+    describe_error,
     format_traceback,
     is_infrastructure,
     leaves,
-    summarize_error,
 )
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class Policy:
             PARKED if is_parked else reason,
             history._replace(waited=history.waited + delay),
             due_in=delay,
-            error=described(error),
+            error=describe_error(error),
             traceback=None if is_parked else _traceback(error),
         )
 
@@ -196,7 +196,7 @@ class Policy:
         history = history._replace(losses=history.losses + 1)
         if history.losses >= MOST_LOSSES:
             return self.after_failure(error, history, reason="failed")
-        return Decision(LOST, history, _SHORTEST_FOR_MIGRATION, error=described(error))
+        return Decision(LOST, history, _SHORTEST_FOR_MIGRATION, error=describe_error(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ def undecided(
     It is tried by itself, at once; what has happened, or the death of processes (`DIED`), counts as
     no attempt.
     """
-    return Decision(reason, history, error=described(error), trace=trace)
+    return Decision(reason, history, error=describe_error(error), trace=trace)
 
 
 def dead(policy: Policy, reason: str, error: BaseException, history: History = NEW) -> Decision:
@@ -284,7 +284,7 @@ def dead(policy: Policy, reason: str, error: BaseException, history: History = N
         history,
         due_in=None,
         holds=policy.after_death == "hold",
-        error=described(error),
+        error=describe_error(error),
         traceback=_traceback(error),
     )
 
@@ -304,7 +304,7 @@ def assumed(policy: Policy, history: History) -> Decision:
     history = history._replace(attempts=attempts + 1, deaths=deaths + 1)
     delay = max(_delay(policy, history), SHORTEST)
     history = history._replace(waited=waited + delay)
-    return Decision(DIED, history, delay, error=described(error), is_assumed=True)
+    return Decision(DIED, history, delay, error=describe_error(error), is_assumed=True)
 
 
 def unchanged(reason: str, history: History, error: str | None) -> Decision:
@@ -320,12 +320,6 @@ def _longer(policy: Policy, history: History) -> float:
     """Return a delay in seconds that grows with the time waited, where no attempts are counted."""
     shortest = max(_delay(policy, history), _SHORTEST_FOR_MIGRATION)
     return max(shortest, min(history.waited, _LONGEST_FOR_MIGRATION))
-
-
-def described(error: BaseException) -> str:
-    """Return the error's type and text as PostgreSQL can store it."""
-    error = as_raised(error)
-    return f"{type(error).__qualname__}: {summarize_error(error)}"
 
 
 def _traceback(error: BaseException) -> str:

@@ -154,6 +154,10 @@ class Rows:
         if self.writes.has_related:
             self.check()
         await self.writes.end(self.message)
+        self.release()
+
+    def release(self) -> None:
+        """Close the session: a handler may have kept its rows, and be called again with them."""
         self._known.by_engine(Session.close)
 
     async def get(self, entity: type[A], key: Key) -> A | None:

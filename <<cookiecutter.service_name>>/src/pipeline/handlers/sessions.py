@@ -155,7 +155,7 @@ for _name in (_WANTING_METHODS - _READ_ONLY_METHODS) | {"_execute_internal", "_e
 
 
 class OwnSession(RowSession):
-    """The session of one message."""
+    """The session of one message, or of a writer."""
 
     guard: Guard
     rows: "Rows"
@@ -163,6 +163,8 @@ class OwnSession(RowSession):
     """What was staged, the guard's `contention` and the locked rows before each open savepoint."""
     dropped: set[InstanceState[Any]]
     """Rows that it has expunged."""
+    written: IdentitySet
+    """Rows that it has inserted or updated."""
     undone: SessionTransaction | None = None
     """The savepoint that was rolled back last."""
 
@@ -178,10 +180,11 @@ class OwnSession(RowSession):
     def check_origin(self, state: InstanceState[Any]) -> None:
         """Raise `HandlerFault` for a row that this session has not loaded: it may be out of date.
 
-        SQLAlchemy itself compares versions by a `version_id_col`.
+        SQLAlchemy itself compares versions by a `version_id_col`. A writer may take every row: the
+        application has loaded it, and no batch shares it.
         """
         is_own = state.key is None or state.session_id == self.hash_key or state in self.dropped
-        if not is_own and state.mapper.version_id_col is None:
+        if self.guard.shares and not is_own and state.mapper.version_id_col is None:
             raise self.guard.note(
                 f"{state.class_.__name__} {state.identity!r} is no row of this message's session,"
                 " and may have changed since it was loaded: load it again (an Aggregate by"
@@ -225,20 +228,8 @@ for _name in ("_expire_state", "_expunge_states", "expire_all", "expunge_all"):
     setattr(OwnSession, _name, _keeping(_name))
 
 
-class WriterSession(OwnSession):
-    """The session of a writer, which records the rows that it has written."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.written = IdentitySet()
-        """Rows that were inserted or updated."""
-
-    def check_origin(self, state: InstanceState[Any]) -> None:
-        """Take every row: the application has loaded it, and no batch shares it."""
-
-
-@listens_for(WriterSession, "after_flush")
-def _note_written(session: WriterSession, _: object) -> None:
+@listens_for(OwnSession, "after_flush")
+def _note_written(session: OwnSession, _: object) -> None:
     session.written.update(session.new)
     session.written.update(row for row in session.dirty if session.is_modified(row))
 
@@ -294,9 +285,8 @@ def _end_savepoint(session: OwnSession, transaction: SessionTransaction) -> None
         rows.error = None
         kept = (row for row in session.added if instance_state(row).persistent)
         session.added = IdentitySet(kept)
-        if isinstance(session, WriterSession):
-            kept = (row for row in session.written if not instance_state(row).expired)
-            session.written = IdentitySet(kept)
+        kept = (row for row in session.written if not instance_state(row).expired)
+        session.written = IdentitySet(kept)
 
 
 def new_session(connection: AsyncConnection, kind: type[RowSession]) -> AsyncSession:
@@ -317,7 +307,6 @@ async def own_session(
     driver: asyncpg.Connection,
     guard: Guard,
     restore_limits: str,
-    kind: type[OwnSession] = OwnSession,
 ) -> AsyncIterator[AsyncSession]:
     """Return a session for one message, in the transaction of the connection.
 
@@ -335,9 +324,9 @@ async def own_session(
     others, info[GUARD] = info.get(GUARD), guard
     # Another partition would get the connection while this transaction still uses its driver.
     sync.close = partial(guard.refuse, "connection.close()")  # type: ignore[method-assign]
-    session = new_session(connection, kind)
+    session = new_session(connection, OwnSession)
     own = cast(OwnSession, session.sync_session)
-    own.guard, own.earlier, own.dropped = guard, {}, set()
+    own.guard, own.earlier, own.dropped, own.written = guard, {}, set(), IdentitySet()
     try:
         yield session
         # A task that the handler has started last and did not await starts its statement now.
@@ -347,7 +336,7 @@ async def own_session(
         await _end(session, driver, guard, restore_limits)
     except BaseException as error:
         fault = HandlerFault(CANCELLED) if guard.was_cancelled else guard.fault
-        if fault and fault is not error and not isinstance(error, asyncio.CancelledError):
+        if fault and fault is not error and isinstance(error, Exception):
             raise fault from error
         raise
     finally:

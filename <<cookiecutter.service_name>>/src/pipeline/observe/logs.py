@@ -2,7 +2,7 @@
 
 Fields are given by `extra={…}`: identities (topic, offset, message id), never payloads. `logging`
 itself rejects those that are named like an attribute of its records, such as `name`. Everything
-that a line is made of passes `redaction`.
+that a line is made of passes `redaction`, and has a bound.
 
 A process that serves writes its lines from a thread of its own: a pipe that nothing reads blocks
 only that thread. Then further lines are dropped, and counted.
@@ -32,10 +32,9 @@ from . import metrics
 
 log = logging.getLogger(__name__)
 
-LONGEST_KEY = 100
-"""Bytes of a message's key that a log line contains, at most."""
-_LONGEST_NAME = 200
-"""Characters of a message's id, or type, that a log line contains."""
+_LONGEST_MESSAGE, _LONGEST_FIELD, _LONGEST_STACK = 8_000, 1_000, 20_000
+"""Characters of a line's parts, without the middle of longer ones. Until secrets are removed, four
+times as many are kept: a secret that is cut in two is not found."""
 
 _HANDLER = "pipeline"
 _RESERVED = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
@@ -43,7 +42,7 @@ _RESERVED = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 _OURS = {"timestamp", "level", "logger", "message", "exception", "stack", "trace_id", "span_id"}
 _PACKAGES = (
     *("pipeline", "operate"),
-    *("archive", "claims", "debezium", "effects", "http_api", "page", "personal"),
+    *("archive", "claims", "debezium", "effects", "http_api", "http_server", "page", "personal"),
 )
 """The engine and what is installed beside it: their loggers have the service's own level."""
 _QUOTING = (
@@ -67,12 +66,12 @@ _FLUSH_SECONDS = 1.0
 
 def configure(
     *, level: str, json: bool | None, loggers: Iterable[str] = (), queues: bool = False
-) -> None:
+) -> bool:
     """Send log lines to standard error: from `level` on those of the engine and of `loggers`.
 
     Of all others warnings and errors are sent: libraries log URLs and rows. `json=None` means JSON
     unless standard error is a terminal. `queues`: a thread writes them, and no caller ever waits.
-    Raises `ValueError` if there is no such level.
+    Returns whether they are JSON. Raises `ValueError` if there is no such level.
     """
     root = logging.getLogger()
     root.setLevel(level.upper())
@@ -88,18 +87,10 @@ def configure(
     handler.name = _HANDLER
     handler.addFilter(_lower_if_retried)
     handler.addFilter(_Repetitions())
-    handler.setFormatter(JsonLines() if is_json(json) else _Readable())
+    is_json = not sys.stderr.isatty() if json is None else json
+    handler.setFormatter(JsonLines() if is_json else _Readable())
     root.addHandler(handler)
-
-
-def shortened(name: str) -> str:
-    """Return what a log line contains of a message's id or type, which may have any length."""
-    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
-
-
-def is_json(json: bool | None) -> bool:
-    """Return whether `configure` chooses JSON for this argument."""
-    return not sys.stderr.isatty() if json is None else json
+    return is_json
 
 
 def _lower_if_retried(record: logging.LogRecord) -> bool:
@@ -132,7 +123,7 @@ class _QueueHandler(_Handler):
     """Formats records where they are logged, in their span; a thread writes their lines.
 
     A finalizer may log while the queue is used, in any thread. So it is a `SimpleQueue`, which is
-    reentrant, and no metric's lock is taken here.
+    reentrant, and no lock is taken, of a metric or of `logging`: an interruption may leave it so.
     """
 
     def __init__(self) -> None:
@@ -144,15 +135,17 @@ class _QueueHandler(_Handler):
         threading.Thread(target=self._write_all, name="log", daemon=True).start()
         os.register_at_fork(after_in_child=self._write_directly)
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def handle(self, record: logging.LogRecord) -> bool:
         """Queue a line; drop it if there is no room."""
-        if self._lines.qsize() >= _MOST_QUEUED:
+        passes = bool(self.filter(record))
+        if passes and self._lines.qsize() >= _MOST_QUEUED:
             self._dropped += 1
-            return
-        try:
-            self._put(f"{self.format(record)}\n")
-        except Exception:
-            self.handleError(record)
+        elif passes:
+            try:
+                self._put(f"{self.format(record)}\n")
+            except Exception:
+                self.handleError(record)
+        return passes
 
     def flush(self) -> None:
         """Wait until all lines are written, for a second at most."""
@@ -246,9 +239,9 @@ def _stacks(record: logging.LogRecord) -> dict[str, str]:
     found = {}
     if record.exc_info:
         error = record.exc_info[1]
-        found["exception"] = format_traceback(error) if error else ""
+        found["exception"] = _bounded(format_traceback(error), _LONGEST_STACK) if error else ""
     if record.stack_info:
-        found["stack"] = redact(record.stack_info)
+        found["stack"] = _bounded(redact(record.stack_info), _LONGEST_STACK)
     return found
 
 
@@ -262,7 +255,7 @@ def _message(record: logging.LogRecord) -> str:
         text %= args
     if record.exc_info and (error := record.exc_info[1]):
         text = text.replace(repr(error), describe_error(error))  # as in asyncio's messages
-    return redact_error(text)
+    return _bounded(redact_error(_bounded(text, 4 * _LONGEST_MESSAGE)), _LONGEST_MESSAGE)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -280,9 +273,9 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Return the value as JSON has it, without secrets."""
+    """Return the value as JSON has it, without secrets; as text if its JSON is too long."""
     if isinstance(value, bytes):
-        value = value.decode("utf-8", "backslashreplace")
+        value = value[: 4 * _LONGEST_FIELD].decode("utf-8", "backslashreplace")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no NaN
     if value is None or isinstance(value, bool | int | float):
@@ -290,9 +283,17 @@ def _plain(value: object) -> object:
     if isinstance(value, dict | list | tuple):
         # As JSON text, where names of secret fields stand before their values.
         with suppress(TypeError, ValueError, RecursionError):
-            text = dumps(value, default=_plain)
-            return loads(redact(text), parse_constant=str)
-    return redact_error(summarize_error(value) if isinstance(value, BaseException) else str(value))
+            value = redact(_bounded(dumps(value, default=_plain), 4 * _LONGEST_FIELD))
+            if len(value) <= _LONGEST_FIELD:
+                return loads(value, parse_constant=str)
+    text = summarize_error(value) if isinstance(value, BaseException) else str(value)
+    return _bounded(redact_error(_bounded(text, 4 * _LONGEST_FIELD)), _LONGEST_FIELD)
+
+
+def _bounded(text: str, longest: int) -> str:
+    """Return the text, without its middle if it is longer: the end of an error says what it is."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
 def _timestamp(record: logging.LogRecord) -> str:

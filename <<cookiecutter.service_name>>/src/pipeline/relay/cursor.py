@@ -16,7 +16,7 @@ import asyncpg
 
 from pipeline.observe import metrics
 from pipeline.schema import SHARDS
-from pipeline.servers.cluster import IS_OURS, OtherCluster
+from pipeline.servers.cluster import IS_OURS, NotAdopted
 from pipeline.servers.database import lease_ended
 from pipeline.settings import Settings
 
@@ -153,13 +153,13 @@ class Cursor:
     async def renew(self, driver: asyncpg.Connection, fence: Fence) -> bool:
         """Extend the leases, and claim or release shards up to an even share of all relays.
 
-        Returns whether some were claimed. Raises `OtherCluster` and `ServerChanged`.
+        Returns whether some were claimed. Raises `NotAdopted` and `ServerChanged`.
         """
         lease = self._settings.relay_lease
         await self.extend(driver)
         alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS, lease)
         if not is_ours:
-            raise OtherCluster
+            raise NotAdopted
         if self.server not in (None, server):
             raise ServerChanged
         self.server = server

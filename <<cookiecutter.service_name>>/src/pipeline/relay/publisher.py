@@ -9,6 +9,7 @@ import asyncpg
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
     KafkaError,
+    LeaderNotAvailableError,
     MessageSizeTooLargeError,
     TopicAuthorizationFailedError,
     UnknownTopicOrPartitionError,
@@ -213,7 +214,10 @@ class Publisher:
 
 
 async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending) -> bool:
-    """Send until all is acknowledged or a batch is rejected; returns whether one was."""
+    """Send until all is acknowledged or a rejection ends it.
+
+    Returns whether a batch was rejected that was sent: what is left needs a new producer.
+    """
     topic = chain.topic
     traceparents = [event["traceparent"] for event in chain.events]
     with traces.sending(topic, chain.partition, len(traceparents), traceparents) as operation:
@@ -221,12 +225,14 @@ async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending
         while chain.sent < len(chain.events):
             (batch, count), following = following or chain.fill(producer), None
             size = batch.size()
-            is_sent = not sending.is_too_large(topic, size, count)
+            is_sent = False
             try:
-                if not is_sent:
+                if sending.is_too_large(topic, size, count):
                     raise MessageSizeTooLargeError
+                _check_leader(producer, chain)
                 if not sending.may_send():
                     raise LeaseExpired("the lease ended before all events were sent")
+                is_sent = True
                 async with in_background(_send_batch(producer, batch, chain, sending)) as sent:
                     if chain.sent + count < len(chain.events):
                         await asyncio.wait({sent}, timeout=_FILL_NEXT_BATCH_AFTER_SECONDS)
@@ -245,18 +251,25 @@ async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending
                 if is_sent:
                     sending.is_void = sending.is_transactional
                     return True
+                if rejection.of_topic:
+                    return False
     return False
 
 
 async def _look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
-    """Refresh the client's metadata until it has the topics. Raises `NotSent`."""
-    client = producer.client
+    """Refresh the client's metadata until it has the topics, or once if partitions lack leaders.
+
+    Raises `NotSent`.
+    """
+    client, cluster = producer.client, producer.client.cluster
     are_new = [not client.add_topic(topic).done() for topic in topics]
     # The first response may be to an earlier request, and a broker may not know a new topic yet.
     for lookup in range(_LOOKUPS if any(are_new) else 1):
         if lookup > 1:
             await asyncio.sleep(_LOOKUP_SECONDS)
-        if all(client.cluster.partitions_for_topic(topic) for topic in topics):
+        known = [cluster.partitions_for_topic(topic) for topic in topics]
+        led = [cluster.available_partitions_for_topic(topic) for topic in topics]
+        if all(known) and (led == known or lookup > 0):
             return
         try:
             answered = await asyncio.wait_for(client.force_metadata_update(), _METADATA_SECONDS)
@@ -277,25 +290,32 @@ def _partitions(producer: AIOKafkaProducer, topic: str) -> int:
     raise UnknownTopicOrPartitionError
 
 
+def _check_leader(producer: AIOKafkaProducer, chain: Chain) -> None:
+    """Raise an error for `rejection_of` if the brokers say that the partition has no leader.
+
+    The client would wait for one without a limit, and so would the end of its transaction.
+    """
+    _partitions(producer, chain.topic)
+    if chain.partition not in producer.client.cluster.available_partitions_for_topic(chain.topic):
+        raise LeaderNotAvailableError
+
+
 async def _send_batch(
     producer: AIOKafkaProducer, batch: BatchBuilder, chain: Chain, sending: Sending
 ) -> None:
     """Send a batch and wait for its acknowledgement."""
-    # The client would wait for a deleted partition without a limit.
-    if chain.partition >= _partitions(producer, chain.topic):
-        raise NotSent(f"{chain.topic} has lost partitions")
     sent = await producer.send_batch(batch, chain.topic, partition=chain.partition)
     try:
         while not sent.done():
+            _check_leader(producer, chain)
+            if sending.is_void:
+                raise NotSent("its transaction can't be committed")
             await asyncio.wait({sent}, timeout=_ACKNOWLEDGEMENT_SECONDS)
             if not sent.done():
                 looked = producer.client.force_metadata_update()
                 await asyncio.wait(
                     {sent, looked}, timeout=_METADATA_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
-                _partitions(producer, chain.topic)
-                if sending.is_void:
-                    raise NotSent("its transaction can't be committed")
         sent.result()
     finally:
         sent.cancel()

@@ -1,9 +1,9 @@
 """Rejected events: those that Kafka does not accept because of the event or its topic.
 
 An event that is itself at fault is dead at once: its row is kept for an operator, and later events
-of its key are sent. If the topic is missing or forbidden, its events wait in order, later ones
-behind earlier ones, until it accepts them. All other errors are outages: the relay waits, and no
-event is rejected.
+of its key are sent. All else that brokers say of a batch or its partition is up to the topic,
+whatever the error: its events wait in order, later ones behind earlier ones, until it accepts them.
+While the brokers say nothing, the relay waits, and no event is rejected.
 
 All state is in the rows. Only the owner of a shard adds rows of it, and deletes waiting ones.
 """
@@ -20,7 +20,6 @@ from aiokafka.errors import KafkaError
 
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
-from pipeline.observe.logs import LONGEST_KEY
 from pipeline.servers.patches import InvalidRecordError
 from pipeline.settings import Settings
 
@@ -35,6 +34,7 @@ RejectionReason = Literal[
     "topic missing",
     "topic not allowed",
     "topic rejects many",
+    "topic refuses",
     "topic not writable",
     "too large",
     "not valid",
@@ -62,7 +62,7 @@ _TOO_LARGE = Rejection(
     "too large",
     "event {id} is larger than topic {topic} allows: raise the topic's max.message.bytes",
 )
-_KINDS: Mapping[type[KafkaError], Rejection] = {
+_KINDS: Mapping[type[KafkaError], Rejection | None] = {
     errors.UnknownTopicOrPartitionError: Rejection(
         "topic missing",
         "topic {topic} is not known to the brokers: create it, or run `service topics create`",
@@ -86,14 +86,29 @@ _KINDS: Mapping[type[KafkaError], Rejection] = {
         "not valid",
         "topic {topic} does not take event {id}; a compacted topic takes none without a key",
     ),
+    # All other errors that brokers answer.
+    errors.BrokerResponseError: Rejection(
+        "topic refuses",
+        "topic {topic} does not take events ({error}): check its settings and its replicas",
+        of_topic=True,
+        waits=True,
+    ),
+    # A time-out may be silence, and the others are up to the producer or its user.
+    errors.ClusterAuthorizationFailedError: None,
+    errors.InvalidProducerIdMapping: None,
+    errors.InvalidTxnState: None,
+    errors.RequestTimedOutError: None,
+    errors.TransactionalIdAuthorizationFailed: None,
 }
 
 
 def rejection_of(error: KafkaError, event: asyncpg.Record) -> Rejection | None:
-    """Return the rejection that the error means; None for an outage."""
-    if kind := _KINDS.get(type(error)):
-        return kind._replace(text=kind.text.format(topic=event["topic"], id=event["event_id"]))
-    return None
+    """Return the rejection that the error means; None for an outage or a producer's error."""
+    kind = next((_KINDS[one] for one in type(error).mro() if one in _KINDS), None)
+    if kind is None:
+        return None
+    text = kind.text.format(topic=event["topic"], id=event["event_id"], error=error.message)
+    return kind._replace(text=text)
 
 
 _COUNT = """
@@ -319,7 +334,7 @@ def _log_dead(event: asyncpg.Record, rejection: Rejection) -> None:
         "reason": rejection.reason,
     }
     if event["key"]:
-        fields["key"] = event["key"][:LONGEST_KEY]
+        fields["key"] = event["key"]
     text = f"event {event['event_id']} for topic {event['topic']} is a dead letter"
     with traces.within(event["traceparent"]):
         log.error("relay: %s: %s", text, rejection.text, extra=fields)

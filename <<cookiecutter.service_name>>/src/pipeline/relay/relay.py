@@ -17,7 +17,6 @@ from pipeline.apply.encryption import Encryption
 from pipeline.errors import describe_error, is_infrastructure
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
-from pipeline.servers.cluster import OtherCluster
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import pause
 from pipeline.servers.tasks import in_background, sleep_or_event
@@ -36,7 +35,7 @@ _NARROW_SECONDS = 1.0
 """So long after it has read a window the next one has few events, and is not measured before."""
 _SCHEDULED = "scheduled events"
 """The part of the health that reports whether scheduled events are moved."""
-_EXPLAINED = (LeaseExpired, NotSent, OtherCluster, ServerChanged)
+_EXPLAINED = (LeaseExpired, NotSent, ServerChanged)
 """Errors whose text is complete, so that no traceback is logged."""
 
 

@@ -11,7 +11,7 @@ from datetime import datetime
 
 import asyncpg
 
-from pipeline.servers.cluster import OtherCluster
+from pipeline.servers.cluster import NotAdopted
 
 Snapshot = tuple[int, int, tuple[int, ...]]
 """A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
@@ -179,7 +179,7 @@ async def fresh(
     """Read events that became visible since `seen`: `limit`, or `at_most` bytes and one event.
 
     With `may_be_wide` none are read of more than one page scans: the window is opened for `page`.
-    Raises `OtherCluster` if `seen` is a snapshot of another cluster.
+    Raises `NotAdopted` if `seen` is a snapshot of another cluster.
     """
     if may_be_wide:
         wide = await connection.fetchrow(_MEASURE, progress.seen, _SCAN_AT_MOST)
@@ -189,7 +189,7 @@ async def fresh(
             return Page(shards, [], then, wide["server"])
     head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1, at_most)
     if head["target"][1] < progress.seen[1]:
-        raise OtherCluster
+        raise NotAdopted
     if len(events) <= limit and not _fill(events, at_most):
         then = replace(progress, seen=head["target"])
     else:

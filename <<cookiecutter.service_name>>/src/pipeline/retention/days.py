@@ -7,7 +7,6 @@ from datetime import UTC, date, datetime, time, timedelta
 import asyncpg
 
 from pipeline.schema import SHARDS
-from pipeline.servers.cluster import is_ours
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import partitions
@@ -18,7 +17,7 @@ DAY = timedelta(days=1)
 
 _DETACHED = (
     "it was not detached by retention, and relays skip the events that they do not see: move it"
-    " away, or attach it again and run `service relay reset`"
+    " away, or attach it again and run `service adopt`"
 )
 
 # Its own transaction id, and not the snapshot's xmax, which is that of the latest *completed* one
@@ -145,8 +144,6 @@ async def _unpublished(connection: asyncpg.Connection, day: date, one: Partition
         return "it is not closed yet: that comes an hour after its end"
     if one.state is not State.ATTACHED:
         return None if closed["is_published"] else _DETACHED
-    if not await is_ours(connection):
-        return "the outbox is another database cluster's: see `service relay reset`"
     newest = await connection.fetchval(_NEWEST.format(name=one.name))
     shards, unfinished, is_without_relay = await connection.fetchrow(
         _UNFINISHED, closed["xid"], newest or 0

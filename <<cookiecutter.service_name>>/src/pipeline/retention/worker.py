@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from time import monotonic
+from typing import TypeVar
 
 import asyncpg
 from alembic.script import ScriptDirectory
@@ -16,6 +17,7 @@ from pipeline.errors import describe_error, is_infrastructure, is_of_the_databas
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import revisions
+from pipeline.servers.cluster import NotAdopted, is_ours
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
@@ -25,6 +27,8 @@ from .maintenance import begin_round, make_ahead, run_retention
 from .partitions import NotOwner
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PART = "retention"
 _AHEAD_SECONDS = 60.0
@@ -43,7 +47,6 @@ class RetentionWorker:
         archive: Archive | None,
         claims: ClaimCheck | None,
         health: Health,
-        stopping: asyncio.Event,
     ) -> None:
         """`consumers` are those that the process runs, to be registered at the inbox."""
         self._engine = engine
@@ -52,24 +55,24 @@ class RetentionWorker:
         self._archive = archive
         self._claims = claims
         self._health = health
-        self._stopping = stopping
 
     async def start(
         self,
-        service: str,
         declared: MetaData,
         migrations: ScriptDirectory | None,
         sharing: Callable[[str], Collection[str]],
-    ) -> None:
-        """Return when the schema is checked and partitions are there, or when the process stops.
+        own: Callable[[asyncpg.Connection], Awaitable[T]],
+    ) -> T:
+        """Return what `own` does, when the schema is checked and partitions are there.
 
         `declared` are the service's tables: warns of those without a migration, and of keys that
         are equal for all messages of a transaction if `sharing` returns consumers for their table.
-        No other part may begin before: columns or partitions may be missing. Raises `NotMigrated`.
+        `own` raises if the database is not the service's. No other part may begin before: columns
+        or partitions may be missing. Raises `NotMigrated`.
         """
 
         async def begin(connection: asyncpg.Connection) -> None:
-            await revisions.check(connection, service, migrations)
+            await revisions.check(connection, migrations)
             for one in await revisions.lacking(connection, declared, migrations):
                 log.warning("%s: %s", one, revisions.WRITE_MIGRATION)
             for table, one in await revisions.sharing(connection, declared):
@@ -83,8 +86,9 @@ class RetentionWorker:
                     )
             await self._prepare(connection, warns=True)
 
-        self._health.not_ready(_PART, "schema and partitions are not checked yet")
+        self._health.not_ready(_PART, "schema, partitions and owner are not checked yet")
         await self._while_unavailable(begin)
+        return await self._while_unavailable(own)
 
     async def run(self) -> None:
         """Run until cancelled. An error of a round is logged; one of making ahead is raised.
@@ -96,6 +100,7 @@ class RetentionWorker:
         round_at = 0.0
         while True:
             await self._while_unavailable(self._prepare)
+            self._health.ready(_PART)
             if monotonic() >= round_at:
                 round_at = monotonic() + interval
                 await self._run_round()
@@ -123,27 +128,21 @@ class RetentionWorker:
 
     async def _prepare(self, connection: asyncpg.Connection, *, warns: bool = False) -> None:
         await make_ahead(connection, self._settings, warns=warns)
+        if not await is_ours(connection):  # its data may have been replaced
+            raise NotAdopted
         if self._consumers:
             await inbox.register(connection, self._consumers)
 
-    async def _while_unavailable(
-        self, work: Callable[[asyncpg.Connection], Awaitable[object]]
-    ) -> None:
-        """Repeat the work while the database is unavailable, which readiness reports."""
+    async def _while_unavailable(self, work: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
+        """Repeat the work while servers are unavailable, which readiness reports."""
 
-        async def connected() -> None:
+        async def connected() -> T:
             async with autocommitting(self._engine) as connection:
-                await work(connection)
+                return await work(connection)
 
-        try:
-            await Attempts(
-                _PART,
-                self._settings.postgresql,
-                unless=self._stopping.is_set,
-                report=lambda reason: self._health.not_ready(_PART, reason),
-            )(connected)
-        except Exception:
-            if not self._stopping.is_set():
-                raise
-        else:
-            self._health.ready(_PART)
+        return await Attempts(
+            _PART,
+            self._settings.postgresql,
+            unless=lambda: False,
+            report=lambda reason: self._health.not_ready(_PART, reason),
+        )(connected)

@@ -106,7 +106,6 @@ class LaneSource:
         """Delete the rows of applied messages, and update others; returns the dead rows."""
         superseded = (item for item, _ in outcome.superseded)
         done = (*outcome.applied, *outcome.duplicates, *superseded)
-        outcome.undecoded += [row for row in self.unhandleable if not row.decision.is_assumed]
         # Rows behind one that failed stay as they are. So do those of calls, of which the stored
         # reason says whether they were made.
         changed = [
@@ -118,8 +117,9 @@ class LaneSource:
                 or item.row is None
                 or (decision.is_undecided and self.compares)
             ),
-            *(backlog.mismatch_row(item, error) for item, error in outcome.mismatched),
+            *outcome.letters,
         ]
+        outcome.letters += [row for row in self.unhandleable if not row.decision.is_assumed]
         if outcome.encryption:
             changed = await outcome.encryption.encrypt(connection, changed)
         # Encrypted already, together with the others.

@@ -12,6 +12,7 @@ from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
 from pipeline.handlers.policy import DIED, GAP, REDRIVEN
 from pipeline.schema import FIRST_LANE_OF_CALLS
+from pipeline.servers.cluster import IS_OURS
 from pipeline.servers.database import lease_ended
 
 _FIRST = 100
@@ -61,6 +62,7 @@ WITH free AS MATERIALIZED (
               LEAST(COALESCE(lease_until, clock_timestamp()), clock_timestamp()) AS ended_at
          FROM pipeline.backlog_lane l
         WHERE (lease_until IS NULL OR {lease_ended("$2")} OR {_UNANSWERED})
+          AND {IS_OURS}
           AND (SELECT true FROM unnest($3::text[]) AS of (consumer) CROSS JOIN LATERAL (
                       SELECT FROM pipeline.backlog b
                        WHERE b.lane = l.lane AND b.consumer = of.consumer

@@ -44,8 +44,8 @@ _QUICK_SECONDS = 1.0
 """Time after which one lane is claimed again: slow rows must not delay those of other lanes."""
 _ANSWER_SECONDS = 20.0
 """Time-out of a statement: longer than any takes, so it means that the connection is dead."""
-_UNDO_ATTEMPT_SECONDS = 2.0
-"""Time-out, on shutdown, for undoing an attempt that was stored as failed beforehand."""
+_STOPPING_SHARE = 0.6
+"""Share of the shutdown grace for queries. Work has less, and its lanes are released then."""
 _MOST_UNANSWERED = 100
 """Largest number of claims without an answer that are remembered."""
 
@@ -82,13 +82,17 @@ class BacklogWorkers:
         self._woken = asyncio.Event()
         self._claiming = asyncio.Lock()
         self._stopping = asyncio.Event()
+        self._ends_at = float("inf")
+        """When queries end, by the clock of the event loop, after `stop`."""
 
     def wake(self) -> None:
         """Look for due rows at once, because this process has stored some."""
         self._woken.set()
 
     def stop(self) -> None:
-        """Make `run` end after the running transactions."""
+        """Make `run` end after the running transactions; all later queries have one time limit."""
+        grace = _STOPPING_SHARE * self._settings.shutdown_grace
+        self._ends_at = min(self._ends_at, asyncio.get_running_loop().time() + grace)
         self._stopping.set()
         self.wake()
 
@@ -336,7 +340,7 @@ class BacklogWorkers:
             except asyncio.CancelledError:
                 if self._stopping.is_set():
                     with suppress(Exception):  # a clean end does not count as a failed attempt
-                        async with asyncio.timeout(_UNDO_ATTEMPT_SECONDS):
+                        async with asyncio.timeout_at(self._ends_at):
                             await self._apply(consume, undone)
                 raise
 
@@ -387,7 +391,8 @@ class BacklogWorkers:
 
     async def _query(self, what: str, statement: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         async def query() -> T:
-            async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
+            ends_at = min(self._ends_at, asyncio.get_running_loop().time() + _ANSWER_SECONDS)
+            async with asyncio.timeout_at(ends_at), autocommitting(self._engine) as driver:
                 return await statement(driver)
 
         return await self._attempts(what)(query)

@@ -9,13 +9,15 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.client import ConnectionGroup
 from aiokafka.consumer import consumer, fetcher
 from aiokafka.consumer.group_coordinator import GroupCoordinator
-from aiokafka.errors import KafkaError, for_code
+from aiokafka.errors import ConsumerStoppedError, KafkaError, for_code
 from aiokafka.protocol.commit import OffsetFetchRequest
+from aiokafka.protocol.metadata import MetadataRequest
 
 from .record_batches import FetchedBatches
 
@@ -38,15 +40,12 @@ fetcher.MemoryRecords = FetchedBatches
 class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
     """A fetcher that lets the brokers gather records while many arrive, one by one."""
 
+    awaited: ClassVar[dict[asyncio.Future[None], TopicPartition]] = {}
+    """The partition whose records each waiting reader wants, of whatever fetcher."""
     _pause = 0.0
     _rests_until = 0.0
     _counted = 0
     _counted_since = 0.0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._awaited: dict[asyncio.Future[None], Sequence[TopicPartition]] = {}
-        """The partitions whose records each waiting reader wants."""
 
     def count(self, records: int) -> None:
         """Count records that have arrived; the pause between two fetches grows with their rate."""
@@ -57,37 +56,9 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
             self._pause = _GATHER_SECONDS * max(0.0, 1 - _UNGATHERED / rate)
             self._counted, self._counted_since = 0, now
 
-    async def fetched_records(
-        self,
-        partitions: Sequence[TopicPartition],
-        timeout: float = 0,  # noqa: ASYNC109
-        max_records: int | None = None,
-    ) -> dict[TopicPartition, list[ConsumerRecord]]:
-        """Return records of the partitions.
-
-        Unlike aiokafka's, it is woken only by records of its own partitions.
-        """
-        ends_at = self._loop.time() + timeout
-        while True:
-            found: dict[TopicPartition, list[ConsumerRecord]]
-            found = await super().fetched_records(partitions, 0, max_records)
-            if found or (left := ends_at - self._loop.time()) <= 0:
-                return found
-            waiter = self._create_fetch_waiter()
-            self._awaited[waiter] = partitions
-            try:
-                await asyncio.wait([waiter], timeout=left)
-            finally:
-                del self._awaited[waiter]
-                waiter.cancel()
-            if not waiter.cancelled():
-                waiter.result()  # raises why the group rejects the member
-            if self._closed:
-                return {}
-
     def _notify(self, future: asyncio.Future[None]) -> None:
-        partitions = self._awaited.get(future)
-        if self._closed or not partitions or not self._records.keys().isdisjoint(partitions):
+        awaited = self.awaited.get(future)
+        if self._closed or awaited is None or awaited in self._records:
             super()._notify(future)
 
     async def _proc_fetch_request(self, *args: Any) -> bool:
@@ -145,30 +116,47 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
 
     _busy_until = 0.0
 
-    async def arrival(self, partition: TopicPartition, seconds: float) -> int:
-        """Wait up to `seconds` for records of the partition; `getmany` unpacks them, this doesn't.
+    def leader(self, partition: TopicPartition) -> object:
+        """Return the leader of the partition and the connection to it."""
+        node = self._client.cluster.leader_for_partition(partition)
+        return node, self._client._conns.get((node, ConnectionGroup.DEFAULT))
 
-        Returns the offset before which all transactions of producers have ended; 0 if none came.
+    async def arrival(self, partition: TopicPartition, until: float) -> FetchedBatches | None:
+        """Wait for batches of the partition; `take` unpacks them, this doesn't.
+
+        It is woken only by those of its own partition. Returns None after `until`, a time of the
+        event loop, and if `take` will raise an error.
         """
-        arrived = self._fetcher._records
+        fetching = self._fetcher
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while partition not in arrived:
-                    await self._fetcher._create_fetch_waiter()
-        result = arrived.get(partition)
-        if not isinstance(result, fetcher.FetchResult):  # nothing, or an error
-            return 0
-        return result._assignment.state_value(partition).lso or 0
+            async with asyncio.timeout_at(until):
+                while partition not in fetching._records and not fetching._closed:
+                    waiter = fetching._create_fetch_waiter()
+                    fetching.awaited[waiter] = partition
+                    try:
+                        await waiter  # raises why the group rejects the member
+                    finally:
+                        del fetching.awaited[waiter]
+        arrived = fetching._records.get(partition)
+        if not isinstance(arrived, fetcher.FetchResult):
+            return None
+        batches: FetchedBatches = arrived._partition_records._records
+        return batches
 
-    async def getmany(
-        self, *partitions: TopicPartition, timeout_ms: int = 0, max_records: int | None = None
-    ) -> dict[TopicPartition, list[ConsumerRecord]]:
-        found: dict[TopicPartition, list[ConsumerRecord]] = await super().getmany(
-            *partitions, timeout_ms=timeout_ms, max_records=max_records
-        )
+    async def take(self, partition: TopicPartition, most: int) -> list[ConsumerRecord]:
+        """Return records of the partition that have arrived, so many at most; it does not wait.
+
+        It stands in for `getmany`, which libraries for tracing wrap: they fail over some headers.
+        """
+        if self._closed:
+            raise ConsumerStoppedError
+        self._coordinator.check_errors()
+        with self._subscription.fetch_context():
+            fetched = await self._fetcher.fetched_records([partition], 0, most)
+        found: list[ConsumerRecord] = fetched.get(partition, [])
         if found:
             self._busy_until = time.monotonic() + _BUSY_SECONDS
-            self._fetcher.count(sum(map(len, found.values())))
+            self._fetcher.count(len(found))
         is_busy = time.monotonic() < self._busy_until
         self._fetcher._fetch_max_wait_ms = MAX_WAIT_MS if is_busy else IDLE_MAX_WAIT_MS
         return found
@@ -204,6 +192,12 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
             raise for_code(response.error_code)(group.group_id)
         found = (partitions for topic, partitions in response.topics if topic in topics)
         return {metadata for _, _, metadata, _ in chain.from_iterable(found)}
+
+    async def cluster_id(self) -> str | None:
+        """Return the id of the brokers' cluster; None if it has none."""
+        node = self._client.get_random_node()
+        answer = await self._client.send(node, MetadataRequest([], False))
+        return getattr(answer, "cluster_id", None)
 
     def raise_if_ended(self) -> None:
         """Raise the error with which the task of the fetcher or the coordinator has ended."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,8 +19,12 @@ from pipeline.observe import statements
 from pipeline.settings import Settings
 
 from . import revisions
+from .cluster import gate
 from .credentials import Credentials, CredentialsUnavailable
 from .guard import CURRENT_GUARD, GUARD, NOT_ITS_CONNECTION, GuardedConnection, HandlerFault
+
+Check = Callable[[asyncpg.Connection, str], Awaitable[None]]
+"""Raises if a new connection is not to be used by the service of that name."""
 
 IDLE_LIMIT = "set_config('idle_in_transaction_session_timeout', '5s', true)"
 """For a transaction that locks what others wait for: a process that stops in it loses its locks."""
@@ -52,7 +56,9 @@ def lease_ended(seconds: str) -> str:
                OR lease_until > clock_timestamp() + {_LONGER} * make_interval(secs => {seconds}))"""
 
 
-def create_engine(settings: Settings, *, name: str, is_pooled: bool = True) -> AsyncEngine:
+def create_engine(
+    settings: Settings, *, name: str, is_pooled: bool = True, check: Check | None = gate
+) -> AsyncEngine:
     """Return a pool of as many connections as the process needs, or one that keeps none."""
     size = settings.concurrency + settings.backlog_workers + _BESIDE_TRANSACTIONS
     # At ordinary rates a few sessions of the server do all the work, with warm caches.
@@ -70,7 +76,17 @@ def create_engine(settings: Settings, *, name: str, is_pooled: bool = True) -> A
     sa.event.listen(engine.sync_engine, "connect", keep_alive)
     sa.event.listen(engine.sync_engine, "checkout", _refuse_if_closed)
     _watch_statements(engine.sync_engine)
+    if check is not None:
+        sa.event.listen(engine.sync_engine, "connect", partial(_check, check, name))
     return engine
+
+
+def _check(check: Check, name: str, connection: Any, _: object) -> None:
+    try:
+        connection.run_async(lambda driver: check(driver, name))
+    except BaseException:
+        connection.terminate()  # it is not in the pool yet
+        raise
 
 
 def _watch_statements(engine: sa.Engine) -> None:
@@ -132,7 +148,7 @@ def _fail_statement(failed: sa.ExceptionContext) -> None:
     if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
         guard.under_way.discard(failed.execution_context)
         guard.fail(failed.original_exception)
-        guard.was_cancelled |= isinstance(failed.original_exception, asyncio.CancelledError)
+        guard.was_cancelled |= not isinstance(failed.original_exception, Exception)
 
 
 def _refuse(text: str, connection: Any) -> None:

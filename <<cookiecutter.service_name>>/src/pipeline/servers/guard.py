@@ -63,9 +63,18 @@ class HandlerFault(RuntimeError):
     """A handler has done what would affect other messages; the text says what to do instead."""
 
 
+class LoopBlocked(BaseException):
+    """Interrupts one call of the service's code; no `except Exception` catches it."""
+
+    is_over = was_raised = False
+    """Whether the call is over, though its tasks may go on, and whether this was raised in it."""
+
+
 CURRENT_GUARD: ContextVar["Guard | None"] = ContextVar("pipeline_guard", default=None)
 """Guard of the handler's call that the code runs in, also in tasks that it has started; None in the
 engine's own code."""
+INTERRUPTION: ContextVar[LoopBlocked | None] = ContextVar("pipeline_interruption", default=None)
+"""What interrupts the call that the code runs in, also in tasks that it has started."""
 
 
 class Guard:
@@ -76,7 +85,7 @@ class Guard:
         `shares`: its transaction can have other messages.
         """
         self.outbox = outbox
-        self._shares = shares
+        self.shares = shares
         self.unsent: list[object] = []
         """Savepoints that the session has begun, and whose statement was not sent yet."""
         self.under_way: set[object] = set()
@@ -118,7 +127,7 @@ class Guard:
         for statement in code_of(text).split(";"):
             found = _REFUSED.match(statement)
             place = (found and found.lastindex) or 0
-            if found and place > (not controls) and (place != 3 or self._shares):
+            if found and place > (not controls) and (place != 3 or self.shares):
                 words = " ".join(found[place].split())
                 return self.note(f"{words} in a handler: {_REASONS[place - 1]}")
         return None
@@ -225,12 +234,14 @@ def in_context(
 ) -> Generator[Any, Any, T]:
     """Await a coroutine in a context of its own: variables that it sets end with it.
 
-    `call` is the result of a coroutine function; `guard` checks its statements. How often it
-    cancels its task, and takes that back, by the task's `cancelling`, goes to `cancellations`;
+    `call` is the result of a coroutine function; `guard` checks its statements. `cancellations[0]`
+    becomes how often it has cancelled its task and not taken that back, by the task's `cancelling`:
     what was requested while it waited, as by a timer or a task group, it takes back first.
     """
     run, inner = copy_context().run, cast("Coroutine[Any, Any, T]", call)  # quicker as text
     run(CURRENT_GUARD.set, guard)
+    this = LoopBlocked("blocks the event loop: await, or use asyncio.to_thread")
+    run(INTERRUPTION.set, this)
     # A copy, because code changes the context object in place.
     run(decimal.setcontext, decimal.getcontext().copy())
     step: Callable[..., Any] = inner.send
@@ -241,13 +252,20 @@ def in_context(
         others += requested - left
         try:
             waits_for = run(step, value)
-        except StopIteration as end:
-            return cast(T, end.value)
+        except BaseException as end:
+            this.is_over = True
+            # A cancellation may come from outside, and is not replaced.
+            if this.was_raised and not isinstance(end, asyncio.CancelledError):
+                raise this from None
+            if isinstance(end, StopIteration):
+                return cast(T, end.value)
+            raise
         finally:
             left = cancelling()
             if left != requested and cancellations is not None:
                 others += min(0, left - requested)
-                cancellations.append(max(0, left - requested) + min(0, others))
+                change = max(0, left - requested) + min(0, others)
+                cancellations[0] = max(0, cancellations[0] + change)
                 others = max(0, others)
         if guard is not None:
             guard.has_waited = True

@@ -23,6 +23,10 @@ Each item is what aiokafka does without its patch, with the issue upstream where
     error (RFC 7628, section 3.2.2), and the next request fails by an empty one.
 13. Two members with one `group.instance.id` replace each other at each heartbeat. One that restarts
     as leader of the group does not notice partitions that are added. See `consumer.Coordinator`.
+14. A batch whose partition lacks replicas is sent again without a limit, which only the log says.
+    That is kept in a transaction: there the error may mean that a coordinator restarts. (KIP-890)
+15. A consumer reads on at its offset if a leader has lost records and has others in their place: it
+    does not ask where its leader epoch ends (KIP-320). See `PartitionPosition.may_have_lost`.
 
 `test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
 """
@@ -41,9 +45,11 @@ from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
     NodeNotReadyError,
+    NotEnoughReplicasError,
     SaslAuthenticationFailed,
     kafka_errors,
 )
+from aiokafka.producer import sender
 
 from pipeline.errors import describe_error
 
@@ -203,6 +209,21 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
     async def close(self) -> None:
         self.is_closed = True
         await super().close()
+
+
+class _SendHandler(sender.SendProduceReqHandler):  # type: ignore[misc]  # it has no types
+    def _can_retry(self, error: KafkaError, batch: Any) -> bool:
+        transactions = self._sender._txn_manager
+        is_transactional = transactions is not None and transactions.transactional_id is not None
+        # Other producers of the process are left as they are.
+        is_ours = isinstance(self._client, Client)
+        if is_ours and not is_transactional and isinstance(error, NotEnoughReplicasError):
+            return False
+        can_retry: bool = super()._can_retry(error, batch)
+        return can_retry
+
+
+sender.SendProduceReqHandler = _SendHandler
 
 
 def close_bootstrap_connection(error: BaseException) -> None:

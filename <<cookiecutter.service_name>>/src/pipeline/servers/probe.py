@@ -27,7 +27,7 @@ class Probe:
 
     def __init__(self, settings: Settings, pool: AsyncEngine, *, name: str) -> None:
         """`name` is that of its connections; those of the pool are used if there is no room."""
-        self._engine = create_engine(settings, name=name, is_pooled=False)
+        self._engine = create_engine(settings, name=name, is_pooled=False, check=None)
         self._pool = pool
         self._asking = asyncio.Lock()
 

@@ -61,6 +61,13 @@ class FetchedBatches:
         self._at = 0
         self._records = MemoryRecords(bytes(data))
         self.is_over = False
+        self.epoch, self.whole = -1, range(0)
+        """The first batch's leader epoch, and its offsets unless compaction has removed some."""
+        if len(data) >= _HEADER and not _is_old(self._data):
+            header = DefaultRecordBase.HEADER_STRUCT.unpack_from(data)
+            first, _, self.epoch, _, _, _, last, *_, count = header
+            if count == last + 1:
+                self.whole = range(first, first + count)
 
     def size_in_bytes(self) -> int:
         """Return the size of all batches, in bytes."""

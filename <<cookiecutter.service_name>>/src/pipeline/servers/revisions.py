@@ -8,14 +8,12 @@ import json
 import traceback
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import asyncpg
 import sqlalchemy as sa
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.errors import describe_error, sqlstate_of
 
@@ -142,15 +140,11 @@ def load_migrations() -> ScriptDirectory | None:
     return ScriptDirectory.from_config(Config(ALEMBIC)) if ALEMBIC.exists() else None
 
 
-async def check(
-    connection: asyncpg.Connection, service: str, migrations: ScriptDirectory | None
-) -> None:
+async def check(connection: asyncpg.Connection, migrations: ScriptDirectory | None) -> None:
     """Raise `NotMigrated` if the database is older than the migrations, if they are known.
 
-    Raises `WrongDatabase` if it is not this service's, and `WrongColumns` if the engine's
-    migrations were applied and did not make its columns.
+    Raises `WrongColumns` if the engine's migrations were applied and did not make its columns.
     """
-    await check_database(connection, service)
     if migrations is None:
         return
     if lacking := await missing(connection, migrations):
@@ -171,19 +165,6 @@ async def check_database(connection: asyncpg.Connection, service: str) -> None:
                 " the transaction ids of one server",
                 f"SELECT undistribute_table('pipeline.{table}')",
             )
-
-
-def check_connections(engine: AsyncEngine, service: str) -> None:
-    """Let each new connection of the pool be checked, and raise `WrongDatabase` as `must_fit`."""
-
-    def check(connection: Any, _: object) -> None:
-        try:
-            connection.run_async(lambda driver: check_database(driver, service))
-        except BaseException:
-            connection.terminate()  # it is not in the pool yet
-            raise
-
-    sa.event.listen(engine.sync_engine, "connect", check)
 
 
 def refuse_engine(version: str, *, is_dsql: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Calls of the service's code, which may cancel the task that it runs in."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from .guard import Guard, in_context
@@ -32,37 +32,33 @@ async def call_service(
     task = task or asyncio.current_task()
     assert task is not None
     before = task.cancelling()
-    own: list[int] = []
+    own = [0]
     try:
         result = await in_context(call, guard, own, task.cancelling)
     except BaseException as error:
-        if own:
-            await _undo(task, before, own)
+        if own[0]:
+            await _undo(task, before, own[0])
         if isinstance(error, asyncio.CancelledError) and task.cancelling() <= before:
             raise CancelledItself from error
         raise
-    if own and await _undo(task, before, own):
+    if own[0] and await _undo(task, before, own[0]):
         raise CancelledItself
     return result
 
 
-async def _undo(task: asyncio.Task[object], before: int, own: Iterable[int]) -> bool:
+async def _undo(task: asyncio.Task[object], before: int, own: int) -> bool:
     """Undo what the code itself has requested; return whether a cancellation was pending.
 
     A task is cancelled from outside while it waits; what is requested in a step of the code is the
     code's own. Raises `CancelledError` if the pending one may come from outside.
     """
-    requested = 0
-    for number in own:
-        requested = max(0, requested + number)
     is_pending = False
-    if requested:
-        try:
-            await asyncio.sleep(0)  # a pending cancellation is raised at the next `await`
-        except asyncio.CancelledError:
-            is_pending = True
-        for _ in range(requested):
-            task.uncancel()
-        if is_pending and task.cancelling() > before:
-            raise asyncio.CancelledError
+    try:
+        await asyncio.sleep(0)  # a pending cancellation is raised at the next `await`
+    except asyncio.CancelledError:
+        is_pending = True
+    for _ in range(own):
+        task.uncancel()
+    if is_pending and task.cancelling() > before:
+        raise asyncio.CancelledError
     return is_pending

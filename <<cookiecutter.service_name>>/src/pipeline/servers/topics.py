@@ -72,10 +72,7 @@ async def first_since(
     async with asyncio.timeout(2 * _ANSWER_SECONDS), clients.offsets_client(settings) as client:
         found = await client.offsets_for_times(wanted)
     return {
-        (place.topic, place.partition): (
-            one.offset,
-            datetime.fromtimestamp(one.timestamp / 1_000, UTC),
-        )
+        place: (one.offset, datetime.fromtimestamp(one.timestamp / 1_000, UTC))
         for place, one in found.items()
         if one
     }
@@ -88,27 +85,19 @@ async def describe(settings: Settings, names: Iterable[str]) -> Topics:
     """
     async with asyncio.timeout(2 * _ANSWER_SECONDS):
         async with clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin:
-            # Only existing topics are described: a broker may create others.
-            visible = await admin.list_topics()
-            there, found = sorted({*names}.intersection(visible)), Topics()
-            if others := sorted({*names}.difference(visible)):
-                # Without this argument the broker may create them.
-                answer = await admin._send_request(MetadataRequest(others, False))
-                errors = {topic: for_code(code) for code, topic, *_ in answer.topics}
-                found.hidden = frozenset(
-                    topic for topic in others if errors[topic] is TopicAuthorizationFailedError
-                )
-            if not there:
+            # Without the second argument a broker may create those that don't exist.
+            answer = await admin._send_request(MetadataRequest(sorted({*names}), False))
+            found, partitions = Topics(), list[TopicPartition]()
+            for code, topic, _, its, *_ in answer.topics:
+                partitions += [TopicPartition(topic, number) for _, number, *_ in its]
+                if for_code(code) is TopicAuthorizationFailedError:
+                    found.hidden |= {topic}
+            if not partitions:
                 return found
-            described = await admin.describe_topics(there)
+            there = sorted({one.topic for one in partitions})
             answers = await admin.describe_configs(
                 [ConfigResource(ConfigResourceType.TOPIC, name) for name in there]
             )
-        partitions = [
-            TopicPartition(one["topic"], part["partition"])
-            for one in described
-            for part in one["partitions"]
-        ]
         async with clients.offsets_client(settings) as client:
             first = await client.beginning_offsets(partitions)
             end = await client.end_offsets(partitions)
@@ -127,11 +116,12 @@ def _of(topic: str, offsets: Mapping[TopicPartition, int]) -> dict[int, int]:
     return {one.partition: offset for one, offset in offsets.items() if one.topic == topic}
 
 
-async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
-    """Return the member of a consumer group that reads each partition: host, and part of its id.
+async def readers(settings: Settings, group: str) -> dict[TopicPartition, tuple[str, str | None]]:
+    """Return the member of a consumer group that reads each partition: host and part of its id; and
+    client id and host if it is another program than the service with the group's name.
 
     Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds, or
-    the group is in a rebalance.
+    the group is in a rebalance; `ValueError` if a program has assigned what can't be read.
     """
     async with (
         asyncio.timeout(2 * _ANSWER_SECONDS),
@@ -144,8 +134,11 @@ async def readers(settings: Settings, group: str) -> dict[tuple[str, int], str]:
     if state in _REBALANCING:
         raise RebalanceInProgressError(f"the group {group} is in a rebalance")
     return {
-        (one.topic, one.partition): f"{host.removeprefix('/')} {member[-8:]}"
-        for member, *_, host, _, assignment in members
+        one: (
+            f"{host.removeprefix('/')} {member[-8:]}",
+            None if client == group else f"client {client!r} at {host.removeprefix('/')}",
+        )
+        for member, *_, client, host, _, assignment in members
         if assignment  # a member may have none
         for one in ConsumerProtocolMemberAssignment.decode(assignment).partitions()
     }

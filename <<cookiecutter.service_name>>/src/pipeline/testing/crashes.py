@@ -47,7 +47,7 @@ class MortalEngine:
     """
 
     def __init__(self, settings: Settings, living: AsyncEngine, *, name: str) -> None:
-        self.engine = create_engine(settings, name=name)
+        self.engine = create_engine(settings, name=name, check=None)
         self._living = living
         self._is_counting = False
         self._connections: list[asyncpg.Connection] = []

@@ -72,7 +72,7 @@ class ResettableDatabase:
         # The connection that resets stays open, in a loop of its own: a new one would have to look
         # up all tables.
         self._settings = self.settings()
-        self._connections = create_engine(self._settings, name="harness")
+        self._connections = create_engine(self._settings, name="harness", check=None)
         self._loop, self._thread = asyncio.new_event_loop(), ThreadPoolExecutor(1)
         self._shared_by: asyncio.AbstractEventLoop | None = None
         self._pools: dict[str, AsyncEngine] = {}
@@ -144,7 +144,7 @@ class ResettableDatabase:
 
 
 def _new_pool(settings: Settings, name: str) -> AsyncEngine:
-    pool, loop = create_engine(settings, name=name), asyncio.get_running_loop()
+    pool, loop = create_engine(settings, name=name, check=None), asyncio.get_running_loop()
 
     @sa.event.listens_for(pool.sync_engine, "do_connect")
     @sa.event.listens_for(pool.sync_engine, "checkout")
@@ -246,7 +246,7 @@ def resettable_database(
 
 
 async def _administer(server_url: str, statement: str) -> None:
-    engine = create_engine(_settings(server_url), name="harness")
+    engine = create_engine(_settings(server_url), name="harness", check=None)
     async with autocommitting(engine) as driver:
         await driver.execute(statement, timeout=_LONGEST_SECONDS)
     await engine.dispose()

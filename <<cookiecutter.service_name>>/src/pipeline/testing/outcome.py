@@ -8,10 +8,9 @@ from typing import Literal, NamedTuple
 
 import pydantic_core
 
-from pipeline.apply.backlog import mismatch_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.events.event import Event
-from pipeline.handlers.policy import Decision, Policy, dead
+from pipeline.handlers.policy import Decision
 
 from .observed import Increment, Observed
 
@@ -131,10 +130,7 @@ def outcome_of(
                 failures[item.key] = _failure(item.consumer, decision, item.message.id)
             else:
                 waiting[item.key] = item.message.id
-        for item, error in one.mismatched:
-            decision = dead(Policy(), "identity mismatch", error)
-            failures[mismatch_key(item)] = _failure(item.consumer, decision, item.message.id)
-        for row in one.undecoded:
+        for row in one.letters:
             id = row.item.message.id if row.item else None
             failures[row.key] = _failure(row.consumer, row.decision, id)
     outcome.failures += failures.values()

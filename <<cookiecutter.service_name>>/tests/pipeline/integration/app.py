@@ -25,6 +25,7 @@ from pipeline.settings import Settings
 
 from .bank import ATTEMPTS, CLAIM, Bank
 from .calling import CallWorkers, take_calls
+from tests.pipeline.blocking import BLOCKS
 
 bank = Bank(
     deposits=os.environ["BANK_DEPOSITS"],
@@ -120,7 +121,7 @@ async def promise(event: Promised, tx: Transaction) -> None:
 
 
 class Struck(Event, type="struck"):
-    """What nobody survives: the process dies of it, or hangs in a loop."""
+    """What nobody survives, or what blocks the event loop."""
 
     how: str
 
@@ -148,14 +149,15 @@ async def exit_by(kind: type[BaseException]) -> None:
     Struck,
     topic=bank.deposits,
     consumer="strike",
-    policy=Policy(attempts=3, schedule=(0.1,)),
+    policy=Policy(attempts=int(os.environ.get("BANK_CHANCES", "3")), schedule=(0.1,)),
     timeout=1,
     mode="deferred" if os.environ.get("BANK_STRIKES") == "deferred" else "immediate",
 )
 async def strike(event: Struck, tx: Transaction) -> None:
     """Die."""
-    while event.how == "loop":
-        pass
+    if event.how in BLOCKS:
+        BLOCKS[event.how]()
+        return
     while event.how == "deaf":
         with suppress(BaseException):
             await asyncio.sleep(60)

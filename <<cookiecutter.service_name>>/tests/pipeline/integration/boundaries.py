@@ -38,6 +38,9 @@ class Point(NamedTuple):
 BOUNDARIES = (
     Boundary("connection: open"),
     Boundary("connection: set up"),
+    Boundary("connection: compare cluster"),
+    Boundary("database: read ids"),
+    Boundary("database: store brokers"),
     Boundary("schema: read owner"),
     Boundary("schema: read revisions"),
     Boundary("schema: compare columns"),
@@ -52,7 +55,6 @@ BOUNDARIES = (
     Boundary("retention: reopen days"),
     Boundary("retention: close days"),
     Boundary("retention: list closed days"),
-    Boundary("retention: compare cluster"),
     Boundary("retention: read last event of day"),
     Boundary("retention: find shards behind"),
     Boundary("retention: find oldest writer"),
@@ -79,7 +81,6 @@ BOUNDARIES = (
     Boundary("rotation: commit", 2),
     Boundary("rotation: rollback"),
     Boundary("consumers: register"),
-    Boundary("reader: read database"),
     Boundary("reader: read position"),
     Boundary("reader: store start"),
     Boundary("reader: count start"),
@@ -165,5 +166,6 @@ BOUNDARIES = (
     Boundary("member: fetch", 3),
     Boundary("member: heartbeat"),
     Boundary("member: commit offsets", 2),
+    Boundary("member: describe group"),
     Boundary("member: leave group", is_farewell=True),
 )

@@ -20,6 +20,15 @@ from sqlalchemy import make_url
 from .brokers import ConfiguredKafka
 from tests.servers.programs import require_what_it_needs, running
 
+ARCHIVING = ("--archive-mode=on", "--archive-command=cp %p ../archive/%f")
+"""Options of a cluster that archives its WAL: `restore` can then end at a transaction."""
+_RECOVERY = """
+restore_command = 'cp ../archive/%f %p'
+recovery_target_xid = '{xid}'
+recovery_target_action = 'promote'
+hot_standby = off
+"""
+
 
 class Cluster(Postgres):
     """A cluster of its own, or a copy of another, with that one's users and passwords."""
@@ -38,6 +47,7 @@ class Cluster(Postgres):
             super().create_data()
             # Its transaction ids exceed 32 bits, and those of every server that is not private.
             self._call("pg_resetwal", "--epoch=1", f"--pgdata={self.data}")
+            self._make_folder(self.data.with_name("archive"))
         else:
             self._copy(self.origin, self.data, *self.copy_options)
 
@@ -55,11 +65,22 @@ class Cluster(Postgres):
         """Copy the running cluster; the copy ends at the moment when this returns."""
         self._copy(self, self._backup)
 
-    def restore(self) -> None:
-        """Start the backup in the place of the cluster, which is lost."""
-        self.crash()
+    def restore(self, *, to: int | None = None) -> None:
+        """Start the backup in the place of the cluster, which is lost.
+
+        With `to` the archive is replayed until this transaction has committed.
+        """
+        if to is None:
+            self.crash()
+        else:
+            self.stop()  # which archives the rest
         shutil.rmtree(self.data)
         self._backup.rename(self.data)
+        if to is not None:
+            with (self.data / "postgresql.auto.conf").open("a") as settings:
+                settings.write(_RECOVERY.format(xid=to % 2**32))  # without its epoch
+            (self.data / "recovery.signal").touch()
+            self.give_to_user(self.data / "recovery.signal")
         self.start()
         self.wait_until_serving()
 
@@ -68,14 +89,17 @@ class Cluster(Postgres):
         return self.home.resolve() / "backup"
 
     def _copy(self, origin: "Cluster", target: Path, *options: str) -> None:
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(mode=0o700)
-        self.give_to_user(target)
+        self._make_folder(target)
         source = _libpq(origin.url("postgres"))
         self._call(
             "pg_basebackup", f"--dbname={source}", f"--pgdata={target}", "--checkpoint=fast",
             "--no-sync", *options,
         )  # fmt: skip
+
+    def _make_folder(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(mode=0o700)
+        self.give_to_user(path)
 
     def _call(self, program: str, *arguments: str) -> None:
         command = [str(self.binaries / program), *arguments]

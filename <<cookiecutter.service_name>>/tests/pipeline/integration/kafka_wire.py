@@ -1,16 +1,19 @@
 """A wire to Kafka on which requests can be held, answers be lost, and that can be cut."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from enum import IntEnum
 from io import BytesIO
 
 from aiokafka.protocol.admin import DescribeConfigsResponse_v2
 from aiokafka.protocol.metadata import MetadataResponse_v5
+from aiokafka.protocol.produce import ProduceRequest_v7, ProduceResponse_v7
 
 _LEADER_NOT_AVAILABLE = 5
 _TOPIC_AUTHORIZATION_FAILED = 29
+_ELSEWHERE = 1_000_000
+"""Added to the number of a partition, makes one that no topic has."""
 
 
 class Api(IntEnum):
@@ -22,6 +25,7 @@ class Api(IntEnum):
     FIND_COORDINATOR = 10
     JOIN_GROUP = 11
     LEAVE_GROUP = 13
+    DESCRIBE_GROUPS = 15
     API_VERSIONS = 18
     INIT_PRODUCER_ID = 22
     DESCRIBE_CONFIGS = 32
@@ -41,10 +45,11 @@ class Wire:
         self._passes.set()
         self._answers_left: int | None = None
         self._shut = False
-        self._leaderless = False
+        self._leaderless: str | None = None
         self._forbidden = ""
         self._closed = ""
-        self._refusal = 0
+        self._refusal = self._description = 0
+        self._refused: dict[str, int] = {}
         self._open: set[asyncio.StreamWriter] = set()
         self._ignored: set[Api] = set()
         self.held = 0
@@ -85,9 +90,9 @@ class Wire:
         self._shut = True
         self.cut()
 
-    def take_leaders(self) -> None:
-        """Cut all connections, and tell everybody that no partition has a leader."""
-        self._leaderless = True
+    def take_leaders(self, topic: str = "") -> None:
+        """Cut all connections, and tell everybody that the topic, or each one, has no leader."""
+        self._leaderless = topic
         self.cut()
 
     def forbid(self, topic: str) -> None:
@@ -99,9 +104,17 @@ class Wire:
         """Tell everybody that the topic's configuration is not for them."""
         self._closed = topic
 
+    def refuse_records(self, topic: str, code: int) -> None:
+        """Keep records of the topic from the broker, and answer them by this error of it."""
+        self._refused[topic] = code
+
     def refuse_members(self, code: int) -> None:
         """Answer those that want to join a group by this error of the broker."""
         self._refusal = code
+
+    def refuse_descriptions(self, code: int) -> None:
+        """Answer those that want to know who is in a group by this error of the broker."""
+        self._description = code
 
     def cut(self) -> None:
         """Cut all connections, and take new ones."""
@@ -111,10 +124,12 @@ class Wire:
     def go_on(self) -> None:
         """Be a good wire again."""
         self._answers_left = None
-        self._shut = self._leaderless = False
+        self._shut = False
+        self._leaderless = None
         self._ignored = set()
         self._forbidden = self._closed = ""
-        self._refusal = 0
+        self._refusal = self._description = 0
+        self._refused = {}
         self._passes.set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -152,11 +167,16 @@ class Wire:
                     await self._hold()
                     if self._loses_answer():
                         asked[request[4:8]] = "lost"
+                    elif self._refused and version == 7:
+                        asked[request[4:8]] = "records"
+                        request = _elsewhere(request, self._refused)
                 elif api == Api.FETCH:
                     after_name = 10 + int.from_bytes(request[8:10]) + 4
                     self.waits.append(int.from_bytes(request[after_name : after_name + 4]))
                 elif api == Api.METADATA and version == 5:
                     asked[request[4:8]] = "metadata"
+                elif api == Api.DESCRIBE_GROUPS and version >= 1:
+                    asked[request[4:8]] = "groups"
                 elif api == Api.JOIN_GROUP and version >= 2:
                     asked[request[4:8]] = "join"
                 elif api == Api.DESCRIBE_CONFIGS and version == 2:
@@ -185,14 +205,18 @@ class Wire:
                 if what == "lost":
                     self.lost += 1
                     continue
-                if what == "metadata" and self._leaderless:
-                    answer = answer[:4] + _without_leaders(answer[4:])
+                if what == "metadata" and self._leaderless is not None:
+                    answer = answer[:4] + _without_leaders(answer[4:], self._leaderless)
                 elif what == "metadata" and self._forbidden:
                     answer = answer[:4] + _without_topic(answer[4:], self._forbidden)
                 elif what == "configs" and self._closed:
                     answer = answer[:4] + _without_configs(answer[4:], self._closed)
+                elif what == "groups" and self._description:
+                    answer = answer[:12] + self._description.to_bytes(2) + answer[14:]
                 elif what == "join" and self._refusal:
                     answer = answer[:8] + self._refusal.to_bytes(2) + answer[10:]
+                elif what == "records":
+                    answer = answer[:4] + _refused(answer[4:], self._refused)
                 # Metadata names the broker: by a host and a port, which becomes ours.
                 here = self._host.encode() + self._port.to_bytes(4)
                 there = self._host.encode() + self._broker_port.to_bytes(4)
@@ -217,14 +241,16 @@ async def _framed(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(int.from_bytes(await reader.readexactly(4)))
 
 
-def _without_leaders(body: bytes) -> bytes:
+def _without_leaders(body: bytes, name: str) -> bytes:
     metadata = MetadataResponse_v5.decode(BytesIO(body))
     metadata.topics = [
         (
             *topic,
             [
                 (_LEADER_NOT_AVAILABLE, partition, -1, *rest)
-                for _, partition, _, *rest in partitions
+                if name in ("", topic[1])
+                else (error, partition, leader, *rest)
+                for error, partition, leader, *rest in partitions
             ],
         )
         for *topic, partitions in metadata.topics
@@ -252,4 +278,41 @@ def _without_configs(body: bytes, name: str) -> bytes:
         for code, message, kind, topic, entries in configs.resources
     ]
     encoded: bytes = configs.encode()
+    return encoded
+
+
+def _elsewhere(request: bytes, topics: Collection[str]) -> bytes:
+    """Send records of these topics to partitions that are not there."""
+    begin = 10 + int.from_bytes(request[8:10])
+    produce = ProduceRequest_v7.decode(BytesIO(request[begin:]))
+    produce.topics = [
+        (
+            topic,
+            [
+                (number + _ELSEWHERE if topic in topics else number, records)
+                for number, records in partitions
+            ],
+        )
+        for topic, partitions in produce.topics
+    ]
+    encoded: bytes = request[:begin] + produce.encode()
+    return encoded
+
+
+def _refused(body: bytes, codes: Mapping[str, int]) -> bytes:
+    """Answer records that were sent elsewhere by the errors of their topics."""
+    produced = ProduceResponse_v7.decode(BytesIO(body))
+    produced.topics = [
+        (
+            topic,
+            [
+                (number - _ELSEWHERE, codes.get(topic, code), *rest)
+                if number >= _ELSEWHERE
+                else (number, code, *rest)
+                for number, code, *rest in partitions
+            ],
+        )
+        for topic, partitions in produced.topics
+    ]
+    encoded: bytes = produced.encode()
     return encoded

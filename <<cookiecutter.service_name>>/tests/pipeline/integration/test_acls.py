@@ -232,7 +232,7 @@ async def test_a_service_with_exactly_the_documented_acls_works(
 @pytest.mark.parametrize(
     ("kind", "of", "part", "text"),
     [
-        ("group", "", "consumer", "the ACL Read on the group"),
+        ("group", "", "retention", "the ACL Read on the group"),
         ("topic", "deposits", "topic {deposits}", "the ACL Read on a topic that it reads"),
         ("topic", "balances", "relay to {balances}", "allow this service's user to Describe and W"),
         ("transactional-id", "", "relay", "the ACL Write on the relay's transactional ids"),

@@ -16,6 +16,7 @@ from pipeline.apply.breaker import BreakerOpen, FailedMessage
 from pipeline.handlers.policy import DEFERRED, dead
 from pipeline.observe import metrics
 from pipeline.schema import LANES
+from pipeline.servers import cluster
 from pipeline.servers.database import autocommitting
 
 from .bank import Bank, Refused
@@ -316,6 +317,21 @@ async def test_deferred_messages_are_stored_at_once_and_handled_later_in_order(
     assert await histories(db) == wanted
     assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 99
     assert await db.fetchval("SELECT count(DISTINCT xid) FROM pipeline.inbox") <= 3, "in batches"
+
+
+@pytest.mark.parametrize("another", ["system_identifier = 1", "database_oid = 1"])
+async def test_no_lane_is_claimed_in_a_database_that_is_not_adopted(
+    new_desk: NewDesk, db: asyncpg.Connection, another: str
+) -> None:
+    """Its data may be replaced under connections that are open."""
+    _, desk = await bank_with(new_desk, mode="deferred")
+    await desk.apply(Deposit(10))
+    await db.execute(f"UPDATE pipeline.outbox_cluster SET {another}")
+    await desk.work_off()
+    assert await histories(db) == {}
+    await cluster.adopt(db, keep_progress=True)
+    await desk.work_off()
+    assert await histories(db) == {"ada": [10]}
 
 
 async def test_of_what_is_stored_together_only_the_first_of_each_key_is_due(

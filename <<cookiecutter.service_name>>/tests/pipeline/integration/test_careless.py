@@ -690,7 +690,7 @@ class Strange(Exception):
     [
         (lambda: NotYet("a parcel"), "parked by its handler", "NotYet: a parcel"),
         (lambda: Later("no"), "failed", "Later: no"),
-        (Strange, "failed", "Strange: "),
+        (Strange, "failed", "Strange"),
     ],
 )
 async def test_an_error_of_a_class_of_their_own_is_that_of_the_message(

@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
 from pipeline.servers import clients, patches
 from pipeline.servers.consumer import IDLE_MAX_WAIT_MS, MAX_WAIT_MS, KafkaConsumer
@@ -160,9 +160,14 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
     one = KafkaConsumer(topic, bootstrap_servers=wire.address, auto_offset_reset="earliest")
     await clients.start(one)
 
+    async def taken(seconds: float) -> list[Any]:
+        partition = TopicPartition(topic, 0)
+        await one.arrival(partition, asyncio.get_running_loop().time() + seconds)
+        return await one.take(partition, 1)
+
     async def asks_after(milliseconds: int) -> None:
         async def asks() -> bool:
-            found = await one.getmany(timeout_ms=50)
+            found = await taken(0.05)
             return not found and wire.waits[-1:] == [milliseconds]
 
         await eventually(asks)
@@ -170,7 +175,7 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
     await asks_after(IDLE_MAX_WAIT_MS)
     async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
         await producer.send_and_wait(topic, b"1")
-    assert await one.getmany(timeout_ms=300_000)
+    assert await taken(PATIENCE)
     await asks_after(MAX_WAIT_MS)
     await asks_after(IDLE_MAX_WAIT_MS)
     await clients.stop(one, seconds=5)

@@ -4,8 +4,10 @@ import json
 import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import asyncpg
 import pytest
@@ -14,6 +16,9 @@ from aiokafka.admin import AIOKafkaAdminClient
 from typer.testing import CliRunner
 
 from operate.commands import command_line
+from pipeline import Service
+from pipeline.retention.archive import Archive
+from pipeline.servers import cluster
 
 from .bank import Bank
 from .conftest import Command, complaint
@@ -279,9 +284,23 @@ async def test_a_wrong_password_is_told_in_a_sentence(
         assert "Traceback" not in process.output
 
 
+_TABLES = """
+SELECT oid::regclass::text FROM pg_class
+ WHERE relkind IN ('r', 'p') AND relnamespace = 'pipeline'::regnamespace ORDER BY 1
+"""
 WITHOUT_DATABASE = ("run", "consume", "relay", "migrate", "doctor", "topics create")
 """Commands that serve or migrate, which other tests refuse the database of another service; the
 doctor, which names it; and one that needs Kafka only."""
+
+
+def examples_of(app: object) -> dict[str, list[str]]:
+    """Return the example of each command that connects."""
+    assert isinstance(app, typer.Typer)
+    return {
+        name: shlex.split((command.epilog or "").removeprefix("For example: service "))
+        for name, command in with_parameters(typer.main.get_command(app))
+        if name not in WITHOUT_DATABASE
+    }
 
 
 async def test_every_command_that_connects_refuses_the_database_of_another_service(
@@ -289,14 +308,9 @@ async def test_every_command_that_connects_refuses_the_database_of_another_servi
 ) -> None:
     await db.execute("COMMENT ON SCHEMA pipeline IS 'another'")
     app = command_line(bank.service)
-    assert isinstance(app, typer.Typer)
-    call_it = commands(app)
-    examples = {
-        name: shlex.split((command.epilog or "").removeprefix("For example: service "))
-        for name, command in with_parameters(typer.main.get_command(app))
-        if name not in WITHOUT_DATABASE
-    }
-    examples["relay reset"] = ["relay", "reset", "--yes"]
+    call_it, examples = commands(app), examples_of(app)
+    for name in ("adopt", "relay reset"):
+        examples[name] = [*name.split(), "--yes"]
     assert len(examples) > 15
     for name, line in examples.items():
         done = await call_it(*line)
@@ -307,6 +321,93 @@ async def test_every_command_that_connects_refuses_the_database_of_another_servi
     (wrong,) = (one for one in found if one["check"] == "database")
     assert (doctor.exit_code, wrong["level"]) == (1, "wrong")
     assert {"kafka", "settings"} < {one["check"] for one in found}
+
+
+_WORK = """
+INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
+    headers, hash_version, reason, attempts, waited, holds, died_at)
+VALUES ('x', 0, 'x', 'deposit', 't', 0, 1, 0, '[]', 1, 'rejected', 1, 0, true, now());
+INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)
+VALUES ('remind-ada', '2100-01-01', 't', 'a', '/s', 'x', 'y')
+"""
+READING = {
+    *("status", "inbox show", "scheduled list", "retention status"),
+    *("dead list", "dead show", "dead events list", "dead events show"),
+}
+"""Commands that a copy does not refuse, beside those that adopt it."""
+
+
+async def test_every_command_leaves_a_copy_as_it_is_and_some_read_it(
+    bank: Bank, commands: Callable[..., Command], db: asyncpg.Connection
+) -> None:
+    await db.execute(_WORK)
+    await db.execute("UPDATE pipeline.outbox_cluster SET database_oid = 1")
+    names = [row[0] for row in await db.fetch(_TABLES)]
+
+    async def rows() -> list[object]:
+        return [await db.fetch(f"SELECT * FROM {name}") for name in names]
+
+    app, before, refused = command_line(bank.service), await rows(), set[str]()
+    call_it, examples = commands(app), examples_of(app)
+    for name, line in examples.items():
+        done = await call_it(*(word for word in line if word != "--watch"))
+        if str(cluster.NotAdopted()) in done.stderr:
+            assert done.exit_code == 1, name
+            refused.add(name)
+        assert await rows() == before, name
+    assert refused == examples.keys() - READING - {"adopt", "relay reset"}
+    assert (await call_it("adopt", "--yes", "--keep-progress")).exit_code == 0
+    assert (await call_it("scheduled", "cancel", "remind-ada")).exit_code == 0
+
+
+def archiving(bank: Bank) -> Service:
+    """Return the bank's service with an archive, which no command of these tests reaches."""
+    return replace(bank.service, archive=cast(Archive, SimpleNamespace(is_on=True)))
+
+
+@pytest.mark.parametrize(
+    "another", ["system_identifier = 1", "database_oid = 1", "kafka_cluster = 'another'"]
+)
+async def test_retention_archives_nothing_of_a_database_that_is_not_adopted(
+    bank: Bank, commands: Callable[..., Command], db: asyncpg.Connection, another: str
+) -> None:
+    """Of a physical copy with other brokers, too: it has the archive of its original."""
+    await db.execute(f"UPDATE pipeline.outbox_cluster SET {another}")
+    done = await commands(command_line(archiving(bank)))("retention", "run")
+    assert done.exit_code == 1
+    assert str(cluster.NotAdopted()) in complaint(done)
+
+
+async def test_retention_needs_kafka_for_an_archive_alone_and_for_no_partition(
+    bank: Bank,
+    commands: Callable[..., Command],
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    unused_tcp_port: int,
+) -> None:
+    """In an outage of Kafka the outbox grows: partitions must not run out, and a disk be freed."""
+    called = [commands(command_line(one)) for one in (bank.service, archiving(bank))]
+    nowhere = f"127.0.0.1:{unused_tcp_port}"
+    monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", nowhere)
+    last = await db.fetchval("SELECT max(relname) FROM pg_class WHERE relname ~ '^outbox_p[0-9]+$'")
+    for call_it, exit_code in zip(called, (0, 1), strict=True):
+        await db.execute(f"DROP TABLE pipeline.{last}")
+        done = await call_it("retention", "run")
+        assert done.exit_code == exit_code, done.output
+        assert await db.fetchval("SELECT to_regclass($1) IS NOT NULL", f"pipeline.{last}")
+    assert f"Kafka at {nowhere} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS): " in complaint(done)
+
+
+async def test_a_database_is_migrated_before_it_is_adopted(
+    bank: Bank, commands: Callable[..., Command], db: asyncpg.Connection
+) -> None:
+    await db.execute(
+        "ALTER TABLE pipeline.outbox_cluster DROP database_oid, DROP kafka_cluster;"
+        " UPDATE alembic_version SET version_num = 'pipeline_0001'"
+    )
+    done = await commands(command_line(bank.service))("adopt")
+    assert done.exit_code == 1
+    assert "lacks pipeline_0002: run `service migrate` first" in complaint(done)
 
 
 async def test_a_list_that_would_take_too_much_memory_is_refused(

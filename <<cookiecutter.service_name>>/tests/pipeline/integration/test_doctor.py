@@ -20,7 +20,7 @@ from operate import doctor, health, status, status_commands, topic_checks
 from operate.commands import command_line
 from operate.health import Finding
 from pipeline import Reject, Retry
-from pipeline.servers import topics
+from pipeline.servers import cluster, topics
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.settings import Settings
 
@@ -60,7 +60,8 @@ _FILL = {
     " FROM generate_series(1, 200) AS n",
     "outbox_rejected": "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id,"
     " source, type, content_type)"
-    " SELECT n, now(), 't', n, '/s', 'x', 'y' FROM generate_series(1, 200) AS n",
+    " SELECT nextval('pipeline.outbox_id_seq'), now(), 't', n, '/s', 'x', 'y'"
+    " FROM generate_series(1, 200) AS n",
     "scheduled": "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type,"
     " content_type) SELECT n, now(), 't', n, '/s', 'x', 'y' FROM generate_series(1, 200) AS n",
 }
@@ -91,7 +92,7 @@ def with_argument(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object
 
 @asynccontextmanager
 async def _connected(chosen: Settings) -> AsyncIterator[asyncpg.Connection]:
-    engine = create_engine(chosen, name="bank")
+    engine = create_engine(chosen, name="bank", check=None)
     try:
         async with autocommitting(engine) as connection:
             yield connection
@@ -162,7 +163,7 @@ async def test_a_healthy_service_has_nothing(
     of_status = [check for some in health.CHECKS.values() for check in some]
     checks = (*topic_checks.CHECKS, *of_status, *doctor.SERVER_CHECKS)
     assert len(lines) == len(checks) + len(
-        ("kafka", "settings", "group", "schema", "tables", "pooler", "clock")
+        ("kafka", "settings", "group", "schema", "tables", "sequences", "pooler", "clock")
     )
     assert all(line.startswith("ok ") for line in lines), lines
     assert any(re.match(r"ok +server +PostgreSQL 1\d\.", line) for line in lines), lines
@@ -189,6 +190,18 @@ async def test_a_database_that_a_newer_release_has_migrated_is_well(
     assert await examine() == {}
 
 
+async def test_an_address_that_tls_does_not_secure_is_told_with_its_setting(
+    examine: Examine,
+) -> None:
+    (found,) = (await examine(otlp_endpoint="http://collector:4318")).values()
+    assert found == Finding(
+        "warning",
+        "connections to collector (PIPELINE_OTLP_ENDPOINT) are not secured by TLS",
+        "use https://",
+        check="settings",
+    )
+
+
 async def test_schema_needs_the_folder_of_the_service(examine: Examine, tmp_path: Path) -> None:
     (tmp_path / "alembic.ini").unlink()
     (found,) = (await examine()).values()
@@ -196,12 +209,73 @@ async def test_schema_needs_the_folder_of_the_service(examine: Examine, tmp_path
     assert "folder" in found.advice
 
 
-async def test_an_outbox_of_another_cluster_is_told(
+@pytest.mark.parametrize(
+    ("another", "check"),
+    [
+        ("system_identifier = 1", "cluster"),
+        ("database_oid = 1", "cluster"),
+        ("kafka_cluster = 'another'", "brokers"),
+    ],
+)
+async def test_a_database_that_is_not_adopted_is_told(
+    examine: Examine, db: asyncpg.Connection, another: str, check: str
+) -> None:
+    await db.execute(f"UPDATE pipeline.outbox_cluster SET {another}")
+    found = (await examine())[check]
+    assert (found.level, found.found) == ("wrong", str(cluster.NotAdopted()))
+    assert "service adopt" in found.advice
+
+
+async def test_the_doctor_stores_no_brokers(examine: Examine, db: asyncpg.Connection) -> None:
+    assert (await examine()).keys().isdisjoint({"group", "brokers"})
+    assert await db.fetchval("SELECT kafka_cluster FROM pipeline.outbox_cluster") is None
+
+
+_CALL = """
+INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
+                              headers, hash_version, reason, attempts, waited, holds)
+VALUES ('x', 64, '', 'deposit', 't', 0, 20, 0, '[]', 1, 'deferred', 0, 0, false),
+       ('y', 32, '', 'deposit', 't', 0, 2000000, 0, '[]', 1, 'deferred', 0, 0, false)
+"""
+
+
+async def test_sequences_that_are_behind_their_rows_are_told_and_raised_together(
     examine: Examine, db: asyncpg.Connection
 ) -> None:
-    await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
-    found = (await examine())["cluster"]
-    assert (found.level, found.advice) == ("wrong", "run `service relay reset`")
+    """As after logical replication, which carries rows over and no sequence."""
+    await stage(db, [event("t", 1), event("t", 2)])
+    assert "sequences" not in await examine()
+    await db.execute(_CALL)
+    highest = await db.fetchval("SELECT max(id) FROM pipeline.outbox")
+    await db.execute("SELECT setval('pipeline.outbox_id_seq', 1, false)")
+    found = [name for name, _ in await cluster.sequences_behind(db)]
+    assert found == ["pipeline.backlog_call_seq", "pipeline.outbox_id_seq"]
+    assert (await examine())["sequences"].level == "wrong"
+    await cluster.adopt(db, keep_progress=True)
+    assert "sequences" not in await examine()
+    assert await db.fetchval("SELECT nextval('pipeline.backlog_call_seq')") == 21
+    assert await db.fetchval("SELECT nextval('pipeline.outbox_id_seq')") > highest
+
+
+async def test_the_advice_about_a_sequence_never_sets_it_back(db: asyncpg.Connection) -> None:
+    """Events may be staged between the check and the statement that it advises."""
+    await stage(db, [event("t", 1), event("t", 2)])
+    await db.execute("SELECT setval('pipeline.outbox_id_seq', 1, false)")
+    ((_, advice),) = await cluster.sequences_behind(db)
+    await db.execute("SELECT setval('pipeline.outbox_id_seq', 1000)")
+    assert await db.fetchval(advice) == 1001
+
+
+async def test_a_new_event_gets_no_number_of_one_that_was_rejected(db: asyncpg.Connection) -> None:
+    """It would be taken for that one, and lost; the day of a rejected one may be dropped."""
+    await db.execute(_FILL["outbox_rejected"])
+    await db.execute("SELECT setval('pipeline.outbox_id_seq', 1, false)")
+    ((_, advice),) = await cluster.sequences_behind(db)
+    assert await db.fetchval(advice) == 200
+    assert await cluster.sequences_behind(db) == []
+    await db.execute("SELECT setval('pipeline.outbox_id_seq', 1, false)")
+    await cluster.adopt(db, keep_progress=True)
+    assert await db.fetchval("SELECT nextval('pipeline.outbox_id_seq')") > 200
 
 
 async def test_partitions_that_run_out_are_told(examine: Examine, db: asyncpg.Connection) -> None:
@@ -395,7 +469,11 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
     assert found.found.endswith("2 offsets before the end")
     assert (found.level, "`service consume`" in found.advice) == ("wrong", True)
     async with AIOKafkaConsumer(
-        bank.deposits, bootstrap_servers=kafka, group_id=bank.name, enable_auto_commit=False
+        bank.deposits,
+        bootstrap_servers=kafka,
+        group_id=bank.name,
+        client_id=bank.name,
+        enable_auto_commit=False,
     ) as consumer:
         await eventually(lambda: bool(consumer.assignment()))
         found = (await examine())["lag"]
@@ -696,9 +774,9 @@ async def test_settings_that_no_service_starts_with_are_told(examine: Examine, b
 
 
 async def test_a_standby_is_told(bank: Bank, settings: Callable[..., Settings]) -> None:
-    with private() as cluster:
-        await asyncio.to_thread(build, cluster.url())
-        with standing_by(cluster) as standby:
+    with private() as origin:
+        await asyncio.to_thread(build, origin.url())
+        with standing_by(origin) as standby:
 
             async def found_at(url: str) -> dict[str, Finding]:
                 chosen = settings(database_url=url, database_pooler=False)
@@ -706,7 +784,7 @@ async def test_a_standby_is_told(bank: Bank, settings: Callable[..., Settings]) 
                     found = doctor.examine(connection, bank.service, chosen)
                     return {one.check: one async for one in found if one.level != "ok"}
 
-            assert "standby" not in await found_at(cluster.url())
+            assert "standby" not in await found_at(origin.url())
             server = (await found_at(standby.url()))["standby"]
             assert (server.level, server.found) == (
                 "wrong",

@@ -93,7 +93,7 @@ async def test_a_reset_tells_how_many_events_are_published_again(
     asked = await command("relay", "reset", "--json", input="y\n")
     # The first line is the answer, as a terminal shows it.
     assert json.loads(asked.stdout.partition("\n")[2]) == {"published_again": 3}
-    assert "Publish 3 events again" in asked.stderr
+    assert "make 0 calls, publish 0 scheduled events, 3 events again?" in asked.stderr
 
 
 async def test_topics_create_tells_which_are_new(

@@ -19,6 +19,16 @@ from tests.servers.waiting import eventually
 pytestmark = pytest.mark.full
 
 EXITS = {"KeyboardInterrupt", "GeneratorExit", "SystemExit"}
+APPLIED = "SELECT count(*) FROM pipeline.inbox"
+DEAD = "SELECT count(*) FROM pipeline.backlog WHERE died_at IS NOT NULL"
+STOPPABLE = {
+    "kafka_session_timeout": 30,
+    "transaction_timeout": 25,
+    "backlog_lease": 30,
+    "relay_lease": 6,
+    "hang_timeout": 60,
+}
+"""Settings with which a process may stand still for some seconds, longer than a call may block."""
 
 
 @pytest.fixture
@@ -40,13 +50,13 @@ async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Star
 
 
 @asynccontextmanager
-async def supervised(start: Start) -> AsyncIterator[list[Process]]:
+async def supervised(start: Start, **settings: object) -> AsyncIterator[list[Process]]:
     """Start the service whenever it has ended, as a supervisor does."""
     started: list[Process] = []
 
     async def supervise() -> None:
         while True:
-            started.append(await start("run"))
+            started.append(await start("run", **settings))
             await started[-1].ended()
 
     task = asyncio.create_task(supervise())
@@ -68,7 +78,7 @@ def struck(how: str) -> Deposit:
     [
         # Among others, and three times from the backlog, with the attempt stored beforehand.
         ("immediate", "kill", 4),
-        ("deferred", "loop", 4),
+        ("deferred", "library", 4),
         # As the first one, before any handler is called.
         ("deferred", "kill", 4),
         ("immediate", "validation", 4),
@@ -80,6 +90,11 @@ def struck(how: str) -> Deposit:
         ("deferred", "GeneratorExit", 0),
         ("immediate", "cancellation", 0),
         ("deferred", "cancellation", 0),
+        # Interrupted, and the same.
+        ("immediate", "sleep", 0),
+        ("deferred", "loop", 0),
+        ("immediate", "lock", 0),
+        ("deferred", "expression", 0),
     ],
 )
 async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_by_itself(
@@ -105,18 +120,37 @@ async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_b
         reason = await db.fetchval("SELECT reason FROM pipeline.backlog WHERE died_at IS NOT NULL")
         return bool(reason == "attempts used up")
 
-    async with supervised(start) as started:
+    async with supervised(start, hang_timeout=2 if deaths else 60) as started:
         await eventually(is_dead, patience=1200)
         await eventually(lambda: _is_empty(db), patience=1200)
         assert await histories(db) == {"bob": [1, 2, 6, 7], "ada": [4, 5]}
         # The last attempt was spent beforehand, too: nobody has come back from it.
         await eventually(lambda: len(started) - 1 == deaths, patience=120)
         await eventually(started[-1].is_ready)
-        if how == "loop":
+        if how == "library":
             said = started[0].output
             assert "PIPELINE_HANG_TIMEOUT ends the process" in said
             assert "in strike" in said, "the stack that it hung in is in the log"
             assert "Timeout (" not in said, "the last resort of faulthandler was not needed"
+
+
+@pytest.mark.parametrize("mode", ["immediate", "deferred"])
+async def test_a_process_that_is_stopped_in_a_call_does_not_take_that_for_the_calls_fault(
+    bank: Bank,
+    start: Start,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+) -> None:
+    monkeypatch.setenv("BANK_STRIKES", mode)
+    monkeypatch.setenv("BANK_CHANCES", "1")
+    await struck("stop").send(producer, bank.deposits)
+    one = await start("run", **STOPPABLE)
+    await one.stops_for(7)
+    await eventually(lambda: db.fetchval(f"SELECT ({APPLIED}) + ({DEAD}) > 0"))
+    assert await db.fetch("SELECT FROM pipeline.backlog") == []
+    assert one.is_running
 
 
 async def test_a_handler_that_swallows_its_cancellation_ends_the_process(
@@ -160,6 +194,5 @@ async def test_a_second_signal_ends_the_process_at_once_and_is_no_failure_of_a_h
 
 
 async def _is_empty(db: asyncpg.Connection) -> bool:
-    applied = "SELECT count(*) FROM pipeline.inbox"
     waiting = "SELECT count(*) FROM pipeline.backlog WHERE died_at IS NULL"
-    return bool(await db.fetchval(applied) == 6 and await db.fetchval(waiting) == 0)
+    return bool(await db.fetchval(APPLIED) == 6 and await db.fetchval(waiting) == 0)

@@ -687,7 +687,8 @@ async def test_what_spends_no_attempt_says_nothing_about_the_deaths_over_a_messa
 async def test_the_probe_leaves_nothing_and_tells_whether_the_database_can_be_written(
     settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:
-    probe = Probe(settings(), create_engine(settings(), name="pool"), name="probe")
+    await db.execute("COMMENT ON SCHEMA pipeline IS 'bank'")  # as in every service
+    probe = Probe(settings(), create_engine(settings(), name="bank"), name="bank-probe")
     await asyncio.gather(*(probe.write() for _ in range(3)))
     assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
     name = await db.fetchval("SELECT current_database()")
@@ -697,7 +698,7 @@ async def test_the_probe_leaves_nothing_and_tells_whether_the_database_can_be_wr
     assert is_infrastructure(raised.value)
     await db.execute(f'ALTER DATABASE "{name}" RESET default_transaction_read_only')
     await probe.write()
-    sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'probe'"
+    sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'bank-probe'"
     await eventually(lambda: _is_none(db, sessions))
 
 

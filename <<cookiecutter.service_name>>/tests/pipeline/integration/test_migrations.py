@@ -294,9 +294,16 @@ async def test_a_column_is_added_when_no_transaction_holds_the_table_and_others_
         await reader.execute("SELECT FROM pipeline.backlog")
         migrating = asyncio.create_task(upgrade(config, "pipeline_0002"))
         waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep'"
+        locked = (
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        )
         await eventually(lambda: other.fetchval(waiting))
         for _ in range(100):
             await other.execute("DELETE FROM pipeline.backlog")
+        await eventually(lambda: other.fetchval(locked))
+        # Relays read it, and would wait for as long as an index is created.
+        await other.execute("SET lock_timeout = 1; SELECT FROM pipeline.outbox_cluster")
         assert not migrating.done()
         await transaction.rollback()
         await migrating

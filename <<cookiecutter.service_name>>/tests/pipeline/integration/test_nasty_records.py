@@ -2,12 +2,13 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Any
 from unittest.mock import patch
 
 import asyncpg
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.producer import message_accumulator, producer
 from aiokafka.record import memory_records
 from aiokafka.record.default_records import _DefaultRecordBatchBuilderPy, _DefaultRecordBatchPy
@@ -19,9 +20,13 @@ from pipeline.apply.batch import read
 from pipeline.events.message import headers_of
 from pipeline.servers import record_batches
 
+from .bank import Bank
+from .conftest import position_reaches
 from .desk import NewDesk
-from tests.conftest import Records
+from tests.conftest import Records, Running
+from tests.contract.bank import Deposit, histories
 from tests.pipeline.nasty import NASTY, Name, decisions, kafka_record
+from tests.servers.waiting import eventually
 
 LIMIT = 4_000_000
 FOREVER = str(2**63 - 1)
@@ -129,3 +134,29 @@ async def test_every_nasty_record_takes_effect_or_is_stored_as_it_came(
         assert to_json(entry)
     taken = {one.item.record.offset for one in outcomes}
     assert len(taken | {row["offset"] for row in stored}) > len(NASTY) / 2
+
+
+async def test_headers_that_a_library_for_tracing_cannot_read_hold_up_no_record(
+    bank: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """OpenTelemetry's for aiokafka wraps `getmany`, and decodes what it returns."""
+    getmany = AIOKafkaConsumer.getmany
+
+    async def traced(*args: Any, **options: Any) -> Any:
+        found = await getmany(*args, **options)
+        for record in chain.from_iterable(found.values()):
+            for _, value in record.headers:
+                value.decode()
+        return found
+
+    monkeypatch.setattr(AIOKafkaConsumer, "getmany", traced)
+    headers = tuple((name, b"\xff") for name in ("traceparent", "tracestate", "baggage"))
+    async with running(bank.service):
+        for amount in range(1, 4):
+            await Deposit(amount, headers=headers).send(producer, bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 3))
+    assert await histories(db) == {"ada": [1, 2, 3]}

@@ -168,10 +168,10 @@ async def test_relay_reset_publishes_a_restored_outbox_again_with_the_same_ids(
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     async with following(kafka, bank.balances) as tail:
         relay = await start("relay")
-        await eventually(lambda: "service relay reset" in relay.output)
+        await eventually(lambda: "service adopt" in relay.output)
         asked = await start("relay", "reset")
         assert await asked.ended() == 1  # nobody is there to say yes
-        assert "Publish 3 events again, with their ids?" in asked.output
+        assert ", 3 events again?" in asked.output
         assert tail.ids == []
         reset = await start("relay", "reset", "--yes")
         assert await reset.ended() == 0, reset.output
@@ -183,7 +183,7 @@ async def test_inbox_show_knows_what_was_published_after_a_reset_too(
     desk: Desk, db: asyncpg.Connection, start: Start
 ) -> None:
     await desk.apply(Deposit(5))
-    await cluster.reset(db, keep_progress=False)
+    await cluster.adopt(db, keep_progress=False)
     process = await start("inbox", "show", "5")
     assert await process.ended() == 0, process.output
     assert "published balance.changed" in process.output

@@ -1,9 +1,9 @@
 """Consumers whose records have a transaction each."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from uuid import uuid4
 
 import asyncpg
 import pytest
@@ -15,13 +15,13 @@ from pipeline import Aggregate, Handlers, Service, Transaction
 from pipeline.apply.attempt import Memory
 from pipeline.consume.gathering import Gatherer
 from pipeline.consume.partition_source import PartitionBatch
-from pipeline.observe.health import Health
-from pipeline.runtime import Part, serve
+from pipeline.runtime import Part
 from pipeline.servers import revisions
-from pipeline.settings import Settings
 
 from .desk import Desk, NewDesk
+from tests.conftest import Running
 from tests.contract.bank import Base, Deposit, Deposited
+from tests.servers.waiting import eventually
 
 TOPIC = "deposits"
 KEYS = ("ada", "ada", "bob", "ada")
@@ -158,17 +158,15 @@ def test_consumers_are_named_that_share_transactions_over_such_a_table() -> None
 
 
 async def test_the_start_names_what_a_batch_would_share(
-    settings: Callable[..., Settings], db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+    running: Running, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handlers, stopping = Handlers(), asyncio.Event()
+    handlers = Handlers()
     for consumer in ("daily", "rival"):
         handlers.on(Deposited, topic=TOPIC, consumer=consumer, loads=Daily.by("account"))(add_heard)
-    service = Service("bank", handlers=handlers, metadata=Base.metadata)
-    stopping.set()
+    service = Service(f"bank-{uuid4().hex[:8]}", handlers=handlers, metadata=Base.metadata)
     with caplog.at_level("WARNING"):
-        await serve(
-            service, settings(), Part.CONSUME, health=Health(stall_after=60.0), stopping=stopping
-        )
+        async with running(service, Part.CONSUME):
+            lacking = "which these consumers lack: daily, rival"
+            await eventually(lambda: lacking in caplog.text)
     assert "own_daily (default now()) is part of a unique key" in caplog.text
-    assert "which these consumers lack: daily, rival" in caplog.text
     assert f"the consumers daily, rival of topic {TOPIC} load Daily" in caplog.text

@@ -19,6 +19,7 @@ from pipeline.runtime import Part
 from .bank import Bank
 from .conftest import position_of, position_reaches
 from .desk import Desk, NewDesk
+from .processes import starting
 from tests.conftest import Running
 from tests.contract.bank import Deposit, Deposited, histories
 from tests.servers.waiting import PATIENCE, eventually
@@ -299,3 +300,52 @@ async def test_kafkas_offset_moved_by_somebody_is_not_where_the_service_goes_on(
     async with running(bank.service, Part.CONSUME):
         await eventually(position_reaches(db, bank.deposits, 3))
     assert await histories(db) == {"ada": [1, 2, 3]}
+
+
+@pytest.mark.full
+async def test_processes_whose_event_loop_is_blocked_keep_their_partitions_and_have_not_died(
+    two_partitions: Bank,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    database_url: str,
+    kafka: str,
+) -> None:
+    bank, value = two_partitions, b'{"how": "sleep"}'
+    deposits = [Deposit(n, account=f"of {n % 2}", partition=n % 2) for n in range(100)]
+    deposits[50:50] = [
+        Deposit(n, account=f"struck {n}", type="struck", id=f"sleep {n}", value=value, partition=n)
+        for n in (0, 1)
+    ]
+
+    async def is_over() -> bool:
+        dead = "SELECT count(*) FROM pipeline.backlog WHERE died_at IS NOT NULL"
+        applied = sum(map(len, (await histories(db)).values()))
+        return bool(applied == 100 and await db.fetchval(dead) == 2)
+
+    async with starting(
+        bank,
+        database_url=database_url,
+        kafka_bootstrap_servers=kafka,
+        kafka_session_timeout=6,  # as long as the handler sleeps
+        transaction_timeout=5,
+        lock_timeout=2,
+        backlog_lease=6,
+        relay_lease=4,
+        unclean_starts=1,
+    ) as start:
+        both = [await start("run"), await start("run")]
+        for one in both:
+            await eventually(one.is_ready)
+        await asyncio.gather(*(one.send(producer, bank.deposits) for one in deposits))
+        await eventually(is_over)
+        for one in both:
+            assert one.is_running
+            assert "crashed" not in one.output
+            assert "reading the position again" not in one.output
+            assert "lost the lease" not in one.output
+            assert "a call was interrupted" in one.output
+            assert "in strike" in one.output, "the place where it has blocked is in the log"
+        assert await db.fetchval("SELECT max(starts) FROM pipeline.position") == 0
+    rows = await db.fetch("SELECT reason, error FROM pipeline.backlog")
+    assert {row["reason"] for row in rows} == {"attempts used up"}
+    assert all("strike blocks the event loop" in row["error"] for row in rows)

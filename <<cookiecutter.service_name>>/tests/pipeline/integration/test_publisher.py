@@ -328,6 +328,33 @@ async def test_nothing_of_a_topic_that_is_missing_is_sent_and_all_of_the_others_
     assert await committed_ids(kafka, missing, 3) == list("012")
 
 
+@pytest.mark.parametrize("transactional", [False, True])
+async def test_a_topic_without_a_leader_costs_no_producer_and_is_sent_to_as_soon_as_it_has_one(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    started: list[str],
+    transactional: bool,
+) -> None:
+    topic, leaderless = await new_topic(), await new_topic()
+    await stage(db, [*numbered(leaderless, range(3)), *numbered(topic, range(3, 6))])
+    events = await rows(db)
+    async with Wire(kafka).listening() as wire:
+        wire.take_leaders(leaderless)
+        chosen = settings(kafka_bootstrap_servers=wire.address, relay_transactional=transactional)
+        async with publishing(chosen) as publisher:
+            for _ in range(2):
+                rejections = await publisher.send(events, lambda: True)
+                assert reasons(events, rejections) == dict.fromkeys("012", "topic refuses")
+            # The client has not heard of it: it asks twice a minute.
+            wire.go_on()
+            assert await publisher.send(events[:3], lambda: True) == {}
+    assert len(started) == 1
+    assert await committed_ids(kafka, leaderless, 3) == list("012")
+    assert await committed_ids(kafka, topic, 6) == list("345345")
+
+
 async def test_a_producer_that_cannot_connect_leaves_nothing_open(
     settings: Callable[..., Settings], db: asyncpg.Connection, unused_tcp_port: int
 ) -> None:

@@ -3,12 +3,17 @@
 import asyncio
 import json
 import logging
+import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from uuid import uuid4
 
 import asyncpg
 import pytest
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.admin import NewTopic as Topic
+from servers.network import LOOPBACK
 
 from operate.dead import Selection
 from pipeline.observe import logs, metrics
@@ -18,6 +23,7 @@ from pipeline.relay.rejected import Rejected, Rejections
 from pipeline.servers import cluster
 from pipeline.settings import Settings
 
+from .clusters import private_broker
 from .kafka_wire import Wire
 from .outgoing import (
     LARGE,
@@ -38,7 +44,7 @@ from .outgoing import (
     waits,
 )
 from .test_trace import SENDER, TRACE
-from tests.servers.topics import create_topic, delete_topic, following
+from tests.servers.topics import administrator, create_topic, delete_topic, following
 from tests.servers.waiting import PATIENCE, eventually
 
 NewSettings = Callable[..., Settings]
@@ -211,7 +217,7 @@ async def test_the_line_about_a_dead_event_names_it_and_is_of_its_trace(
         "topic": topic,
         "message_id": "the large",
         "message_type": "balance.changed",
-        "key": "a" * 100,
+        "key": "a" * 200,
     }
     assert (line["reason"], line["trace_id"], line["span_id"]) == ("too large", TRACE, SENDER)
 
@@ -517,6 +523,151 @@ async def test_a_topic_that_may_not_be_written_waits_by_itself(
     assert await waiting(db) == []
 
 
+async def test_a_transaction_that_the_brokers_cannot_verify_for_a_while_rejects_no_event(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They call it NOT_ENOUGH_REPLICAS, as when the broker restarts that coordinates it."""
+    topic = await new_topic()
+    async with Wire(kafka).listening() as wire:
+        wire.refuse_records(topic, code=19)
+        chosen = quick(kafka_bootstrap_servers=wire.address, relay_transactional=True)
+        async with following(kafka, topic) as tail, relaying(chosen) as one:
+            await stage(db, numbered(topic, range(5)))
+            await eventually(lambda: "wait" in str(one.health.reasons))
+            wire.go_on()
+            await tail.until_ids(range(5))
+            await eventually(lambda: one.health.is_ready)
+    assert tail.ids == list("01234")
+    assert "events wait" not in caplog.text
+
+
+REFUSALS: dict[str, Callable[[Wire, str], None]] = {
+    "UNKNOWN": partial(Wire.refuse_records, code=-1),
+    "CORRUPT_MESSAGE": partial(Wire.refuse_records, code=2),
+    "LEADER_NOT_AVAILABLE": Wire.take_leaders,
+    "NOT_ENOUGH_REPLICAS": partial(Wire.refuse_records, code=19),
+    "INVALID_TIMESTAMP": partial(Wire.refuse_records, code=32),
+    "OUT_OF_ORDER_SEQUENCE_NUMBER": partial(Wire.refuse_records, code=45),
+}
+"""Errors of the brokers that have no reason of their own, and what lets a topic have them."""
+
+
+@pytest.mark.parametrize(
+    ("error", "transactional"),
+    [
+        *((error, False) for error in REFUSALS),
+        *((error, True) for error in REFUSALS if error != "NOT_ENOUGH_REPLICAS"),
+    ],
+)
+async def test_a_topic_whose_events_the_brokers_refuse_waits_by_itself(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    error: str,
+    transactional: bool,
+) -> None:
+    topic, there = await new_topic(), await new_topic()
+
+    async def stage_both(numbers: range) -> None:
+        for n in numbers:
+            await stage(db, [event(name, n) for name in (topic, there)])
+
+    await stage_both(range(160))
+    async with Wire(kafka).listening() as wire:
+        REFUSALS[error](wire, topic)
+        chosen = quick(
+            kafka_bootstrap_servers=wire.address,
+            relay_batch_events=20,
+            relay_transactional=transactional,
+        )
+        async with following(kafka, there) as good, relaying(chosen) as one:
+            await good.until_ids(range(160))
+            await eventually(waits(db, range(160)))
+            assert error in str(rejected_by(topic, one))
+            await stage_both(range(160, 170))
+            await good.until_ids(range(170))
+            await eventually(lambda: one.reason == "")
+            wire.go_on()
+            async with following(kafka, topic) as late:
+                await late.until_ids(range(170))
+                await eventually(waits(db, []))
+                await eventually(lambda: rejected_by(topic, one) is None)
+    assert good.first_ids() == late.first_ids() == {b"ada": [str(n) for n in range(170)]}
+    assert len(good.records) == 170
+
+
+@pytest.mark.full
+async def test_topics_that_lack_a_leader_or_replicas_wait_by_themselves(
+    quick: NewSettings, db: asyncpg.Connection
+) -> None:
+    name = f"test-{uuid4().hex[:12]}"
+    there, leaderless, lacking = topics = [f"{name}-{n}" for n in range(3)]
+    with private_broker() as first, private_broker(first) as second:
+        kafka = f"{LOOPBACK}:{first.port}"
+        async with administrator(kafka) as admin:
+
+            async def have_leaders() -> bool:
+                found = await admin.describe_topics(topics)
+                leaders = [one["leader"] for topic in found for one in topic["partitions"]]
+                return sorted(leaders) == [1, 1, 2]
+
+            needs_both = {"min.insync.replicas": "2"}
+            await admin.create_topics(
+                [
+                    Topic(there, -1, -1, {0: [1]}),
+                    Topic(leaderless, -1, -1, {0: [2]}),
+                    Topic(lacking, -1, -1, {0: [1, 2]}, needs_both),
+                ]
+            )
+            await eventually(have_leaders)
+        await asyncio.to_thread(second.send, signal.SIGKILL)
+        await asyncio.to_thread(second.stop)
+        for n in range(160):
+            await stage(db, [event(topic, n) for topic in topics])
+        chosen = quick(kafka_bootstrap_servers=kafka, relay_batch_events=60)
+        async with following(kafka, there) as good, relaying(chosen) as one:
+            await good.until_ids(range(160))
+            await eventually(waits(db, [n for n in range(160) for _ in (leaderless, lacking)]))
+            assert "LEADER_NOT_AVAILABLE" in str(rejected_by(leaderless, one))
+            assert "NOT_ENOUGH_REPLICAS" in str(rejected_by(lacking, one))
+            await asyncio.to_thread(second.start)
+            await asyncio.to_thread(second.wait_until_serving)
+            async with following(kafka, leaderless) as late, following(kafka, lacking) as later:
+                await late.until_ids(range(160))
+                await later.until_ids(range(160))
+                await eventually(waits(db, []))
+    in_order = {b"ada": [str(n) for n in range(160)]}
+    assert good.first_ids() == late.first_ids() == later.first_ids() == in_order
+    assert len(good.records) == 160
+
+
+async def test_a_topic_that_refuses_the_times_of_events_waits_by_itself(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
+) -> None:
+    """The broker itself refuses what is a millisecond old when it arrives, which is nearly all."""
+    topic, there = await new_topic(**{"message.timestamp.before.max.ms": "0"}), await new_topic()
+    count = 0
+    async with following(kafka, there) as good, relaying(quick()) as one:
+        while (reason := rejected_by(topic, one)) is None:
+            await stage(db, [event(name, count) for name in (topic, there)])
+            count += 1
+            await good.until_ids(range(count))
+        assert "INVALID_TIMESTAMP" in reason
+        await stage(db, [event(name, n) for n in range(count, 200) for name in (topic, there)])
+        await good.until_ids(range(200))
+        await allow(kafka, topic, 1_000_000)  # which sets all its other settings back
+        async with following(kafka, topic) as late:
+            await late.until_ids(range(200))
+            await eventually(waits(db, []))
+    assert good.first_ids() == late.first_ids() == {b"ada": [str(n) for n in range(200)]}
+    assert len(good.records) == 200
+
+
 async def test_events_that_come_again_after_a_reset_wait_once(
     quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
 ) -> None:
@@ -524,7 +675,7 @@ async def test_events_that_come_again_after_a_reset_wait_once(
     async with relaying(quick()) as one:
         await eventually(waits(db, range(5)))
         await one.stop()
-    await cluster.reset(db, keep_progress=False)
+    await cluster.adopt(db, keep_progress=False)
     async with relaying(quick()):
         await eventually(lambda: all_is_written(db))
         assert await waiting(db) == list("01234")

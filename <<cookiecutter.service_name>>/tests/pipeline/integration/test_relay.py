@@ -600,14 +600,14 @@ async def test_after_a_dump_is_restored_nothing_is_published_before_a_reset(
     await stage(db, numbered(topic, range(3)))
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     async with relaying(settings()) as one:
-        await eventually(lambda: "service relay reset" in one.reason)
+        await eventually(lambda: "service adopt" in one.reason)
     # Another cluster's transaction ids, as a dump carries them.
     await db.execute("UPDATE pipeline.outbox SET xid = '9000000000'")
     await db.execute("UPDATE pipeline.outbox_cursor SET seen = '9000000009:9000000009:'")
     # Logical replication leaves the sequence behind: the next event would overtake all of them.
     await db.execute("SELECT setval('pipeline.outbox_id_seq', 1)")
     assert await ids_in(kafka, topic) == []
-    await cluster.reset(db, keep_progress=False)
+    await cluster.adopt(db, keep_progress=False)
     await stage(db, numbered(topic, [3]))
     async with following(kafka, topic) as tail, relaying(settings()) as one:
         await tail.until_ids(range(4))
@@ -619,7 +619,7 @@ async def test_a_cursor_ahead_of_its_own_cluster_is_refused_too(
 ) -> None:
     await db.execute("UPDATE pipeline.outbox_cursor SET seen = '9000000009:9000000009:'")
     async with relaying(settings()) as one:
-        await eventually(lambda: "service relay reset" in one.reason)
+        await eventually(lambda: "service adopt" in one.reason)
 
 
 PUBLISHED = "CREATE PUBLICATION everything FOR ALL TABLES"
@@ -641,7 +641,7 @@ async def test_a_reset_that_fails_changes_nothing_and_says_what_to_alter(
     before = await db.fetch("SELECT * FROM pipeline.outbox_cursor ORDER BY shard")
     refused = await reset("--yes")
     assert refused.exit_code == 1
-    assert "nothing was reset: " in complaint(refused)
+    assert "nothing was adopted: " in complaint(refused)
     assert "ALTER PUBLICATION … SET (publish = 'insert, delete, truncate')" in complaint(refused)
     assert await db.fetch("SELECT * FROM pipeline.outbox_cursor ORDER BY shard") == before
     async with following(kafka, topic) as tail, relaying(settings()):
@@ -662,7 +662,7 @@ async def test_a_reset_takes_longer_than_statements_of_the_role_may(
     locked = holder.transaction()
     await locked.start()
     await holder.execute("SELECT FROM pipeline.outbox FOR UPDATE")
-    async with in_background(cluster.reset(impatient, keep_progress=False)) as resetting:
+    async with in_background(cluster.adopt(impatient, keep_progress=False)) as resetting:
 
         async def is_overdue() -> bool:
             return resetting.done() or await db.fetchval(
@@ -690,7 +690,7 @@ async def test_a_cluster_that_kept_its_transaction_ids_goes_on_where_it_was(
         await tail.until_ids([1])
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     await stage(db, numbered(topic, [2]))
-    await cluster.reset(db, keep_progress=True)
+    await cluster.adopt(db, keep_progress=True)
     async with following(kafka, topic) as tail, relaying(settings()):
         await tail.until_ids([2])
     assert tail.ids == ["1", "2"]

@@ -23,6 +23,7 @@ from sqlalchemy import make_url
 from pipeline import Event, Handlers, Service, Transaction
 from pipeline.observe.health import Health
 from pipeline.runtime import Part
+from pipeline.servers import cluster as adopting
 from pipeline.settings import Settings
 
 from . import clusters
@@ -212,12 +213,17 @@ def owned(cluster: Cluster, name: str) -> str:
     return url.render_as_string(hide_password=False)
 
 
-@pytest.fixture
-def bank_url(cluster: Cluster) -> str:
-    """URL of a database of the bank's, migrated, in the private cluster."""
+def migrated(cluster: Cluster) -> str:
+    """Make a database of the bank's, migrated; its URL."""
     url = asyncio.run(own_database(cluster))
     build(url)
     return url
+
+
+@pytest.fixture
+def bank_url(cluster: Cluster) -> str:
+    """URL of a database of the bank's, migrated, in the private cluster."""
+    return migrated(cluster)
 
 
 @asynccontextmanager
@@ -264,6 +270,49 @@ async def test_after_a_restore_to_an_earlier_point_the_same_events_come_again_an
     await chain.until_mirrored(range(1, 51))
     await chain.check(range(1, 51), repeated=range(21, 41))
     async with connected(bank_url) as db:
+        await until_applied(db, range(1, 51))
+        assert await last_xid(db) < lost
+
+
+@pytest.fixture
+def archiving() -> Iterator[Cluster]:
+    """Start a cluster that archives its WAL."""
+    with clusters.private(*clusters.ARCHIVING) as one:
+        yield one
+
+
+@pytest.fixture
+def archived_url(archiving: Cluster) -> str:
+    """URL of a database of the bank's, migrated, in that cluster."""
+    return migrated(archiving)
+
+
+async def test_after_a_restore_to_a_point_in_time_what_came_later_comes_again_and_is_dropped(
+    chain: Chain, start: Start, archiving: Cluster, archived_url: str
+) -> None:
+    service = await start("run", database_url=archived_url)
+    await chain.deposit(range(1, 11))
+    await chain.until_mirrored(range(1, 11))
+    await asyncio.to_thread(archiving.back_up)
+    await chain.deposit(range(11, 21))
+    await chain.until_mirrored(range(1, 21))
+    async with connected(archived_url) as db:
+        point = int(await db.fetchval("SELECT pg_current_xact_id()"))
+    lost = await live_a_time_that_is_lost(chain, archived_url, range(21, 41))
+    await service.kill()
+    await chain.deposit(range(41, 51))
+    await asyncio.to_thread(archiving.restore, to=point)
+    async with connected(archived_url) as db:
+        assert await histories(db) == by_account(range(1, 21))
+    doctor = await start("doctor", "--json", database_url=archived_url)
+    await doctor.ended()
+    found = [json.loads(line) for line in doctor.output.splitlines() if line.startswith("{")]
+    levels = {one["check"]: one["level"] for one in found}
+    assert (levels["cluster"], levels["positions"]) == ("ok", "ok")
+    await start("run", database_url=archived_url)
+    await chain.until_mirrored(range(1, 51))
+    await chain.check(range(1, 51), repeated=range(21, 41))
+    async with connected(archived_url) as db:
         await until_applied(db, range(1, 51))
         assert await last_xid(db) < lost
 
@@ -506,11 +555,11 @@ async def test_a_dump_restored_into_another_cluster_is_published_again_when_a_pe
     before = amounts_in(await chain.told())
     async with running(chain.bank.service, database_url=new) as health, connected(new) as db:
         await chain.deposit(range(26, 31))
-        await until_applied(db, range(1, 31))
-        await eventually(lambda: "service relay reset" in health.reasons.get("relay", ""))
+        await eventually(lambda: "service adopt" in health.reasons.get("retention", ""))
         assert amounts_in(await chain.told()) == before
-        reset = await start("relay", "reset", "--yes", database_url=new)
+        reset = await start("adopt", "--yes", database_url=new)
         assert await reset.ended() == 0
+        await until_applied(db, range(1, 31))
         await chain.until_mirrored(range(1, 31))
         await eventually(lambda: health.is_ready)
         await chain.deposit(range(31, 36))
@@ -523,7 +572,7 @@ async def test_a_dump_restored_into_another_cluster_is_published_again_when_a_pe
     assert again == by_account(range(1, 36))
 
 
-async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_by_itself(
+async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_when_it_is_adopted(
     chain: Chain,
     running: Running,
     direct_url: str,
@@ -534,6 +583,7 @@ async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_by_i
     new = await empty_database(server_url, used_databases)
     await dump_amid_traffic(chain, running, direct_url, tmp_path / "dump")
     await asyncio.to_thread(clusters.load, tmp_path / "dump", new)
+    await adopt(new)
     async with running(chain.bank.service, database_url=new), connected(new) as db:
         await chain.deposit(range(26, 31))
         await chain.until_mirrored(range(1, 31))
@@ -562,8 +612,15 @@ async def test_an_event_that_cannot_come_again_the_same_is_not_dropped_in_silenc
         await chain.deposit([3])
         await until_applied(chain.mirrored, [1, 3])
     await asyncio.to_thread(clusters.load, tmp_path / "dump", new)
+    await adopt(new)
     async with running(chain.bank.service, database_url=new):
         await eventually(lambda: _has_an_impostor(chain.mirrored))
+
+
+async def adopt(url: str) -> None:
+    """Decide that a copy in the same cluster takes the place of its original."""
+    async with connected(url) as db:
+        await adopting.adopt(db, keep_progress=True)
 
 
 async def _has_an_impostor(db: asyncpg.Connection) -> bool:

@@ -15,12 +15,16 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 from aiokafka.admin import NewTopic
+from aiokafka.errors import KafkaError
 from servers.network import LOOPBACK
 
 from .bank import Bank
 from .brokers import Replica, replicas
+from .conftest import position_of, position_reaches
 from .processes import starting
+from .test_lost_tail import PATIENT
 from .test_process import check_the_ledger, send_deposits
+from tests.contract.bank import Deposit, histories
 from tests.servers.topics import administrator
 from tests.servers.waiting import eventually
 
@@ -140,4 +144,71 @@ async def test_the_service_goes_on_while_brokers_are_restarted_one_after_the_oth
         for one in processes:
             await eventually(one.is_ready)
             assert "Traceback" not in one.output
+            assert "events wait" not in one.output
             assert len(one.output.splitlines()) <= LINES
+
+
+async def test_records_that_an_unclean_election_has_lost_are_an_incident(
+    brokers: Sequence[Replica], database_url: str, db: asyncpg.Connection, kafka: str
+) -> None:
+    """The process is paused meanwhile, as its virtual machine may be, and asks another leader."""
+    first, second, _ = brokers
+    name = f"bank-{uuid4().hex[:8]}"
+    bank = Bank(f"{name}-in", f"{name}-out", name)
+    part = f"partition {bank.deposits}/0"
+    lossy = {"unclean.leader.election.enable": "true", "min.insync.replicas": "1"}
+    topic = NewTopic(bank.deposits, -1, -1, {0: [first.id, second.id]}, lossy)
+    async with administrator(kafka) as admin:
+        await admin.create_topics([topic])
+
+    async def are_in_sync(leader: int, *others: int) -> bool:
+        try:
+            async with administrator(kafka) as admin:
+                (found,) = await admin.describe_topics([bank.deposits])
+        except KafkaError:  # it has asked a broker that is stopped
+            return False
+        return [(one["leader"], {*one["isr"]}) for one in found["partitions"]] == [
+            (leader, {leader, *others})
+        ]
+
+    async def send(amounts: range) -> None:
+        async with AIOKafkaProducer(bootstrap_servers=kafka, acks="all") as one:
+            for amount in amounts:
+                await Deposit(amount).send(one, bank.deposits)
+
+    def restart(one: Replica) -> None:
+        if not one.runs():
+            one.start()
+        one.wait_until_serving()
+
+    async with starting(
+        bank, database_url=database_url, kafka_bootstrap_servers=kafka, hang_timeout=600, **PATIENT
+    ) as start:
+        try:
+            await eventually(lambda: are_in_sync(first.id, second.id))
+            await send(range(1, 6))
+            process = await start("consume")
+            await eventually(position_reaches(db, bank.deposits, 5))
+            await asyncio.to_thread(second.stop)
+            await eventually(lambda: are_in_sync(first.id))
+            await send(range(6, 11))
+            await eventually(position_reaches(db, bank.deposits, 10))
+            process.send(signal.SIGSTOP)
+            first.send(signal.SIGKILL)
+            await asyncio.to_thread(first.stop)
+            await asyncio.to_thread(restart, second)
+            await eventually(lambda: are_in_sync(second.id))
+            await send(range(21, 36))
+            process.send(signal.SIGCONT)
+
+            async def is_decided() -> bool:
+                is_blocked = "service topics seek" in (await process.reasons()).get(part, "")
+                return is_blocked or (await position_of(db, bank.deposits) or 0) > 10
+
+            await eventually(is_decided)
+            assert "its end lost" in (await process.reasons())[part]
+            assert await position_of(db, bank.deposits) == 10
+            assert await histories(db) == {"ada": [*range(1, 11)]}
+        finally:
+            for one in (first, second):
+                await asyncio.to_thread(restart, one)

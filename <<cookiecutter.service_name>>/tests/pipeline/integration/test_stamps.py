@@ -15,6 +15,7 @@ from sqlalchemy import make_url
 from operate import doctor
 from operate.health import Finding
 from pipeline.runtime import Part
+from pipeline.servers import cluster
 from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 
@@ -23,7 +24,7 @@ from .conftest import position_reaches
 from .test_ownership import committed_offsets
 from tests.conftest import Refusing, Running
 from tests.contract.bank import Deposit, histories
-from tests.servers.databases import copied, url_of
+from tests.servers.databases import administer, copied, url_of
 from tests.servers.waiting import eventually
 
 Examine = Callable[[str], Awaitable[list[Finding]]]
@@ -134,7 +135,7 @@ async def test_a_database_that_takes_the_place_of_another_is_let_in_after_the_ad
         assert await histories(staging) == {"ada": [1]}
 
 
-async def test_a_copy_of_the_database_takes_its_place_without_advice(
+async def test_a_copy_of_the_database_takes_its_place_when_it_is_adopted(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -144,20 +145,43 @@ async def test_a_copy_of_the_database_takes_its_place_without_advice(
     way_in: str,
     used_databases: list[str],
 ) -> None:
-    """As after a restore, a failover or pg_upgrade."""
     await send(producer, bank, 1)
     async with running(bank.service, Part.CONSUME):
         await eventually(position_reaches(db, bank.deposits, 1))
     await db.close()
-    restored = await copied(server_url, str(make_url(database_url).database))
+    restored = f"restored_{uuid4().hex[:12]}"
+    origin = make_url(database_url).database
+    await administer(server_url, f"CREATE DATABASE {restored} TEMPLATE {origin}")
     used_databases.append(restored)
     await send(producer, bank, 2)
     async with (
-        running(bank.service, Part.CONSUME, database_url=url_of(way_in, restored)),
+        running(bank.service, Part.CONSUME, database_url=url_of(way_in, restored)) as health,
         connected(url_of(server_url, restored)) as copy,
     ):
+        await eventually(lambda: "service adopt" in health.reasons.get("retention", ""))
+        assert await histories(copy) == {"ada": [1]}
+        await cluster.adopt(copy, keep_progress=True)
         await eventually(position_reaches(copy, bank.deposits, 2))
         assert await histories(copy) == {"ada": [1, 2]}
+
+
+async def test_the_first_brokers_are_stored_and_others_wait_until_the_database_is_adopted(
+    bank: Bank, running: Running, db: asyncpg.Connection
+) -> None:
+    brokers = "SELECT kafka_cluster FROM pipeline.outbox_cluster"
+
+    async def are_stored() -> bool:
+        return bool(await db.fetchval(brokers))
+
+    async with running(bank.service):
+        await eventually(are_stored)
+    first = await db.fetchval(brokers)
+    await db.execute("UPDATE pipeline.outbox_cluster SET kafka_cluster = 'another'")
+    async with running(bank.service, Part.RELAY) as health:
+        await eventually(lambda: "service adopt" in health.reasons.get("retention", ""))
+        await cluster.adopt(db, keep_progress=True)
+        await eventually(are_stored)
+    assert await db.fetchval(brokers) == first
 
 
 async def test_offsets_that_another_tool_has_committed_say_nothing(

@@ -3,11 +3,13 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 
 import asyncpg
 import pytest
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssignor
 
 from operate import status, status_commands
 from operate.commands import command_line
@@ -20,6 +22,7 @@ from .outgoing import event, stage
 from .processes import starting
 from tests.conftest import Running
 from tests.contract.bank import Deposit
+from tests.servers.topics import administrator
 from tests.servers.waiting import PATIENCE, eventually
 
 
@@ -129,7 +132,7 @@ async def test_the_outbox_is_measured_by_what_relays_have_not_published(
 
         await eventually(is_told_of)
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
-    assert "service relay reset" in (await told(service))["outbox"][0]
+    assert "service adopt" in (await told(service))["outbox"][0]
 
 
 async def test_what_is_scheduled_refused_and_held_is_told(
@@ -182,6 +185,87 @@ async def test_who_reads_which_partition_is_told(
         assert None not in await readers()
         assert (await told(service))["reads"][0].endswith(", 2 readers")
     assert await readers() == [None, None, None]
+
+
+async def test_members_have_the_name_of_the_service_as_their_client_id(
+    running: Running, bank: Bank, kafka: str
+) -> None:
+    """While one release replaces another, the processes of both take each other for the service."""
+    async with running(bank.service) as health, administrator(kafka) as admin:
+        await eventually(lambda: health.is_ready)
+        (answer,) = await admin.describe_consumer_groups([bank.name])
+    members = answer.groups[0][5]
+    assert [client_id for *_, client_id, _, _, _ in members] == [bank.name]
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["joins later", "is there first"])
+async def test_another_program_in_the_group_is_told_by_status_and_readiness(
+    running: Running,
+    bank: Bank,
+    new_topic: Callable[..., Awaitable[str]],
+    commands: Callable[..., Command],
+    kafka: str,
+    is_first: bool,
+) -> None:
+    """What it reads of other topics does not count."""
+    wide = Bank(deposits=await new_topic(partitions=4), balances=bank.balances, name=bank.name)
+    service = commands(command_line(wide.service))
+    stranger = AIOKafkaConsumer(
+        wide.deposits,
+        await new_topic(partitions=3),
+        bootstrap_servers=kafka,
+        group_id=bank.name,
+        client_id="billing",
+    )
+    async with AsyncExitStack() as later:
+        if is_first:
+            await later.enter_async_context(stranger)
+        health = await later.enter_async_context(running(wide.service))
+        if not is_first:
+            await eventually(lambda: health.is_ready)
+            await later.enter_async_context(stranger)
+        await eventually(lambda: "group" in health.reasons)
+        assert health.reasons["group"].startswith(
+            "other programs read partitions of the service (2): client 'billing' at 127.0.0.1"
+        )
+        assert "client 'billing' at 127.0.0.1 reads" in (await told(service))["wrong"][0]
+        found = json.loads((await service("status", "--json")).stdout)["readings"]
+        theirs = {(one["topic"], one["partition"]) for one in found if one["stranger"]}
+        assert theirs == {one for one in stranger.assignment() if one.topic == wide.deposits}
+        await stranger.stop()
+        await eventually(lambda: health.is_ready)
+        assert "billing" not in (await service("status")).stdout
+
+
+class Careless(RoundRobinPartitionAssignor):  # type: ignore[misc]  # it has no types
+    """Assigns what no member can read."""
+
+    @classmethod
+    def assign(cls, cluster: object, members: dict[str, object]) -> dict[str, bytes]:
+        return dict.fromkeys(members, b"\0")
+
+
+async def test_partitions_that_a_program_assigns_in_its_own_way_are_not_known(
+    service: Command, bank: Bank, kafka: str
+) -> None:
+    stranger = AIOKafkaConsumer(
+        bank.deposits,
+        bootstrap_servers=kafka,
+        group_id=bank.name,
+        session_timeout_ms=45_000,
+        partition_assignment_strategy=[Careless],
+    )
+
+    async def is_told() -> bool:
+        unknown = json.loads((await service("status", "--json")).stdout)["unknown"]
+        return "ValueError" in unknown.get("readers", "")
+
+    joining = asyncio.create_task(stranger.start())
+    try:
+        await eventually(is_told)
+    finally:
+        joining.cancel()
+        await asyncio.gather(joining, stranger.stop(), return_exceptions=True)
 
 
 async def test_without_kafka_it_tells_what_postgresql_knows(

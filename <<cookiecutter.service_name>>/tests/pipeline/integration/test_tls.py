@@ -442,9 +442,9 @@ async def test_the_service_waits_for_brokers_that_do_not_let_it_in_and_says_why(
     servers: Servers, start: Start, by_password: Known
 ) -> None:
     service = await start("run", **by_password(kafka_password="guess"))
-    await service.says("connecting to Kafka failed, trying again")
+    await service.says("retention failed, trying again: Kafka at")
     reasons = await service.reasons()
-    assert "Authentication failed" in reasons["consumer"]
+    assert "Authentication failed" in reasons["retention"]
     says_no_secret(service, servers)
     assert "guess" not in service.output
 

@@ -27,6 +27,7 @@ from pipeline import (
     Writing,
 )
 from pipeline.observe import metrics
+from pipeline.servers import cluster
 from pipeline.servers.database import create_engine, driver_of
 from pipeline.servers.guard import HandlerFault
 from pipeline.servers.revisions import WrongDatabase
@@ -34,8 +35,10 @@ from pipeline.settings import Settings
 
 from .calling import take_calls
 from .desk import NewDesk
+from .test_blocked import Slow
 from .test_door import ENDED, ENDINGS, REFUSED, SAVEPOINTS
 from tests.contract.bank import Base, Deposit, Deposited
+from tests.pipeline.blocking import interrupting
 from tests.servers.pooler import POOLED
 
 
@@ -171,6 +174,30 @@ async def test_what_the_work_raises_is_not_tried_again_and_leaves_nothing(
     assert len(calls) == 1
     assert await db.fetchval("SELECT count(*) FROM seat") == 0
     assert await told(db) == []
+
+
+async def test_work_that_blocks_the_event_loop_fails_with_an_ordinary_error(
+    writer: Writer, db: asyncpg.Connection
+) -> None:
+    async def at_once(writing: Writing) -> None:
+        await want(writing)
+        block()
+
+    async def in_a_statement(writing: Writing) -> None:
+        await want(writing)
+        await writing.session.execute(sa.select(sa.bindparam("value", block, Slow)))
+
+    async def and_suppresses_it(writing: Writing) -> None:
+        with suppress(BaseException):
+            block()
+        await want(writing)
+
+    with interrupting() as block:
+        for work in (at_once, in_a_statement, and_suppresses_it):
+            with pytest.raises(HandlerFault, match="the work blocks the event loop: await, or"):
+                await writer.write(work)
+    assert await writer.write(want) == 1
+    assert len(await told(db)) == 1
 
 
 async def test_a_retry_error_of_the_work_is_no_conflict(writer: Writer) -> None:
@@ -455,4 +482,18 @@ async def test_a_writer_writes_nothing_into_the_database_of_another_service(
         assert await db.fetchval("SELECT count(*) FROM purse") == 0
         assert await told(db) == []
         await db.execute("COMMENT ON SCHEMA pipeline IS 'bank'")
+        assert await writer.write(pay) == 1
+
+
+@pytest.mark.parametrize("another", ["system_identifier = 1", "database_oid = 1"])
+async def test_a_writer_writes_nothing_into_a_database_that_is_not_adopted(
+    settings: Callable[..., Settings], db: asyncpg.Connection, another: str
+) -> None:
+    await db.execute(f"UPDATE pipeline.outbox_cluster SET {another}")
+    service = Service("bank", handlers=Handlers(), metadata=Base.metadata)
+    async with service.writer(settings()) as writer:
+        with pytest.raises(cluster.NotAdopted):
+            await writer.write(pay)
+        assert await db.fetchval("SELECT count(*) FROM purse") == 0
+        await cluster.adopt(db, keep_progress=True)
         assert await writer.write(pay) == 1

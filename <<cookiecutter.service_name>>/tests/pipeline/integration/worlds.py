@@ -27,7 +27,7 @@ from .outgoing import all_is_written, allow, event, redrive, stage
 from .processes import APP, environment
 from .wire import Wire
 from tests.contract.bank import Deposit, histories
-from tests.servers.databases import HOME, administer, drop_databases
+from tests.servers.databases import ADOPT, HOME, administer, drop_databases
 from tests.servers.topics import Tail, following, id_of
 from tests.servers.waiting import eventually
 from tests.servers.zygote import Forked, Zygote
@@ -146,6 +146,7 @@ class Servers:
         await self.admin.create_topics([NewTopic(topic, len(_PARTITIONS), 1) for topic in topics])
         await administer(self.database_url, f"CREATE DATABASE {name} TEMPLATE {self.template}")
         db = await asyncpg.connect(url.replace("+asyncpg", ""))
+        await db.execute(ADOPT)
         await db.execute(_PART_THE_SHARDS)
         await partitions.attach(db, "outbox", "outbox_p20200101", _LONG_AGO)
         await db.execute(_LEAVE_A_PAST)

@@ -1,6 +1,7 @@
 """Decoding a batch: every record is taken, skipped or quarantined."""
 
 import asyncio
+import gzip
 import json
 import logging
 import time
@@ -253,6 +254,67 @@ async def test_a_validator_that_would_end_the_process_is_its_payloads_fault(
     handlers.on(Ending, topic=TOPIC, consumer="ship")(ignore)
     (item,) = (await read(handlers, 0, [record(0, type="ending", value=b"{}")])).items
     assert type(item.fault) is kind
+
+
+FRAMED = {
+    "Confluent": b"\x00\x00\x00\x00\x07\x02a",
+    "Confluent, by a GUID": b"\x01" + bytes(range(16)),
+    "AWS Glue": b"\x03\x05" + bytes(range(16)),
+    "Avro": b"\xc3\x01" + bytes(range(8)),
+    "gzip": gzip.compress(b'{"order": 1}'),
+    "UTF-16": '{"order": 1}'.encode("utf-16"),
+    "a byte order mark": b'\xef\xbb\xbf{"order": 1}',
+}
+REFUSED = {
+    "binary": "invalid payload",
+    "structured": Reason.INVALID_ENVELOPE,
+    "plain": Reason.INVALID_ENVELOPE,
+    "no headers": Reason.NOT_CLOUDEVENTS,
+}
+
+
+@pytest.mark.parametrize("name", FRAMED)
+@pytest.mark.parametrize("door", REFUSED)
+async def test_the_error_of_data_that_begins_as_no_json_does_shows_how_it_begins(
+    handlers: Handlers, name: str, door: str
+) -> None:
+    framed = record(0, value=FRAMED[name], type="placed" if door == "binary" else None)
+    if door == "structured":
+        framed.headers = (("content-type", b"application/cloudevents+json"),)
+    if door == "plain":
+        handlers.topic(TOPIC, codec=Plain("placed", PayloadFields("order")))
+    batch = await read(handlers, 0, [framed])
+    faults = [("invalid payload", item.fault) for item in batch.items]
+    refused = [*faults, *((one.reason, one.error) for one in batch.undecoded)]
+    assert len(refused) == (2 if door == "binary" else 1)
+    for reason, error in refused:
+        assert reason == REFUSED[door]
+        assert FRAMED[name][:2].hex(" ") in str(error)
+        assert "handlers.topic(…, codec=Confluent(…)), option schema_registry" in str(error)
+
+
+class Sealed(CloudEvents):
+    """A codec of other bytes than JSON, which says itself what is wrong with them."""
+
+    def decode(self, record: Record, *, hash: bytes | None = None) -> Message:
+        """Refuse the record."""
+        raise Undecodable(Reason.UNKNOWN_SCHEMA, "there is no schema 7")
+
+
+async def test_a_codec_of_other_bytes_says_itself_what_is_wrong_with_them(
+    handlers: Handlers,
+) -> None:
+    handlers.topic(TOPIC, codec=Sealed())
+    (refused,) = (await read(handlers, 0, [record(0, value=FRAMED["Confluent"])])).undecoded
+    assert (refused.reason, str(refused.error)) == ("unknown schema", "there is no schema 7")
+
+
+@pytest.mark.parametrize("value", [b"", b" ", b"{", b"\n{", b"placed", '{"order": "ö'.encode()])
+async def test_what_begins_as_json_is_described_by_the_model(
+    handlers: Handlers, value: bytes
+) -> None:
+    item, _ = (await read(handlers, 0, [record(0, value=value)])).items
+    assert isinstance(item.fault, ValidationError)
 
 
 async def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_value(

@@ -1,6 +1,8 @@
 """The calls of handlers in a transaction."""
 
 import asyncio
+import json
+import logging
 from typing import Any, cast
 
 import pytest
@@ -16,6 +18,7 @@ from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import Outbox
 from pipeline.handlers.transaction import Transaction
+from pipeline.observe import logs
 from pipeline.observe.traces import ProcessSpans
 
 
@@ -25,12 +28,12 @@ class Placed(Event, type="placed", topic="orders"):
     order: int
 
 
-def record() -> ConsumerRecord[bytes, bytes]:
+def record(key: bytes = b"1") -> ConsumerRecord[bytes, bytes]:
     names = {"specversion": "1.0", "id": "1", "source": "/shop", "type": "placed"}
     headers = [(f"ce_{name}", value.encode()) for name, value in names.items()]
     headers.append(("content-type", b"application/json"))
     value = b'{"order": 1}'
-    return ConsumerRecord("orders", 0, 0, 0, 0, b"1", value, None, 1, len(value), tuple(headers))
+    return ConsumerRecord("orders", 0, 0, 0, 0, key, value, None, 1, len(value), tuple(headers))
 
 
 async def call(handlers: Handlers) -> None:
@@ -80,14 +83,24 @@ async def test_a_cancellation_is_not_replaced_by_the_need_for_a_session(is_cance
             await task
 
 
-async def test_a_message_is_named_in_the_log_with_a_bounded_id_and_type() -> None:
+async def test_the_line_of_a_message_has_a_bound_whatever_its_id_type_and_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     handlers = Handlers()
 
     @handlers.on(Placed, topic="orders", consumer="ship")
     async def ship(event: Placed, tx: Transaction) -> None:
         """Do nothing."""
 
-    (item,) = (await read(handlers, 0, [record()])).items
+    (item,) = (await read(handlers, 0, [record(100_000 * b"k")])).items
     assert item.name == "ship: placed '1'"
-    message = item.message._replace(id=10_000 * "i", type=10_000 * "t")
-    assert len(item._replace(message=message).name) < 500
+    message = item.message._replace(id=100_000 * "i", type=100_000 * "t")
+    with caplog.at_level(logging.DEBUG, "pipeline.apply.outcome"):
+        BatchOutcome(applied=[item._replace(message=message)]).report("group")
+    (written,) = caplog.records
+    text = logs.JsonLines().format(written)
+    line = json.loads(text)
+    assert len(text) < 16_384
+    assert line["message"].startswith("ship: ttt")
+    assert line["message"].endswith("iii': applied")
+    assert [line[name][0] for name in ("key", "message_id", "message_type")] == ["k", "i", "t"]

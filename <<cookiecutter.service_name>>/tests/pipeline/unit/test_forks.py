@@ -19,12 +19,24 @@ import os
 import signal
 import socket
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 from pipeline import Handlers, Service
 from pipeline.runtime import process
 from pipeline.settings import Settings
 
 log = logging.getLogger("pipeline")
+executor = ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+
+
+class Forked:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    @property
+    def exitcode(self) -> int | None:
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def be_a_child() -> None:
@@ -32,19 +44,24 @@ def be_a_child() -> None:
     time.sleep(600)
 
 
-def fork() -> int:
+def fork() -> Forked:
     pid = os.fork()
     if pid == 0:
         be_a_child()
         os._exit(0)
-    return pid
+    return Forked(pid)
 
 
-def start() -> int:
+def start() -> multiprocessing.Process:
     child = multiprocessing.get_context("fork").Process(target=be_a_child)
     child.start()
-    assert child.pid is not None
-    return child.pid
+    return child
+
+
+def submit() -> multiprocessing.Process:
+    executor.submit(be_a_child)
+    [child] = multiprocessing.active_children()
+    return child
 
 
 def sockets(pid: int) -> set[str]:
@@ -52,8 +69,8 @@ def sockets(pid: int) -> set[str]:
     return {{os.readlink(f"{{folder}}/{{one}}") for one in os.listdir(folder)}}
 
 
-def has_logged(pid: int) -> bool:
-    return os.path.getsize(os.environ["LOG"]) > 0 and "the child" in open(os.environ["LOG"]).read()
+def has_logged() -> bool:
+    return "the child" in open(os.environ["LOG"]).read()
 
 
 async def main() -> None:
@@ -65,15 +82,16 @@ async def main() -> None:
         log_json=False,
     )
     async with process(service, settings) as (_, stopping):
-        pid = {how}()
-        while not has_logged(pid):
+        child = {how}
+        while not has_logged():
             await asyncio.sleep(0.01)
         listening = [line.split()[9] for line in open("/proc/net/tcp") if line.split()[3] == "0A"]
-        kept = sockets(pid) & {{f"socket:[{{inode}}]" for inode in listening}}
-        os.kill(pid, signal.SIGTERM)
-        _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+        kept = sockets(child.pid) & {{f"socket:[{{inode}}]" for inode in listening}}
+        os.kill(child.pid, signal.SIGTERM)
+        while (code := child.exitcode) is None:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0)
-        print(os.waitstatus_to_exitcode(status), sorted(kept), stopping.is_set())
+        print(code, sorted(kept), stopping.is_set())
         os.kill(os.getpid(), signal.SIGTERM)
         await stopping.wait()
 
@@ -83,7 +101,14 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no /proc")
-@pytest.mark.parametrize("how", ["fork", "start"], ids=["os.fork", "multiprocessing"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("fork()", id="os.fork"),
+        pytest.param("start()", id="multiprocessing"),
+        pytest.param("await asyncio.to_thread(submit)", id="a pool, in a thread"),
+    ],
+)
 def test_a_forked_process_neither_stops_the_service_nor_keeps_its_port(
     how: str, tmp_path: Path
 ) -> None:

@@ -328,7 +328,7 @@ def test_keys_whose_time_the_database_rounds_are_refused(kind: Any) -> None:
         Handlers().on(Booked, topic="a", consumer="b", loads=Timed.by("flight"))
 
 
-def test_a_class_whose_rows_can_not_be_locked_is_refused_at_the_start() -> None:
+def test_classes_whose_rows_can_not_be_locked_are_all_refused_at_the_start() -> None:
     class Local(DeclarativeBase):
         """Tables of this test."""
 
@@ -340,8 +340,17 @@ def test_a_class_whose_rows_can_not_be_locked_is_refused_at_the_start() -> None:
 
         flight: Mapped[str] = mapped_column(Text, primary_key=True)
 
+    class Another(Aggregate, ConcreteBase, Local):
+        """A row of another kind."""
+
+        __tablename__ = "another"
+        __mapper_args__ = {"polymorphic_identity": "other", "concrete": True}  # noqa: RUF012
+
+        flight: Mapped[str] = mapped_column(Text, primary_key=True)
+
     handlers = Handlers()
-    handlers.on(Booked, topic="a", consumer="b", loads=General.by("flight"))(note)
+    both: list[Loads[Any]] = [General.by("flight"), Another.by("flight")]
+    handlers.on(Booked, topic="a", consumer="b", loads=both)(note)
 
     class Special(General):
         """A row of another table."""
@@ -352,8 +361,17 @@ def test_a_class_whose_rows_can_not_be_locked_is_refused_at_the_start() -> None:
         flight: Mapped[str] = mapped_column(Text, primary_key=True)
         version: Mapped[int] = mapped_column()
 
+    class Further(Another):
+        """A row of a further table."""
+
+        __tablename__ = "further"
+        __mapper_args__ = {"polymorphic_identity": "further", "concrete": True}  # noqa: RUF012
+
+        flight: Mapped[str] = mapped_column(Text, primary_key=True)
+        version: Mapped[int] = mapped_column()
+
     service = Service("tests", handlers=handlers, metadata=Local.metadata)
-    with pytest.raises(Misconfigured, match=r"General is loaded from a selectable in place of a"):
+    with pytest.raises(Misconfigured, match=r"(?s)Another is loaded from .*General is loaded from"):
         service.check(SETTINGS)
     with pytest.raises(TypeError, match=r"General is loaded from a selectable in place of a table"):
         Handlers().on(Booked, topic="a", consumer="b", loads=General.by("flight"))

@@ -408,7 +408,8 @@ def block_the_loop() -> None:
 
 
 async def main() -> None:
-    beating = asyncio.create_task(watchdog.heartbeat(Health(stall_after=2)))
+    health = Health(stall_after=2)
+    beating = asyncio.create_task(watchdog.heartbeat(health, lambda: None, 1))
     await asyncio.sleep(0.3)
     block_the_loop()
     beating.cancel()
@@ -480,4 +481,125 @@ def test_a_process_that_hangs_ends_even_if_nothing_reads_its_log(how: str, code:
 
 def test_a_process_whose_loop_turns_lives_and_what_it_does_after_the_loop_is_not_watched() -> None:
     done = hang("pass", then="time.sleep(2.8)")
+    assert done.returncode == 0, done.stderr
+
+
+INTERRUPTED = """
+import asyncio, re, subprocess, threading, time
+import uvloop
+from pipeline.observe import watchdog
+from pipeline.observe.health import Health
+from pipeline.servers.guard import INTERRUPTION, LoopBlocked
+from pipeline.servers.service_code import call_service
+
+lock = threading.Lock()
+lock.acquire()
+
+
+async def block_the_loop() -> None:
+    {block}
+
+
+async def main() -> None:
+    health = Health(stall_after=60)
+    beating = asyncio.create_task(watchdog.heartbeat(health, INTERRUPTION.get, 0.6))
+    for _ in range(2):
+        await asyncio.sleep(0.1)
+        try:
+            await call_service(block_the_loop())
+        except LoopBlocked as error:
+            print(error)
+    beating.cancel()
+
+
+with asyncio.Runner(loop_factory={loop}) as runner:
+    runner.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("block", "loop"),
+    [
+        ("time.sleep(30)", "uvloop.new_event_loop"),
+        ("time.sleep(30)", "None"),
+        ("while True: pass", "uvloop.new_event_loop"),
+        ("lock.acquire()", "uvloop.new_event_loop"),
+        ("subprocess.run(['sleep', '30'])", "uvloop.new_event_loop"),
+        ("re.match('(a+)+$', 60 * 'a' + 'b')", "uvloop.new_event_loop"),
+    ],
+)
+def test_code_of_the_service_that_blocks_the_loop_is_interrupted(block: str, loop: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(block=block, loop=loop)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 2 * "blocks the event loop: await, or use asyncio.to_thread\n"
+    assert "a call was interrupted" in done.stderr
+    assert "in block_the_loop" in done.stderr
+
+
+INNOCENT = """
+import asyncio, ctypes, os, signal, subprocess, time
+from pipeline.observe import watchdog
+from pipeline.observe.health import Health
+from pipeline.servers.guard import INTERRUPTION, LoopBlocked
+from pipeline.servers.service_code import call_service
+
+
+def compute(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+async def block_the_loop() -> None:
+    time.sleep(60)
+
+
+async def step() -> None:
+    compute(0.1)
+    {within}
+    compute(0.1)
+
+
+async def main() -> None:
+    health = Health(stall_after=60)
+    beating = asyncio.create_task(watchdog.heartbeat(health, INTERRUPTION.get, 1.5))
+    await asyncio.sleep(0.1)
+    # The event loop has no turn between these two.
+    try:
+        {before}
+    except LoopBlocked:
+        pass
+    await call_service(step())
+    beating.cancel()
+
+
+asyncio.run(main())
+"""
+CONTINUE = "subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}'])"
+
+
+@pytest.mark.parametrize(
+    ("before", "within"),
+    [
+        ("time.sleep(2)", "pass"),
+        ("compute(2)", "pass"),
+        ("ctypes.PyDLL(None).sleep(2)", "pass"),  # no thread of Python runs meanwhile
+        ("await call_service(block_the_loop())", "pass"),
+        (CONTINUE, "os.kill(os.getpid(), signal.SIGSTOP)"),
+    ],
+)
+def test_a_call_is_not_interrupted_for_what_others_have_blocked(before: str, within: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INNOCENT.format(before=before, within=within)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
     assert done.returncode == 0, done.stderr

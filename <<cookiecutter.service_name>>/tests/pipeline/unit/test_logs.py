@@ -24,6 +24,7 @@ from operate.terminal import run_to_end, serving
 from pipeline import errors
 from pipeline.observe import logs
 from pipeline.redaction import Redactor
+from pipeline.relay.rejected import Rejection, _log_dead
 
 from tests.servers.waiting import PATIENCE
 
@@ -231,6 +232,70 @@ def test_values_of_any_kind_are_written(stderr: io.StringIO, json: bool) -> None
     log.info("bye", extra={"unprintable": Unprintable()})  # lost at worst; it does not raise
 
 
+LONG = 200_000 * "x"
+
+
+def fail_at_length() -> None:
+    raise LookupError(f"it begins {LONG} and ends")
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_a_line_has_a_bound_whatever_it_is_made_of(stderr: io.StringIO, json: bool) -> None:
+    logs.configure(level="INFO", json=json)
+    fields = {"id": LONG, "key": LONG.encode(), "all": [LONG, {"x": LONG}], "error": KeyError(LONG)}
+    event = {"topic": "scans", "event_id": LONG, "type": LONG, "key": LONG.encode()}
+    try:
+        fail_at_length()
+    except LookupError as error:
+        log.exception("it begins %s and ends", LONG, extra=fields)
+        logging.getLogger("asyncio").error(f"it begins {error!r}", exc_info=error)  # noqa: G004
+    logging.getLogger("parcels.handlers").warning("it begins %s and ends", LONG)
+    _log_dead(event | {"traceparent": None}, Rejection("too large", "it is too large and ends"))
+    if not json:
+        assert len(stderr.getvalue()) < 4 * 32_768
+        return
+    assert max(map(len, stderr.getvalue().splitlines())) < 32_768
+    first, second, third, fourth = lines(stderr)
+    for line in (first, third):
+        assert line["message"].startswith("it begins x")
+        assert line["message"].endswith("x and ends")
+    for line in (first, second):
+        assert "in fail_at_length" in line["exception"]
+        assert line["exception"].endswith("x and ends")
+    assert fourth["message"].startswith("relay: event x")
+    assert fourth["message"].endswith("it is too large and ends")
+
+
+def test_a_secret_where_a_line_is_cut_is_not_written(stderr: io.StringIO) -> None:
+    logs.configure(level="INFO", json=True)
+    message, field = (f"{LONG} Bearer {10 * 's3cr3t'} {end * 'x'}" for end in (3_970, 470))
+    log.info("%s", message, extra={"header": field})
+    assert "s3cr3t" not in stderr.getvalue()
+
+
+def test_secrets_are_removed_from_little_more_than_is_written(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def redact(text: str) -> str:
+        lengths.append(len(text))
+        return text
+
+    monkeypatch.setattr(logs, "redact", redact)
+    monkeypatch.setattr(logs, "redact_error", redact)
+    logs.configure(level="INFO", json=True)
+    log.info("%s", LONG, extra={"id": LONG, "key": LONG.encode(), "all": [LONG]})
+    assert max(lengths) < 32_768
+
+
+def test_a_field_keeps_its_form_unless_it_is_too_long(stderr: io.StringIO) -> None:
+    logs.configure(level="INFO", json=True)
+    log.info("hello", extra={"order": {"id": 1, "lines": ["a", 2]}, "long": {"id": LONG}})
+    assert only_line(stderr)["order"] == {"id": 1, "lines": ["a", 2]}
+    assert only_line(stderr)["long"].startswith('{"id": "xxx')
+
+
 def test_a_level_keeps_lower_lines_away(stderr: io.StringIO) -> None:
     logs.configure(level="warning", json=True)
     log.info("not this")
@@ -257,6 +322,7 @@ def test_the_service_what_is_beside_the_engine_and_what_is_named_is_heard_from_t
         "debezium.following",
         "effects",
         "http_api",
+        "http_server.server",
         "page.gate",
         "parcels.handlers",
     ]
@@ -431,14 +497,24 @@ def test_what_the_service_says_itself_is_always_told(
     assert len(lines(stderr)) == 3
 
 
-def test_what_ends_a_process_is_told_as_the_variable_says_however_it_is_spelt(
-    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_ends_a_process_is_logged_as_the_variable_says_however_it_is_spelt(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PIPELINE_LOG_JSON", raising=False)
     monkeypatch.setenv("pipeline_log_json", "false")
-    with serving() as tell:
-        tell("that is all")
-    assert (capsys.readouterr().err, stderr.getvalue()) == ("that is all\n", "")
+    with serving() as report:
+        report("that is\n  all")
+    assert stderr.getvalue().count("Z CRITICAL operate.terminal: ") == 2
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("wrong")])
+def test_what_ends_a_process_that_serves_is_logged_whatever_it_is(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setenv("PIPELINE_LOG_JSON", "true")
+    with pytest.raises((typer.Exit, KeyboardInterrupt)), serving():
+        raise error
+    assert type(error).__name__ in only_line(stderr)["exception"]
 
 
 def test_an_error_of_the_system_that_ends_a_process_is_told_with_its_place(
@@ -450,10 +526,9 @@ def test_an_error_of_the_system_that_ends_a_process_is_told_with_its_place(
     monkeypatch.setenv("PIPELINE_LOG_JSON", "true")
     with pytest.raises(typer.Exit), serving() as tell:
         run_to_end(fail(), tell)
-    place, sentence = map(json.loads, stderr.getvalue().splitlines())
-    assert "in fail" in place["exception"]
-    assert sentence["message"] == "OSError: [Errno 24] Too many open files"
-    assert "exception" not in sentence
+    line = only_line(stderr)
+    assert "in fail" in line["exception"]
+    assert line["message"] == "OSError: [Errno 24] Too many open files"
 
 
 WRITES = """
@@ -467,6 +542,31 @@ for number in range({lines}):
     logging.getLogger("pipeline").info("%s %s", 1_000 * "x", number)
 print(generate_latest().decode())
 """
+
+
+LOCKED = """
+import logging, threading
+from pipeline.observe import logs
+
+logs.configure(level="INFO", json=False, queues=True)
+(handler,) = logging.getLogger().handlers
+handler.acquire()  # as does a call that is interrupted before it releases it
+log = logging.getLogger("pipeline")
+thread = threading.Thread(target=log.info, args=("all is well",), daemon=True)
+thread.start()
+thread.join(10)
+"""
+
+
+def test_an_interrupted_thread_leaves_no_lock_that_others_wait_for() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED],
+        env=os.environ | {"PYTHONPATH": str(Path(logs.__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert "all is well" in done.stderr
 
 
 @pytest.mark.parametrize(("lines", "is_any_dropped"), [(1_000, False), (30_000, True)])

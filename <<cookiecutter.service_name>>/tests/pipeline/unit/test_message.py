@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeline.events.cloudevents import event_headers
+from pipeline.events.cloudevents import event_headers, names_of
 from pipeline.events.codec import CloudEvents
 from pipeline.events.message import Message, Reason, Reference, Undecodable, marker_key
 from pipeline.events.payload import payload_hash
@@ -201,8 +201,44 @@ class TestBinaryMode:
 
         assert (message.id, message.content_type) == ("41", "application/json")
 
-    def test_the_last_of_several_headers_with_one_name_wins(self) -> None:
-        assert decode(record([*EVENT.items(), ("CE_ID", b"42")])).id == "42"
+    @pytest.mark.parametrize("value", [b"{}", b"", None])
+    @pytest.mark.parametrize(
+        "name", [*EVENT, "ce_time", "ce_subject", "ce_sequence", "ce_dataschema", "ce_dataref"]
+    )
+    def test_an_attribute_with_two_values_is_refused_by_name(
+        self, name: str, value: bytes | None
+    ) -> None:
+        event = [*{**EVENT, name: EVENT.get(name, b"/a")}.items()]
+        for other in (b"42", b"\xff"):
+            for headers in ([*event, (name.upper(), other)], [(name, other), *event]):
+                error = refusal(record(headers, value))
+
+                assert error.reason is Reason.INVALID_ATTRIBUTE
+                assert str(error).startswith(f"{name} ")
+                assert "several values" in str(error)
+
+    def test_any_number_of_values_is_refused_in_few_words(self) -> None:
+        headers = [("ce_id", b"%d" % number * 100) for number in range(10_000)]
+        assert len(str(refusal(record([*EVENT.items(), *headers])))) < 400
+
+    def test_equal_values_of_one_name_and_empty_ones_are_one_value(self) -> None:
+        headers: list[tuple[str, bytes | None]] = [("CE_ID", b"41"), *EVENT.items()]
+        headers += [("ce_id", b""), ("ce_id", None)]
+
+        assert decode(record(headers)).id == "41"
+
+    def test_an_undecodable_record_has_no_id_if_it_has_two(self) -> None:
+        headers = [*EVENT.items(), ("ce_id", b"42"), ("traceparent", TRACEPARENT.encode())]
+
+        assert names_of(record(headers)) == (None, TRACEPARENT)
+
+    def test_of_trace_context_the_last_value_is_used(self) -> None:
+        parents = [("traceparent", one.encode()) for one in (OTHER_TRACEPARENT, TRACEPARENT)]
+
+        assert decode(record([*EVENT.items(), *parents])).traceparent == TRACEPARENT
+
+    def test_headers_of_others_may_have_several_values(self) -> None:
+        assert decode(record([*EVENT.items(), ("x", b"1"), ("x", b"2")])).id == "41"
 
     @pytest.mark.parametrize("empty", [b"", None])
     def test_an_empty_optional_attribute_is_unset(self, empty: bytes | None) -> None:
@@ -375,6 +411,12 @@ class TestTraceContext:
 
 
 class TestStructuredMode:
+    def test_the_envelope_alone_names_the_event(self) -> None:
+        headers = {"ce_id": b"42", "ce_source": b"/other", "ce_type": b"order.paid"}
+        message = structured(envelope(), headers)
+
+        assert (message.id, message.source, message.type) == ("41", "/o", "order.placed")
+
     def test_attributes_and_payload_come_from_the_envelope(self) -> None:
         message = structured(
             envelope(
@@ -628,6 +670,19 @@ class TestPlainTopics:
 
         assert error.reason is Reason.MISSING_IDENTITY
         assert "message-id" in str(error)
+
+    @pytest.mark.parametrize(
+        ("plain", "reason"),
+        [
+            (Plain("order.placed", Header("name")), Reason.MISSING_IDENTITY),
+            (Plain(Header("name"), Position()), Reason.MISSING_TYPE),
+        ],
+    )
+    def test_a_header_with_two_values_names_nothing(self, plain: Plain, reason: Reason) -> None:
+        error = refusal(record([("name", b"7"), ("Name", b"8")]), plain)
+
+        assert error.reason is reason
+        assert "several values" in str(error)
 
     @pytest.mark.parametrize(
         ("payload", "id"),

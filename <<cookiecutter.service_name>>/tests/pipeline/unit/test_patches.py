@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from aiokafka import TopicPartition, conn, errors
+from aiokafka import AIOKafkaProducer, TopicPartition, conn, errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException, KafkaConnectionError
-from aiokafka.protocol import group
+from aiokafka.producer import sender
+from aiokafka.protocol import fetch, group
+from aiokafka.protocol.api import Request
 from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.memory_records import MemoryRecords
 
@@ -90,6 +92,22 @@ async def test_a_client_that_knows_no_broker_fails_by_an_assertion_without_the_p
     assert errors.NodeNotReadyError.retriable
 
 
+@pytest.mark.parametrize("transactional_id", [None, "relay"])
+async def test_a_batch_that_lacks_replicas_is_sent_again_without_a_limit_without_the_patch(
+    transactional_id: str | None,
+) -> None:
+    producer = AIOKafkaProducer(
+        bootstrap_servers="127.0.0.1:9", enable_idempotence=True, transactional_id=transactional_id
+    )
+    handler: Any = sender.SendProduceReqHandler(producer._sender, {})
+    error = errors.NotEnoughReplicasError()
+    assert handler._can_retry(error, None), "not a producer of the engine"
+    patches.Client.of(producer)
+    assert handler._can_retry(error, None) is (transactional_id is not None)
+    assert super(type(handler), handler)._can_retry(error, None)
+    await producer.stop()
+
+
 def test_a_batch_is_unpacked_without_a_limit_without_the_patch() -> None:
     (record,) = MemoryRecords(batch("gzip", bytes(LARGE))).next_batch()
     assert len(record.value) == LARGE
@@ -117,35 +135,63 @@ def test_a_static_member_does_not_learn_that_it_is_fenced_or_leads_without_the_p
     assert max(one.API_VERSION for one in get_args(requests)) < since
 
 
-async def test_records_wake_the_readers_of_other_partitions_without_the_patch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_consumer_does_not_learn_that_a_leader_has_lost_records_without_the_patch() -> None:
+    """It would ask where the leader epoch ends that it has read, by requests of this kind."""
+    of_leader_epochs = 23
+    kinds = {one.API_KEY for one in Request.__subclasses__()}
+    assert fetch.FetchRequest.API_KEY in kinds
+    assert of_leader_epochs not in kinds
+
+
+def waiting() -> tuple[consumer.KafkaConsumer, consumer.Fetcher]:
+    """Return a consumer that has fetched nothing, and its fetcher; neither of them runs."""
+    fetching = consumer.Fetcher.__new__(consumer.Fetcher)
+    fetching._loop, fetching._closed = asyncio.get_running_loop(), False
+    fetching._records, fetching._fetch_waiters = {}, set()
+    one = consumer.KafkaConsumer.__new__(consumer.KafkaConsumer)
+    one._fetcher = fetching
+    return one, fetching
+
+
+def arrived(partition: TopicPartition, batches: object) -> Any:
+    """Return the result of a fetch as aiokafka stores it."""
+    records = SimpleNamespace(_records=batches)
+    return fetcher.FetchResult(partition, assignment=None, partition_records=records, backoff=0)
+
+
+async def test_records_wake_the_readers_of_other_partitions_without_the_patch() -> None:
     one, other = TopicPartition("deposits", 0), TopicPartition("deposits", 1)
-    looked = 0
-
-    async def fetched_records(self: Any, wanted: Any, *_: Any) -> dict[TopicPartition, str]:
-        nonlocal looked
-        looked += 1
-        return {each: self._records[each] for each in wanted if each in self._records}
-
-    monkeypatch.setattr(fetcher.Fetcher, "fetched_records", fetched_records)
-    woken = consumer.Fetcher.__new__(consumer.Fetcher)
-    woken._loop, woken._closed = asyncio.get_running_loop(), False
-    woken._records, woken._fetch_waiters, woken._awaited = {}, set(), {}
-    reading: asyncio.Task[Any] = asyncio.create_task(woken.fetched_records([one], 60))
+    client, fetching = waiting()
+    until = fetching._loop.time() + PATIENCE
+    reading: asyncio.Task[Any] = asyncio.create_task(client.arrival(one, until))
     await asyncio.sleep(0)
+    (waiter,) = fetching._fetch_waiters
+    batches = object()
     for partition in (other, one):
         assert not reading.done()
-        assert looked == 1
-        woken._records[partition] = "records"
-        for waiter in woken._fetch_waiters:
-            woken._notify(waiter)
+        fetching._records[partition] = arrived(partition, batches)
+        fetching._notify(waiter)
+        assert waiter.done() == (partition == one)
         await asyncio.sleep(0.01)
-    assert await reading == {one: "records"}
-    assert not woken._awaited
-    waiter = woken._create_fetch_waiter()
-    fetcher.Fetcher._notify(woken, waiter)
+    assert await reading is batches
+    assert not fetching.awaited
+    waiter = fetching._create_fetch_waiter()
+    fetcher.Fetcher._notify(fetching, waiter)
     assert waiter.done()
+
+
+async def test_a_reader_waits_for_its_time_unless_an_error_has_arrived() -> None:
+    partition = TopicPartition("deposits", 0)
+    client, fetching = waiting()
+    until = fetching._loop.time() + 0.05
+    assert await client.arrival(partition, until) is None
+    assert fetching._loop.time() > until - 0.01  # timers may be early by less
+    assert not fetching.awaited
+    fetching._records[partition] = fetcher.FetchError(error=KafkaConnectionError(), backoff=0)
+    assert await client.arrival(partition, fetching._loop.time() + PATIENCE) is None
+    client._closed = fetching._closed = True
+    with pytest.raises(errors.ConsumerStoppedError):
+        await client.take(partition, 1)
 
 
 @pytest.mark.parametrize(("rate", "rests"), [(50, False), (1_000, True)])

@@ -71,6 +71,18 @@ def limited() -> Iterator[None]:
     unpacked_at_most.reset(token)
 
 
+def test_a_batch_shows_its_leader_epoch_and_whether_compaction_may_have_shortened_it() -> None:
+    made = batch("gzip", b"a", b"b", b"c", first=7)
+    made = made[:12] + (5).to_bytes(4) + made[16:]
+    found = FetchedBatches(made + batch("none", b"d", first=10))
+    assert (found.epoch, found.whole) == (5, range(7, 10))
+    cleaned = FetchedBatches(made[:57] + (2).to_bytes(4) + made[61:])
+    assert (cleaned.epoch, cleaned.whole) == (5, range(0))
+    old = made[:16] + b"\x01" + made[17:]
+    for data in (old, made[:60], b""):
+        assert (FetchedBatches(data).epoch, FetchedBatches(data).whole) == (-1, range(0))
+
+
 def test_batches_of_each_codec_are_read_from_any_offset(codec: str) -> None:
     sent = [b"%d" % number * 1_000 for number in range(100)]
     data = batch(codec, *sent[:60]) + batch(codec, *sent[60:], first=60)

@@ -1,11 +1,68 @@
-"""The parts of a process, and what ends it."""
+"""The parts of a process, what it says at its start, and what ends it."""
 
 import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from pipeline import runtime
 from pipeline.runtime import Cancelled, _run_until
+
+from tests.servers.waiting import PATIENCE
+
+PROGRAM = """
+import asyncio
+import sys
+
+from pipeline import Handlers, Service
+from pipeline.runtime import process
+from pipeline.settings import Settings
+
+
+async def main(host: str) -> None:
+    settings = Settings(
+        database_url=f"postgresql+asyncpg://s:s@{host}:1/s",
+        kafka_bootstrap_servers=f"{host}:1",
+        health_port=0,
+        log_json=False,
+    )
+    async with process(Service("starting", Handlers(), metadata=None), settings):
+        pass
+
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("host", "are_secured"), [("localhost", True), ("elsewhere", False)])
+def test_the_start_warns_once_of_each_address_that_tls_does_not_secure(
+    host: str, are_secured: bool
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, host],
+        env=os.environ | {"PYTHONPATH": str(Path(runtime.__file__).parents[1])},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    warnings = re.findall(r"WARNING pipeline\.runtime: (.*)", done.stderr)
+    assert warnings == [
+        f"connections to {host} ({setting}) are not secured by TLS: set {other}"
+        for setting, other in (
+            ("PIPELINE_DATABASE_URL", "PIPELINE_DATABASE_TLS=true"),
+            (
+                "PIPELINE_KAFKA_BOOTSTRAP_SERVERS",
+                "PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL or SSL",
+            ),
+        )
+        if not are_secured
+    ]
 
 
 class Part:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from pipeline.apply.limits import Deadline
+from pipeline.servers.guard import Guard, LoopBlocked
 from pipeline.servers.service_code import CancelledItself, call_service
+
+from tests.pipeline.blocking import interrupt
 
 Code = Callable[[], Coroutine[Any, Any, None]]
 LIMIT = 0.5
@@ -87,6 +90,35 @@ async def await_what_is_cancelled() -> None:
     await future
 
 
+async def be_interrupted() -> None:
+    """Block, until the signal comes."""
+    interrupt()
+
+
+async def be_interrupted_in_a_task() -> None:
+    await asyncio.create_task(be_interrupted())
+
+
+async def catch_an_interruption() -> None:
+    with suppress(BaseException):
+        interrupt()
+
+
+async def replace_an_interruption() -> None:
+    try:
+        interrupt()
+    except BaseException as error:
+        raise ValueError from error
+
+
+async def gather_an_interruption() -> None:
+    await asyncio.gather(be_interrupted(), return_exceptions=True)
+
+
+async def leave_an_interruption() -> None:
+    await asyncio.wait([asyncio.create_task(be_interrupted())])
+
+
 async def outcome(call: Awaitable[None]) -> type[BaseException] | None:
     """Return the class of the error of a call."""
     try:
@@ -154,3 +186,57 @@ async def test_a_time_limit_is_not_taken_for_the_codes_own_cancellation(first: C
 
     for run in (within, outside):
         assert await asyncio.create_task(outcome(run())) is TimeoutError
+
+
+INTERRUPTED: list[Code] = [
+    be_interrupted,
+    be_interrupted_in_a_task,
+    catch_an_interruption,
+    replace_an_interruption,
+    gather_an_interruption,
+    leave_an_interruption,
+]
+
+
+@pytest.mark.parametrize("guard", [None, Guard(None)])
+@pytest.mark.parametrize("code", INTERRUPTED)
+async def test_an_interrupted_call_ends_so_whatever_its_code_returns_or_raises(
+    code: Code, guard: Guard | None
+) -> None:
+    assert await outcome(call_service(code(), guard)) is LoopBlocked
+
+
+async def test_an_interruption_does_not_replace_a_cancellation_from_outside() -> None:
+    hangs = asyncio.Event()
+
+    async def code() -> None:
+        await catch_an_interruption()
+        hangs.set()
+        await hang()
+
+    task = asyncio.create_task(outcome(call_service(code())))
+    await hangs.wait()
+    task.cancel()
+    assert await task is asyncio.CancelledError
+
+
+async def test_only_the_call_that_runs_is_interrupted() -> None:
+    """Not the engine, not what the call has left behind, and not the call in which it was made."""
+    left: list[asyncio.Task[None]] = []
+    goes_on = asyncio.Event()
+
+    async def later() -> None:
+        await goes_on.wait()
+        interrupt()
+
+    async def leave() -> None:
+        left.append(asyncio.create_task(later()))
+
+    async def call_another() -> None:
+        assert await outcome(call_service(be_interrupted())) is LoopBlocked
+
+    interrupt()
+    await call_service(leave())
+    assert await outcome(call_service(call_another())) is None
+    goes_on.set()
+    await left[0]

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import settings_guide
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
+from pydantic_settings import BaseSettings
+from sqlalchemy import MetaData
 
-from pipeline import Handlers, Policy
+from pipeline import Handlers, Policy, Service
 from pipeline.apply import backlog
 from pipeline.settings import Settings, mistakes
 
@@ -406,6 +408,91 @@ def test_tls_is_not_told_in_the_url(monkeypatch: pytest.MonkeyPatch, query: str)
 def test_that_tls_is_not_even_tried_is_told_in_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPELINE_DATABASE_URL", f"{URL}?ssl=disable")
     assert Settings().database_context() is None
+
+
+DATABASE, KAFKA, OTLP = "DATABASE_URL", "KAFKA_BOOTSTRAP_SERVERS", "OTLP_ENDPOINT"
+LOCAL = "postgresql+asyncpg://me:hunter2@localhost/service"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "hosts"),
+    [
+        ({}, []),
+        *(
+            ({DATABASE: f"postgresql+asyncpg://me:hunter2@{where}"}, hosts)
+            for where, hosts in (
+                ("db/service", ["db"]),
+                ("db:5432/service?ssl=disable", ["db"]),
+                ("[2001:db8::1]/service", ["2001:db8::1"]),
+                ("127.1.2.3:5432/service", []),
+                ("[::1]/service", []),
+                ("LOCALHOST/service", []),
+                ("/service", []),
+                ("/service?host=/run/postgresql", []),
+                ("/service?host=localhost:5432&host=db2:5432&host=db3:5432", ["db2", "db3"]),
+                ("/service?host=db1,127.0.0.1&port=5432,6432", ["db1"]),
+                ("/service?host=2001:db8::1", ["2001:db8::1"]),
+                ("localhost/service?host=db", ["db"]),
+            )
+        ),
+        *(
+            ({DATABASE: f"{URL}{query}", "DATABASE_TLS": "true"}, [])
+            for query in ("", "?ssl=disable")
+        ),
+        ({KAFKA: "kafka-0:9092,127.0.0.1:9092,kafka-1:9092"}, ["kafka-0", "kafka-1"]),
+        ({KAFKA: "localhost:9092,[::1]:9092"}, []),
+        ({KAFKA: "[2001:db8::1]:9092"}, ["[2001:db8::1]"]),
+        (
+            {
+                KAFKA: "kafka:9092",
+                "KAFKA_SECURITY_PROTOCOL": "SASL_PLAINTEXT",
+                "KAFKA_USER": "ada",
+                "KAFKA_PASSWORD": "hunter2",
+            },
+            ["kafka"],
+        ),
+        ({KAFKA: "kafka:9092", "KAFKA_SECURITY_PROTOCOL": "SSL"}, []),
+        ({OTLP: "http://collector:4318"}, ["collector"]),
+        ({OTLP: "http://[2001:db8::1]:4318/otlp"}, ["[2001:db8::1]"]),
+        ({OTLP: "http://127.0.0.1:4318"}, []),
+        ({OTLP: "http://[::1]"}, []),
+        ({OTLP: "https://collector:4318"}, []),
+    ],
+)
+def test_each_host_beyond_loopback_that_tls_does_not_secure_is_named_with_its_setting(
+    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], hosts: list[str]
+) -> None:
+    for name, value in ({DATABASE: LOCAL, KAFKA: "127.0.0.1:9092"} | chosen).items():
+        monkeypatch.setenv(f"PIPELINE_{name}", value)
+    found = [one for one, _ in Settings().plaintext()]
+    setting = next(iter(chosen), "")
+    assert found == [
+        f"connections to {host} (PIPELINE_{setting}) are not secured by TLS" for host in hosts
+    ]
+
+
+def test_packages_are_asked_too_and_nothing_is_named_twice_nor_any_secret() -> None:
+    class Partners(BaseSettings):
+        partners: str = "HTTP://me:hunter2@one:80/x, https://two,http://three?x,http://localhost"
+        partner_key: SecretStr = SecretStr("http://hunter2/")
+
+    service = Service("bank", Handlers(), MetaData(), settings=[Partners, Partners])
+    faults, advice = zip(*service.plaintext(Settings()), strict=True)
+    assert faults == tuple(
+        f"connections to {host} are not secured by TLS"
+        for host in (
+            "db (PIPELINE_DATABASE_URL)",
+            "kafka (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)",
+            "one (PARTNERS)",
+            "three (PARTNERS)",
+        )
+    )
+    assert advice == (
+        "set PIPELINE_DATABASE_TLS=true",
+        "set PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL or SSL",
+        "use https://",
+        "use https://",
+    )
 
 
 def test_the_page_on_security_names_every_setting_of_it_and_no_other() -> None:

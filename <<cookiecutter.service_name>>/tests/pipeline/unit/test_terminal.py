@@ -9,6 +9,8 @@ import pytest
 
 from operate import terminal
 
+from tests.servers.waiting import PATIENCE
+
 SOURCES = Path(terminal.__file__).parents[1]
 PROGRAM = """
 import asyncio
@@ -44,26 +46,91 @@ def fail() -> None:
 
 app()
 """
+LEAVES = """
+import asyncio
+import atexit
+import threading
+import time
+from contextlib import suppress
+
+import typer
+from operate.terminal import Program, run_to_end
+
+app = Program()
+
+def hang() -> None:
+    time.sleep(600)
+
+async def stay() -> None:
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(600)
+
+async def work(left: str) -> None:
+    match left:
+        case "a call":
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(hang), 0.1)
+        case "a thread":
+            threading.Thread(target=hang).start()
+        case "a function of atexit":
+            atexit.register(hang)
+        case "a task":
+            asyncio.create_task(stay())
+            await asyncio.sleep(0)
+
+@app.command()
+def leave(left: str, code: int) -> None:
+    run_to_end(work(left))
+    run_to_end(work("nothing"))  # as `migrate`, which does its work in two steps
+    raise typer.Exit(code)
+
+app.run_process()
+"""
+SERVES = """
+import logging
+
+from operate.terminal import Program, run_to_end, serving
+from pipeline.observe import logs
+
+app = Program()
+
+async def fail(error: str) -> None:
+    logs.configure(level="INFO", json=False, queues=True)
+    for _ in range(1_000):
+        logging.getLogger("pipeline").info(1_000 * "x")
+    raise eval(error)
+
+@app.command()
+def serve(error: str) -> None:
+    with serving() as report:
+        run_to_end(fail(error), report)
+
+app()
+"""
 NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 
 
-def start(arguments: str) -> subprocess.Popen[str]:
-    """Start the program from a shell, which can redirect and close its standard streams."""
+def start(arguments: str, program: str = PROGRAM, **environment: str) -> subprocess.Popen[str]:
+    """Start a program from a shell, which can redirect and close its standard streams."""
     line = f'exec "$0" -c "$1" {arguments}'
     return subprocess.Popen(
-        ["sh", "-c", line, sys.executable, PROGRAM],
+        ["sh", "-c", line, sys.executable, program],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": f"{SOURCES}"},
+        env=os.environ | {"PYTHONPATH": f"{SOURCES}"} | environment,
     )
 
 
-def run(arguments: str) -> tuple[int, str, str]:
-    """Run the program to its end: its exit code, output and errors."""
-    with start(arguments) as process:
-        output, errors = process.communicate()
+def run(arguments: str, program: str = PROGRAM) -> tuple[int, str, str]:
+    """Run a program to its end: its exit code, output and errors."""
+    with start(arguments, program) as process:
+        try:
+            output, errors = process.communicate(timeout=PATIENCE)
+        finally:
+            process.kill()
     return process.returncode, output, errors
 
 
@@ -98,6 +165,25 @@ def test_an_output_that_cannot_be_written_is_named_as_such(arguments: str) -> No
 @NEEDS_FULL
 def test_errors_that_cannot_be_written_change_nothing_of_the_work() -> None:
     assert run("lines 2 --code 3 2>/dev/full") == (3, "line 0\nline 1\n", "")
+
+
+@pytest.mark.parametrize("left", ["a call", "a thread", "a function of atexit", "a task"])
+def test_a_command_ends_with_its_own_code_whatever_its_work_leaves_behind(left: str) -> None:
+    ended, _, errors = run(f"'{left}' 3", LEAVES)
+    assert ended == 3, errors
+    assert ("in hang" in errors) == (left != "a task")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [("OSError", 1), ("SystemExit(7)", 7), ("SystemExit(0)", 1), ("KeyboardInterrupt", 130)],
+)
+def test_a_process_that_serves_ends_even_if_nothing_reads_why(error: str, code: int) -> None:
+    with start(f"'{error}'", SERVES, PIPELINE_LOG_JSON="false") as process:
+        try:
+            assert process.wait(PATIENCE) == code
+        finally:
+            process.kill()
 
 
 def test_an_unexpected_error_is_written_without_characters_that_a_terminal_interprets() -> None:

@@ -170,8 +170,12 @@ def test_the_error_of_an_upcaster_is_that_of_its_message() -> None:
     assert isinstance(item.fault, LookupError)
 
 
+CONVERTED = '{"parcel": "p"}'.encode("utf-16")
+"""An upcaster reads it, and hands on UTF-8."""
+
+
 @pytest.mark.parametrize(
-    "data", [b"{", b"[]", b'"text"', b"\xff", b"{} {}", b'{"parcel": "p"}', b""]
+    "data", [b"{", b"[]", b'"text"', b"{\xff", b"{} {}", b'{"parcel": "p"}', b"", CONVERTED]
 )
 def test_data_that_no_upcaster_can_convert_is_described_by_its_reader(data: bytes) -> None:
     fault = read("weighed.v2", data).fault

@@ -1,7 +1,7 @@
 """What is known of a message in the backlog is stored beside the reason for which it waits.
 
-Rows that are due are found by their consumer. The table `inbox_filter` is used by processes of
-version 1.0.0 only.
+The database whose outbox it is, and its brokers, are stored beside the cluster. Rows that are due
+are found by their consumer. The table `inbox_filter` is used by processes of version 1.0.0 only.
 
 Revision ID: pipeline_0002
 Revises: pipeline_0001
@@ -20,8 +20,8 @@ depends_on = None
 def upgrade() -> None:
     """Add the columns, which have defaults, and find due rows by consumer.
 
-    Processes of version 1.0.0 can go on. They wait while the index is created, and then look at all
-    that is due in a lane to find a lane.
+    Processes of version 1.0.0 can go on. Consumers wait while the index is created, and then look
+    at all that is due in a lane to find a lane. What relays read is altered last.
     """
     alter_in_turns(
         "pipeline.backlog",
@@ -33,12 +33,19 @@ def upgrade() -> None:
         DROP INDEX pipeline.backlog_due_idx;
         CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, consumer, due_at)
          WHERE due_at IS NOT NULL;
+        ALTER TABLE pipeline.outbox_cluster
+            ADD COLUMN database_oid oid, ADD COLUMN kafka_cluster text;
+        UPDATE pipeline.outbox_cluster SET database_oid = oid
+          FROM pg_database WHERE datname = current_database();
         """,
     )
 
 
 def downgrade() -> None:
     """Remove the columns, and find due rows as before."""
+    op.execute("""
+        ALTER TABLE pipeline.outbox_cluster DROP COLUMN database_oid, DROP COLUMN kafka_cluster
+    """)
     op.execute("""
         ALTER TABLE pipeline.backlog
             DROP COLUMN deaths, DROP COLUMN losses, DROP COLUMN is_redriven

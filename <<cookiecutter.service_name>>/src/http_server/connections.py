@@ -1,6 +1,7 @@
-"""Connections of the API: a client that sends nothing, or half a request, keeps no other out.
+"""Connections: a client that sends nothing, or half a request, keeps no other out.
 
-uvicorn limits how long a connection may be idle between two requests, and nothing before.
+uvicorn limits how long a connection may be idle between two requests, and nothing before. Of its
+implementations of HTTP, h11 is the one that limits the size of headers.
 """
 
 import asyncio

@@ -1,0 +1,97 @@
+"""How a topic that was read is recognized: by the record before the position."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiokafka import ConsumerRecord, TopicPartition
+
+from pipeline.apply.positions import Anchor, Slot
+from pipeline.consume.position import Blocked, PartitionPosition
+from pipeline.servers.record_batches import FetchedBatches
+
+from .test_record_batches import batch
+from tests.contract.bank import Deposit
+
+START = 12
+"""The position: behind the anchor, and behind two offsets without records."""
+ANCHOR, NEXT = Deposit(9).record("t", 9), Deposit(12).record("t", START)
+OTHER, BETWEEN = Deposit(8).record("t", 9), Deposit(10).record("t", 10)
+WHOLE = batch("none", b"8", b"9", first=8)
+CLEANED = WHOLE[:57] + (1).to_bytes(4) + WHOLE[61:]
+"""The same batch after compaction has removed one of its two records."""
+BEHIND = batch("none", b"12", first=START)
+
+
+def position() -> PartitionPosition:
+    """Return a position from before which the anchor is fetched again."""
+    one = PartitionPosition.__new__(PartitionPosition)
+    one._slot, one._partition = Slot("group", "t", 0), TopicPartition("t", 0)
+    one._anchor, one._last = Anchor.of(ANCHOR), None
+    return one
+
+
+@pytest.mark.parametrize(
+    ("data", "records"),
+    [
+        (WHOLE, [ANCHOR, NEXT]),
+        (CLEANED, [ANCHOR, NEXT]),
+        (CLEANED, [NEXT]),
+        (CLEANED, []),
+        (BEHIND, [NEXT]),
+        (None, []),
+    ],
+)
+def test_the_anchor_is_there_or_compaction_may_have_removed_it(
+    data: bytes | None, records: Sequence[ConsumerRecord]
+) -> None:
+    batches = None if data is None else FetchedBatches(data)
+    found = position().recognized([*records], START, batches)
+    assert found == [one for one in records if one is NEXT]
+
+
+@pytest.mark.parametrize(
+    ("data", "records"),
+    [
+        (WHOLE, []),  # control records, or those of an aborted transaction
+        (WHOLE, [NEXT]),
+        (WHOLE, [OTHER, NEXT]),
+        (CLEANED, [OTHER]),
+        (CLEANED, [BETWEEN]),
+        (WHOLE, [ANCHOR, BETWEEN, NEXT]),
+    ],
+)
+def test_another_record_or_none_in_a_batch_that_is_complete_is_an_incident(
+    data: bytes, records: Sequence[ConsumerRecord]
+) -> None:
+    with pytest.raises(Blocked, match=r"read at 9 \(created anew, or its end lost\)"):
+        position().recognized([*records], START, FetchedBatches(data))
+
+
+def test_an_anchor_that_comes_alone_is_not_missed_when_others_come() -> None:
+    one, batches = position(), FetchedBatches(WHOLE)
+    assert one.recognized([ANCHOR], START, batches) == []
+    assert one.recognized([NEXT], START, batches) == [NEXT]
+    assert one._last is NEXT
+    again = position()
+    assert again.recognized([ANCHOR], START, batches) == []
+    with pytest.raises(Blocked, match="its end lost"):
+        again.recognized([BETWEEN], START, FetchedBatches(BEHIND))
+
+
+def at_epoch(number: int) -> FetchedBatches:
+    """Return a fetch whose first batch was written in this leader epoch."""
+    return FetchedBatches(WHOLE[:12] + number.to_bytes(4) + WHOLE[16:])
+
+
+def test_records_are_in_doubt_behind_each_later_epoch_and_each_other_leader() -> None:
+    leaders = ["first"]
+    one = position()
+    one._client = cast(Any, SimpleNamespace(leader=lambda _: leaders[-1]))
+    one._leader, one._epoch = "first", -1
+    found = [one.may_have_lost(at_epoch(number)) for number in (3, 3, 5, 3, 5, 6)]
+    assert found == [False, False, True, False, False, True]
+    assert not one.may_have_lost(None)
+    leaders.append("second")
+    assert one.may_have_lost(None)
