@@ -28,7 +28,7 @@ from pipeline.retention.worker import RetentionWorker
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.servers import revisions
 from pipeline.servers.database import create_engine
-from pipeline.servers.guard import INTERRUPTION, stack_of
+from pipeline.servers.guard import interrupt, stack_of
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
 
@@ -116,7 +116,7 @@ async def process(
         log.info("%s starts; health and metrics on port %s", service.name, port)
         stopping = _stopping_on_signals()
         try:
-            async with in_background(heartbeat(health, INTERRUPTION.get, min(times) / 3)):
+            async with in_background(heartbeat(health, interrupt, min(times) / 3)):
                 yield health, stopping
         finally:
             seconds = _TELEMETRY_SHARE * settings.shutdown_grace

@@ -4,15 +4,21 @@ import ctypes
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from pipeline.servers.guard import INTERRUPTION
+import pytest
+
+from pipeline.observe.watchdog import RUNNING
+from pipeline.servers import guard
 
 Block = Callable[..., object]
+LIMIT = 1_000.0
+"""Seconds that a step may take in tests, which let them pass at once."""
 
 
 def loop() -> None:
@@ -56,6 +62,7 @@ def be_stopped() -> None:
 
 BLOCKS: dict[str, Block] = {
     "sleep": partial(time.sleep, 6),
+    "command": partial(os.system, "sleep 6"),
     "loop": loop,
     "lock": wait_for_itself,
     "expression": match,
@@ -65,23 +72,34 @@ BLOCKS: dict[str, Block] = {
 
 
 def interrupt() -> None:
-    """Do what the handler of the signal does when it finds the same call again."""
-    if (call := INTERRUPTION.get()) and not call.is_over:
-        call.was_raised = True
-        raise call
+    """Block for longer than a call may, and be found by the signal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RUNNING, "limit", LIMIT)
+        RUNNING.seconds += LIMIT
+        guard.interrupt(signal.SIGVTALRM, sys._getframe())
 
 
 @contextmanager
 def interrupting() -> Iterator[Block]:
     """Yield a function that blocks the event loop, and is interrupted a moment later."""
     send = partial(signal.pthread_kill, threading.get_ident(), signal.SIGVTALRM)
-    before = signal.signal(signal.SIGVTALRM, lambda *_: interrupt())
+    before = signal.signal(signal.SIGVTALRM, guard.interrupt)
 
-    def block(seconds: float = 60) -> None:
-        threading.Timer(0.05, send).start()
-        time.sleep(seconds)
+    def block() -> None:
+        passed = threading.Event()
 
-    try:
-        yield block
-    finally:
-        signal.signal(signal.SIGVTALRM, before)
+        def pass_time() -> None:
+            RUNNING.seconds += LIMIT
+            send()
+            passed.set()
+
+        threading.Timer(0.05, pass_time).start()
+        while not passed.is_set():
+            time.sleep(0.01)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RUNNING, "limit", LIMIT)
+        try:
+            yield block
+        finally:
+            signal.signal(signal.SIGVTALRM, before)

@@ -30,7 +30,8 @@ from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.handlers.transaction import UnitOfWork
 from pipeline.observe import metrics
 from pipeline.servers.database import driver_of
-from pipeline.servers.guard import Guard, HandlerFault, LoopBlocked, in_context
+from pipeline.servers.guard import Guard, HandlerFault, LoopBlocked
+from pipeline.servers.service_code import call_service
 
 from . import backlog
 from .claim_check import ClaimCheck
@@ -143,8 +144,9 @@ class Writer:
         Pauses grow up to a second and are random, so that writers do not conflict again. Raises
         `Conflict` when all attempts are used up, `StoreUnavailable` if a large payload can't be
         stored or a codec can't write an event now, and `HandlerFault` for work that ends the
-        transaction, goes on after an error of a statement or blocks the event loop. Other errors
-        of the work are raised without a repetition.
+        transaction, goes on after an error of a statement or blocks the event loop, and
+        `CancelledItself` for work that was cancelled, and not from outside. Other errors of the
+        work are raised without a repetition.
         """
         id = uuid4().hex
         retrying = AsyncRetrying(
@@ -185,7 +187,7 @@ class Writer:
                         return await work(writing)  # any awaitable
 
                     try:
-                        result = await in_context(call(), guard)
+                        result = await call_service(call(), guard)
                     finally:
                         writing.end()
                 # Rows are locked now, so that their events have the order of their versions.

@@ -5,8 +5,7 @@ Handlers of one process share its event loop and its partitions: one that hangs 
 | what is found                         | by                               | exit code |
 | ------------------------------------- | -------------------------------- | --------- |
 | the event loop is blocked             | a thread that misses heartbeats  | 1         |
-| no thread of Python runs              | `faulthandler`'s timer           | 1         |
-| the same, and nothing reads the log   | a timer of the kernel            | (SIGALRM) |
+| no thread of Python runs              | a timer of the kernel            | (SIGALRM) |
 | a call goes on after its cancellation | a task of the event loop         | 70        |
 | the process goes on after its command | a thread from then on            | its own   |
 
@@ -17,8 +16,10 @@ of the backlog tries suspects alone (`retry/workers.py`).
 """
 
 import asyncio
+import ctypes
 import faulthandler
 import logging
+import math
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn
 
 from .health import Health, ReadinessLog
@@ -35,79 +37,115 @@ log = logging.getLogger(__name__)
 BEAT = 1.0
 """Seconds between heartbeats."""
 LAST_RESORT = 5.0
-"""Seconds after the watchdog's own time-out at which `faulthandler` ends the process: no thread of
-Python runs. It writes the stack first, which blocks if nothing reads standard error. After the same
-time again the kernel ends the process."""
+"""Seconds after the watchdog's own time-out at which `faulthandler` writes the stacks, if no thread
+of Python runs. Twice and three times as late are the two signals of which the second one ends the
+process, also if nothing reads standard error."""
+_LIBC = ctypes.CDLL(None)
 _REPORT_SECONDS = 1.0
 """Time that the reason for the end may take to be written."""
 _END_SECONDS = 3.0
 """Time for a process to end by itself when its command has ended."""
 _LOOP_BLOCKED = 1
-"""Exit code, the same as `faulthandler`'s."""
+"""Exit code."""
 _CANCELLATION_IGNORED = 70
 """Exit code."""
 
 
+class RunningTime:
+    """Time in which the process could run. For as long as it was stopped, only a moment counts."""
+
+    seconds = 0.0
+    turned_at = 0.0
+    """`seconds` when the event loop last had a heartbeat."""
+    since = 0.0
+    """`seconds` at the last heartbeat, or when a step of a call last began or ended."""
+    limit = math.inf
+    """Seconds that a step of a call may take."""
+
+    def __init__(self) -> None:
+        self._at, self._used = time.monotonic(), time.process_time()
+
+    def count(self) -> None:
+        """Add the time since the last count; if that is long, only what used the processor."""
+        at, used = time.monotonic(), time.process_time()
+        self.seconds += min(at - self._at, max(self.limit / 3, used - self._used))
+        self._at, self._used = at, used
+
+    def turn(self) -> None:
+        """Note a heartbeat of the event loop."""
+        self.turned_at = self.since = self.seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the code that runs has blocked the event loop for too long."""
+        return self.seconds - self.since >= self.limit
+
+
+RUNNING = RunningTime()
 CALLS: dict[asyncio.Task[Any], Callable[[float], str | None]] = {}
 """Tasks that are calling functions of the service. The value returns the name of the call if it
 goes on for so many seconds after it was cancelled."""
 
 
-async def heartbeat(health: Health, current: Callable[[], Any], interrupt_after: float) -> None:
+async def heartbeat(
+    health: Health, interrupt: Callable[[int, FrameType | None], None], interrupt_after: float
+) -> None:
     """Beat once a second, log changes of readiness, and end what blocks the event loop.
 
-    After `interrupt_after` seconds a call raises what `current` returns in it. The process ends,
-    with the stack in the log, when liveness begins to fail: before a supervisor sees that.
+    Signals call `interrupt` when a step of a call takes `interrupt_after` seconds. The process
+    ends, with the stack in the log, when liveness begins to fail: before a supervisor sees that.
     """
     readiness, stopping = ReadinessLog(health), threading.Event()
-    apart, found_at = min(interrupt_after, health.stall_after / 3) / 3, 0.0
-    found: Any = None
-
-    def handle(*_: object) -> None:
-        nonlocal found, found_at
-        call, age = current(), health.seconds_since_beat
-        # Before it, other code may have blocked the loop, or the process was stopped.
-        if call is not found:
-            found, found_at = call, age
-        elif call and not call.is_over and age >= max(3 * apart, found_at + 0.9 * apart):
-            call.was_raised = True
-            raise call
-
-    signal.signal(signal.SIGVTALRM, handle)
-    arguments = (health, apart, threading.get_ident(), stopping)
-    health.beat()
-    threading.Thread(target=_watch_loop, args=arguments, name="watchdog", daemon=True).start()
+    limit = RUNNING.limit = min(interrupt_after, health.stall_after / 3)
+    RUNNING.count()
+    RUNNING.turn()
+    signal.signal(signal.SIGVTALRM, interrupt)
+    arguments = (health, threading.get_ident(), stopping)
+    watching = threading.Thread(target=_watch_loop, args=arguments, name="watchdog", daemon=True)
+    watching.start()
     try:
         while True:
             health.beat()
-            if found and found.was_raised:
-                log.warning("a call was interrupted, and ends with this error", exc_info=found)
-            found = None
-            faulthandler.dump_traceback_later(health.stall_after + LAST_RESORT, exit=True)
-            # The default action of its signal needs no thread, no lock and no pipe.
-            signal.setitimer(signal.ITIMER_REAL, health.stall_after + 2 * LAST_RESORT)
+            RUNNING.turn()
             # Regular expressions handle signals, and let no thread run that could send them.
-            signal.setitimer(signal.ITIMER_VIRTUAL, 2 * apart, apart)
+            signal.setitimer(signal.ITIMER_VIRTUAL, limit * 2 / 3, limit / 3)
             readiness.announce()
-            await asyncio.sleep(min(BEAT, apart))
+            await asyncio.sleep(min(BEAT, limit / 3))
     finally:
         stopping.set()
+        watching.join()
+        RUNNING.limit = math.inf
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def _watch_loop(health: Health, apart: float, thread: int, stopping: threading.Event) -> None:
+def _watch_loop(health: Health, thread: int, stopping: threading.Event) -> None:
     """Send signals to the thread of a blocked event loop; end the process after `stall_after`."""
-    while (left := health.stall_after - health.seconds_since_beat) > 0:
-        if stopping.wait(min(left, apart)):
+    tick = RUNNING.limit / 12
+    while (silence := RUNNING.seconds - RUNNING.turned_at) < health.stall_after:
+        _postpone_last_resort(health.stall_after)
+        if stopping.wait(tick):
             return
-        if health.seconds_since_beat >= 2 * apart:
+        RUNNING.count()
+        if RUNNING.is_over:
             signal.pthread_kill(thread, signal.SIGVTALRM)
     stack = "".join(traceback.format_stack(sys._current_frames()[thread])).rstrip()
     text = "the event loop has been blocked for %.0f s: PIPELINE_HANG_TIMEOUT ends the process"
     stack = f"Stack (most recent call last):\n{stack}"
-    _end_process(_LOOP_BLOCKED, text, health.seconds_since_beat, stack=stack)
+    _end_process(_LOOP_BLOCKED, text, silence, stack=stack)
+
+
+def _postpone_last_resort(seconds: float) -> None:
+    """Have the process end if no thread of Python calls this again for so many seconds.
+
+    All times are over if the process was stopped for longer. So the first signal does nothing: it
+    calls a function of C, as Python may not run, and restores the default action of the next one.
+    """
+    faulthandler.dump_traceback_later(seconds + LAST_RESORT)
+    if on_first := getattr(_LIBC, "sysv_signal", None):  # not every C library has it
+        on_first(signal.SIGALRM, _LIBC.abs)
+    signal.setitimer(signal.ITIMER_REAL, seconds + 2 * LAST_RESORT, LAST_RESORT)
 
 
 def _end_process(code: int, text: str, *args: object, stack: str | None = None) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import asyncio
 import decimal
+import logging
 import re
 import traceback
 import warnings
@@ -22,8 +23,11 @@ from sqlalchemy.sql.selectable import CompoundSelect, Select
 
 from pipeline.errors import is_contention
 from pipeline.observe.statements import code_of
+from pipeline.observe.watchdog import RUNNING
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 GUARD = "pipeline guard"
 """Key in the `info` of a connection: the `Guard` of the message that uses it."""
@@ -66,8 +70,8 @@ class HandlerFault(RuntimeError):
 class LoopBlocked(BaseException):
     """Interrupts one call of the service's code; no `except Exception` catches it."""
 
-    is_over = was_raised = False
-    """Whether the call is over, though its tasks may go on, and whether this was raised in it."""
+    is_over = has_blocked = False
+    """Whether the call is over, though its tasks may go on, and whether it ends with this."""
 
 
 CURRENT_GUARD: ContextVar["Guard | None"] = ContextVar("pipeline_guard", default=None)
@@ -228,15 +232,17 @@ def watch_coroutines() -> None:
 @coroutine
 def in_context(
     call: Awaitable[T],
-    guard: Guard | None = None,
-    cancellations: list[int] | None = None,
-    cancelling: Callable[[], int] = int,
+    guard: Guard | None,
+    cancellations: list[int],
+    cancelling: Callable[[], int],
 ) -> Generator[Any, Any, T]:
     """Await a coroutine in a context of its own: variables that it sets end with it.
 
     `call` is the result of a coroutine function; `guard` checks its statements. `cancellations[0]`
     becomes how often it has cancelled its task and not taken that back, by the task's `cancelling`:
-    what was requested while it waited, as by a timer or a task group, it takes back first.
+    what was requested while it waited, as by a timer or a task group, it takes back first. A call
+    of which a step has taken longer than `RUNNING.limit` ends with `LoopBlocked`, whatever it
+    returns or raises, unless it was cancelled from outside.
     """
     run, inner = copy_context().run, cast("Coroutine[Any, Any, T]", call)  # quicker as text
     run(CURRENT_GUARD.set, guard)
@@ -250,23 +256,27 @@ def in_context(
     while True:
         requested = cancelling()
         others += requested - left
+        begun = RUNNING.since = RUNNING.seconds
         try:
-            waits_for = run(step, value)
+            try:
+                waits_for = run(step, value)
+            finally:
+                RUNNING.since = RUNNING.seconds
+                this.has_blocked |= RUNNING.since - begun >= RUNNING.limit
+                left = cancelling()
+                if left != requested:
+                    others += min(0, left - requested)
+                    change = max(0, left - requested) + min(0, others)
+                    cancellations[0] = max(0, cancellations[0] + change)
+                    others = max(0, others)
         except BaseException as end:
             this.is_over = True
-            # A cancellation may come from outside, and is not replaced.
-            if this.was_raised and not isinstance(end, asyncio.CancelledError):
+            if this.has_blocked and not (others and isinstance(end, asyncio.CancelledError)):
+                log.warning("a call was interrupted, and ends with this error", exc_info=this)
                 raise this from None
             if isinstance(end, StopIteration):
                 return cast(T, end.value)
             raise
-        finally:
-            left = cancelling()
-            if left != requested and cancellations is not None:
-                others += min(0, left - requested)
-                change = max(0, left - requested) + min(0, others)
-                cancellations[0] = max(0, cancellations[0] + change)
-                others = max(0, others)
         if guard is not None:
             guard.has_waited = True
         try:
@@ -274,6 +284,25 @@ def in_context(
             step = inner.send
         except BaseException as error:
             value, step = error, inner.throw
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise in the call that runs what it ends with, if its step has taken too long.
+
+    A handler of signals. Nothing is raised in asyncpg, which would lose its state: the process
+    could die of that. What the call does to clean up has a third of the time of a step.
+    """
+    RUNNING.count()
+    call = INTERRUPTION.get()
+    if call is None or call.is_over or not RUNNING.is_over:
+        return
+    call.has_blocked = True
+    RUNNING.since = RUNNING.seconds - RUNNING.limit * 2 / 3
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("asyncpg."):
+            return
+        frame = frame.f_back
+    raise call
 
 
 def stack_of(task: asyncio.Task[Any] | None) -> str:

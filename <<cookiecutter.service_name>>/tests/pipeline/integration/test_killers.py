@@ -92,6 +92,7 @@ def struck(how: str) -> Deposit:
         ("deferred", "cancellation", 0),
         # Interrupted, and the same.
         ("immediate", "sleep", 0),
+        ("immediate", "command", 0),
         ("deferred", "loop", 0),
         ("immediate", "lock", 0),
         ("deferred", "expression", 0),

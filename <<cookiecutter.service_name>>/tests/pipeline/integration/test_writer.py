@@ -31,6 +31,7 @@ from pipeline.servers import cluster
 from pipeline.servers.database import create_engine, driver_of
 from pipeline.servers.guard import HandlerFault
 from pipeline.servers.revisions import WrongDatabase
+from pipeline.servers.service_code import CancelledItself
 from pipeline.settings import Settings
 
 from .calling import take_calls
@@ -174,6 +175,29 @@ async def test_what_the_work_raises_is_not_tried_again_and_leaves_nothing(
     assert len(calls) == 1
     assert await db.fetchval("SELECT count(*) FROM seat") == 0
     assert await told(db) == []
+
+
+async def test_work_that_cancels_itself_fails_with_an_ordinary_error(
+    writer: Writer, db: asyncpg.Connection
+) -> None:
+    async def cancel(writing: Writing) -> None:
+        await want(writing)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(1)
+
+    async def await_what_is_cancelled(writing: Writing) -> None:
+        await want(writing)
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        await future
+
+    for work in (cancel, await_what_is_cancelled):
+        with pytest.raises(CancelledItself):
+            await writer.write(work)
+    assert await writer.write(want) == 1
+    assert len(await told(db)) == 1
 
 
 async def test_work_that_blocks_the_event_loop_fails_with_an_ordinary_error(

@@ -395,7 +395,7 @@ def test_an_outage_that_lasts_is_told_again_every_minute(
 
 
 HANG = """
-import asyncio, itertools, time
+import asyncio, itertools, os, signal, subprocess, time
 from pipeline.observe import logs, watchdog
 from pipeline.observe.health import Health
 
@@ -409,7 +409,7 @@ def block_the_loop() -> None:
 
 async def main() -> None:
     health = Health(stall_after=2)
-    beating = asyncio.create_task(watchdog.heartbeat(health, lambda: None, 1))
+    beating = asyncio.create_task(watchdog.heartbeat(health, lambda *_: None, 1))
     await asyncio.sleep(0.3)
     block_the_loop()
     beating.cancel()
@@ -435,6 +435,10 @@ def hang(how: str, then: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+CONTINUE = "subprocess.Popen(['sh', '-c', f'sleep {seconds}; kill -CONT {{os.getpid()}}'])"
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
 @pytest.mark.parametrize("how", ["time.sleep(60)", "while True: pass"])
 def test_a_process_whose_loop_hangs_says_why_it_ends(how: str) -> None:
     done = hang(how)
@@ -450,8 +454,13 @@ def test_a_process_whose_loop_hangs_says_why_it_ends(how: str) -> None:
 
 def test_a_process_in_which_no_thread_runs_any_more_ends_all_the_same() -> None:
     done = hang("sum(itertools.repeat(0))")
-    assert done.returncode == 1
+    assert done.returncode == -signal.SIGALRM
     assert "in block_the_loop" in done.stderr
+
+
+def test_a_process_that_is_stopped_for_longer_than_the_last_resort_goes_on() -> None:
+    done = hang(f"{CONTINUE.format(seconds=20)}; {STOP}", then="print('to the end')")
+    assert (done.returncode, done.stdout) == (0, "to the end\n"), done.stderr
 
 
 UNREAD = """
@@ -468,7 +477,7 @@ for _ in range(1_000):
     ("how", "code"), [("time.sleep(60)", 1), ("sum(itertools.repeat(0))", -signal.SIGALRM)]
 )
 def test_a_process_that_hangs_ends_even_if_nothing_reads_its_log(how: str, code: int) -> None:
-    program = HANG.format(hang=how, then="").replace("LAST_RESORT = 5", "LAST_RESORT = 10")
+    program = HANG.format(hang=how, then="")
     program = program.replace('logs.configure(level="INFO", json=True)\n', UNREAD)
     with subprocess.Popen(
         [sys.executable, "-c", program], env=ENVIRONMENT, stderr=subprocess.PIPE
@@ -485,11 +494,11 @@ def test_a_process_whose_loop_turns_lives_and_what_it_does_after_the_loop_is_not
 
 
 INTERRUPTED = """
-import asyncio, re, subprocess, threading, time
+import asyncio, os, re, subprocess, threading, time
 import uvloop
 from pipeline.observe import watchdog
 from pipeline.observe.health import Health
-from pipeline.servers.guard import INTERRUPTION, LoopBlocked
+from pipeline.servers.guard import LoopBlocked, interrupt
 from pipeline.servers.service_code import call_service
 
 lock = threading.Lock()
@@ -500,9 +509,13 @@ async def block_the_loop() -> None:
     {block}
 
 
+async def sleep() -> None:
+    time.sleep(30)
+
+
 async def main() -> None:
     health = Health(stall_after=60)
-    beating = asyncio.create_task(watchdog.heartbeat(health, INTERRUPTION.get, 0.6))
+    beating = asyncio.create_task(watchdog.heartbeat(health, interrupt, 0.6))
     for _ in range(2):
         await asyncio.sleep(0.1)
         try:
@@ -526,6 +539,11 @@ with asyncio.Runner(loop_factory={loop}) as runner:
         ("lock.acquire()", "uvloop.new_event_loop"),
         ("subprocess.run(['sleep', '30'])", "uvloop.new_event_loop"),
         ("re.match('(a+)+$', 60 * 'a' + 'b')", "uvloop.new_event_loop"),
+        # One call of C, during which no handler of signals runs, and in the second no thread.
+        ("os.system('sleep 2')", "uvloop.new_event_loop"),
+        ("sum(range(200_000_000))", "uvloop.new_event_loop"),
+        # In a task that it has begun.
+        ("await asyncio.create_task(sleep())", "uvloop.new_event_loop"),
     ],
 )
 def test_code_of_the_service_that_blocks_the_loop_is_interrupted(block: str, loop: str) -> None:
@@ -543,10 +561,10 @@ def test_code_of_the_service_that_blocks_the_loop_is_interrupted(block: str, loo
 
 
 INNOCENT = """
-import asyncio, ctypes, os, signal, subprocess, time
+import asyncio, contextlib, ctypes, os, signal, subprocess, time
 from pipeline.observe import watchdog
 from pipeline.observe.health import Health
-from pipeline.servers.guard import INTERRUPTION, LoopBlocked
+from pipeline.servers.guard import LoopBlocked, interrupt
 from pipeline.servers.service_code import call_service
 
 
@@ -560,6 +578,10 @@ async def block_the_loop() -> None:
     time.sleep(60)
 
 
+async def nap() -> None:
+    time.sleep(1.2)
+
+
 async def step() -> None:
     compute(0.1)
     {within}
@@ -568,30 +590,28 @@ async def step() -> None:
 
 async def main() -> None:
     health = Health(stall_after=60)
-    beating = asyncio.create_task(watchdog.heartbeat(health, INTERRUPTION.get, 1.5))
+    beating = asyncio.create_task(watchdog.heartbeat(health, interrupt, 3))
     await asyncio.sleep(0.1)
     # The event loop has no turn between these two.
-    try:
-        {before}
-    except LoopBlocked:
-        pass
+    {before}
     await call_service(step())
     beating.cancel()
 
 
 asyncio.run(main())
 """
-CONTINUE = "subprocess.Popen(['sh', '-c', f'sleep 2; kill -CONT {os.getpid()}'])"
+BLOCKED = "with contextlib.suppress(LoopBlocked): await call_service(block_the_loop())"
 
 
 @pytest.mark.parametrize(
     ("before", "within"),
     [
-        ("time.sleep(2)", "pass"),
-        ("compute(2)", "pass"),
-        ("ctypes.PyDLL(None).sleep(2)", "pass"),  # no thread of Python runs meanwhile
-        ("await call_service(block_the_loop())", "pass"),
-        (CONTINUE, "os.kill(os.getpid(), signal.SIGSTOP)"),
+        ("time.sleep(4)", "pass"),
+        ("compute(4)", "pass"),
+        ("ctypes.PyDLL(None).sleep(4)", "pass"),  # no thread of Python runs meanwhile
+        (BLOCKED, "pass"),
+        ("for _ in range(3): await call_service(nap())", "pass"),
+        (CONTINUE.format(seconds=4), STOP),
     ],
 )
 def test_a_call_is_not_interrupted_for_what_others_have_blocked(before: str, within: str) -> None:

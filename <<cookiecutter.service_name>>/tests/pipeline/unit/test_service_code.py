@@ -111,6 +111,26 @@ async def replace_an_interruption() -> None:
         raise ValueError from error
 
 
+async def take_an_interruption_for_a_cancellation() -> None:
+    try:
+        interrupt()
+    except BaseException as error:
+        raise asyncio.CancelledError from error
+
+
+async def cancel_after_an_interruption() -> None:
+    with suppress(BaseException):
+        interrupt()
+    await cancel_and_hang()
+
+
+async def await_what_is_cancelled_after_an_interruption() -> None:
+    with suppress(BaseException):
+        interrupt()
+    await time_out()
+    await await_what_is_cancelled()
+
+
 async def gather_an_interruption() -> None:
     await asyncio.gather(be_interrupted(), return_exceptions=True)
 
@@ -193,6 +213,9 @@ INTERRUPTED: list[Code] = [
     be_interrupted_in_a_task,
     catch_an_interruption,
     replace_an_interruption,
+    take_an_interruption_for_a_cancellation,
+    cancel_after_an_interruption,
+    await_what_is_cancelled_after_an_interruption,
     gather_an_interruption,
     leave_an_interruption,
 ]
