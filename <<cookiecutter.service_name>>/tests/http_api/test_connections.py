@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 from fastapi import FastAPI
 from starlette.applications import Starlette
+from starlette.responses import Response, StreamingResponse
 
 from http_server.connections import Connection
 from http_server.server import Server
@@ -27,15 +28,26 @@ class Few(Connection):
     """Connections of which there are at most four."""
 
     most = 4
-    receiving = 4 * PATIENCE
+    patience = 4 * PATIENCE
     waiting: ClassVar = {}
+    lost = 0
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Count it."""
+        super().connection_lost(exc)
+        type(self).lost += 1
 
 
 class Short(Few):
-    """Connections whose requests have to arrive soon."""
+    """Connections whose requests have to arrive soon, and whose answers have to be taken soon."""
 
-    receiving = 0.3
+    patience = 0.3
     waiting: ClassVar = {}
+
+
+@pytest.fixture(autouse=True)
+def _none_is_lost_yet() -> None:
+    Few.lost = Short.lost = 0
 
 
 @asynccontextmanager
@@ -55,7 +67,32 @@ async def serving(app: FastAPI, protocol: type[Connection]) -> AsyncIterator[int
 def app(bank: Bank, settings: Callable[..., Settings]) -> FastAPI:
     app = app_of(bank.service, settings())
     app.state.seconds = PATIENCE
+
+    @app.get("/large/{times}")
+    async def large(times: int) -> Response:
+        return Response(bytes(times * PIECE))
+
+    @app.get("/stream/{times}/{size}")
+    async def stream(times: int, size: int) -> StreamingResponse:
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(times):
+                yield bytes(size)
+                await asyncio.sleep(0 if size == PIECE else Short.patience / 5)
+
+        return StreamingResponse(pieces())
+
     return app
+
+
+PIECE = 1_000_000
+UNREAD = {
+    "one answer": "GET /large/40 HTTP/1.1\nHost: bank\n\n",
+    "the last answer": "GET /large/40 HTTP/1.1\nHost: bank\nConnection: close\n\n",
+    "many answers": "GET /large/1 HTTP/1.1\nHost: bank\n\n" * 40,
+    "a stream": f"GET /stream/40/{PIECE} HTTP/1.1\nHost: bank\n\n",
+    "answers before a mistake": "GET /large/40 HTTP/1.1\nHost: bank\n\nmistake\n\n",
+}
+"""Requests whose answers, of 40 MB, the buffers of no socket take."""
 
 
 class Client:
@@ -176,6 +213,41 @@ async def test_silent_connections_make_room_for_requests(app: FastAPI, sent: str
         async with connected(port) as (client,):
             assert (await client.post())[0] == 201
         assert len(Few.waiting) <= Few.most
+
+
+@pytest.mark.parametrize("sent", UNREAD.values(), ids=UNREAD)
+async def test_a_client_that_takes_no_answer_in_time_loses_its_connection(
+    app: FastAPI, sent: str
+) -> None:
+    async with serving(app, Short) as port, connected(port) as (client,):
+        await client.send(sent)
+        await eventually(lambda: Short.lost == 1)
+        taken = 0
+        with suppress(ConnectionError):
+            while some := await client.reader.read(PIECE):
+                taken += len(some)
+        assert taken < 40 * PIECE
+        assert not Short.waiting
+
+
+@pytest.mark.parametrize("sent", UNREAD.values(), ids=UNREAD)
+async def test_clients_that_take_no_answers_make_room_for_others(app: FastAPI, sent: str) -> None:
+    async with serving(app, Few) as port, connected(port, Few.most) as deaf:
+        for one in deaf:
+            await one.send(sent)
+        await eventually(lambda: sum(one.flow.write_paused for one in Few.waiting) == Few.most)
+        async with connected(port, Few.most) as clients:
+            for client in clients:
+                assert (await client.post())[0] == 201
+        assert Few.lost >= Few.most
+
+
+async def test_a_stream_may_last_as_long_as_its_client_reads(app: FastAPI) -> None:
+    async with serving(app, Short) as port, connected(port) as (client,):
+        await client.send("GET /stream/20/5 HTTP/1.1\nHost: bank\nConnection: close\n\n")
+        answer = await client.reader.read()
+        assert answer.count(bytes(5)) == 20
+        assert answer.endswith(b"0\r\n\r\n")
 
 
 async def test_requests_beyond_the_limit_are_answered_with_503(app: FastAPI, bank: Bank) -> None:

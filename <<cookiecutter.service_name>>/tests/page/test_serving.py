@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import ClassVar
@@ -76,14 +77,14 @@ class Few(Connection):
     """Connections of which there are at most four."""
 
     most = 4
-    receiving = 4 * PATIENCE
+    patience = 4 * PATIENCE
     waiting: ClassVar = {}
 
 
 class Short(Few):
-    """Connections whose requests have to arrive soon."""
+    """Connections whose requests have to arrive soon, and whose answers have to be taken soon."""
 
-    receiving = 0.3
+    patience = 0.3
     waiting: ClassVar = {}
 
 
@@ -97,6 +98,7 @@ def serving(bank: Bank, settings: Callable[..., Settings]) -> Serving:
         chosen = PageSettings.model_validate({"token": TOKEN, "interval": 0.1})
         server = PageServer(Page(bank.service, settings(), chosen, engine), protocol)
         listener, url = listen("127.0.0.1", 0, what="the page", prefix="PIPELINE_PAGE")
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_096)
         try:
             with listener:
                 async with in_background(server.serve([listener])) as running:
@@ -208,6 +210,30 @@ async def test_connections_without_a_request_make_room_for_others_and_live_overv
                     while await anext(one):
                         pass
             assert len(Few.waiting) <= Few.most
+
+
+async def test_a_live_overview_that_its_client_does_not_take_ends(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_STREAMS", 1)
+    async with serving(Short) as origin, httpx2.AsyncClient(base_url=origin) as client:
+        client.headers |= {"origin": origin, "connection": "close"}
+        await log_in(client)
+        asked = client.build_request("GET", "/live").headers.items()
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        deaf.connect(("127.0.0.1", client.base_url.port))
+        reader, writer = await asyncio.open_connection(sock=deaf, limit=100)
+        lines = ["GET /live HTTP/1.1", *(f"{name}: {value}" for name, value in asked), "", ""]
+        writer.write("\r\n".join(lines).encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+
+        async def is_over() -> bool:
+            async with client.stream("GET", "/live") as stream:
+                return stream.status_code == 200
+
+        await eventually(is_over)
+        writer.close()
 
 
 async def test_a_form_that_does_not_arrive_in_time_ends_its_connection(serving: Serving) -> None:
