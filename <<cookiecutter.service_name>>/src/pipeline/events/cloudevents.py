@@ -8,6 +8,7 @@ are UTF-8.
 import base64
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from operator import itemgetter
@@ -130,8 +131,7 @@ def _headers_and_data(
         headers = _lenient(record)
     data = record.value
     media_type = media_type or headers.get("content-type", "")
-    is_structured = media_type[:23].lower() == "application/cloudevents"
-    if is_structured:
+    if is_structured := _is_structured(media_type):
         attributes, data = _unwrap(media_type, data)
         headers = {name: headers[name] for name in TRACE if name in headers} | attributes
     values = "".join(headers.values())
@@ -140,9 +140,18 @@ def _headers_and_data(
     return headers, data, is_structured
 
 
+def _is_structured(media_type: str) -> bool:
+    return media_type[:23].lower() == "application/cloudevents"
+
+
 def names_of(record: Record) -> tuple[str | None, str | None]:
-    """Return CloudEvents id and `traceparent` from the headers, even of an undecodable record."""
+    """Return CloudEvents id and `traceparent`, even of an undecodable record; None if unknown."""
     headers = _lenient(record)
+    media_type = headers.get("content-type", "")
+    if _is_structured(media_type):
+        headers.pop("ce_id", None)  # it is not the event's
+        with suppress(Undecodable):
+            headers |= _unwrap(media_type, record.value)[0]
     id = headers.get("ce_id")
     return None if id is None or UNSTORABLE.search(id) else id, _trace(headers)[0]
 

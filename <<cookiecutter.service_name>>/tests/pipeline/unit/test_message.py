@@ -232,6 +232,28 @@ class TestBinaryMode:
 
         assert names_of(record(headers)) == (None, TRACEPARENT)
 
+    @pytest.mark.parametrize(
+        ("media_type", "event", "id"),
+        [
+            (STRUCTURED, envelope(time="yesterday"), "41"),
+            (STRUCTURED, envelope(id=7, time="yesterday"), "7"),
+            (STRUCTURED, envelope(id="\0"), None),
+            (STRUCTURED, envelope(id={}), None),
+            (STRUCTURED, [], None),
+            ("application/cloudevents-batch+json", [envelope()], None),
+            ("text/plain", envelope(), "another"),
+        ],
+    )
+    def test_an_undecodable_record_is_named_by_its_event_and_by_no_header_of_another_mode(
+        self, media_type: str, event: object, id: str | None
+    ) -> None:
+        headers = {"content-type": media_type.encode(), "ce_id": b"another"}
+        headers["traceparent"] = TRACEPARENT.encode()
+        undecodable = record(headers, json.dumps(event).encode())
+
+        refusal(undecodable)
+        assert names_of(undecodable) == (id, TRACEPARENT)
+
     def test_of_trace_context_the_last_value_is_used(self) -> None:
         parents = [("traceparent", one.encode()) for one in (OTHER_TRACEPARENT, TRACEPARENT)]
 
