@@ -31,8 +31,8 @@ _ATTRIBUTES = (
     *("ce_dataschema", "ce_datacontenttype"),
 )
 TRACE = ("traceparent", "tracestate", "baggage")
-SEVERAL = "\udcff"
-"""Begins what stands for several values of a header: no text, like bytes that are not UTF-8."""
+SEVERAL = "\ud800"
+"""Begins what stands for several values of a header: no text, and no bytes either."""
 _EXTENSION = ("ce_traceparent", "ce_tracestate")
 """Trace context as attributes, which counts where the headers of W3C are missing."""
 _CONTEXTS = (TRACE[:2], _EXTENSION)
@@ -267,10 +267,11 @@ def _storable(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers without unstorable trace context; raises for other attributes."""
     for name in (*_ATTRIBUTES, "content-type"):
         if UNSTORABLE.search(headers.get(name, "")):
+            value = headers[name].replace(SEVERAL, "")[:80].encode("utf-8", "surrogateescape")
             raise Undecodable(
                 Reason.INVALID_ATTRIBUTE,
-                f"{name} is not UTF-8, holds a NUL or has several values: {headers[name][:80]!r};"
-                " let the producer send one text",
+                f"{name} is not UTF-8, holds a NUL or has several values: {value!r}; let the"
+                " producer send one text",
             )
     traces = (*TRACE, *_EXTENSION)
     return {n: v for n, v in headers.items() if n not in traces or not UNSTORABLE.search(v)}

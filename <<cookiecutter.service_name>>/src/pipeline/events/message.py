@@ -126,8 +126,8 @@ def _begun_key(consumer: str, source_length: int) -> blake2b:
 
 
 def printable(text: str) -> str:
-    """Return text with escapes for the bytes that were not UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    """Return text with escapes for the bytes that were not UTF-8, such as `\\xff`."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def headers_as_json(headers: Sequence[tuple[str, bytes | None]]) -> str:

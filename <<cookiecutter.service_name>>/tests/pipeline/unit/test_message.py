@@ -10,7 +10,14 @@ import pytest
 
 from pipeline.events.cloudevents import event_headers, names_of
 from pipeline.events.codec import CloudEvents
-from pipeline.events.message import Message, Reason, Reference, Undecodable, marker_key
+from pipeline.events.message import (
+    Message,
+    Reason,
+    Reference,
+    Undecodable,
+    marker_key,
+    printable,
+)
 from pipeline.events.payload import payload_hash
 from pipeline.events.plain import Header, PayloadFields, Plain, Position
 
@@ -216,6 +223,26 @@ class TestBinaryMode:
                 assert error.reason is Reason.INVALID_ATTRIBUTE
                 assert str(error).startswith(f"{name} ")
                 assert "several values" in str(error)
+                assert str(error).isprintable()
+
+    @pytest.mark.parametrize(
+        ("values", "shown"),
+        [
+            ((b"1", b"2"), b"1, 2"),
+            ((b"1", b"2", b"3"), b"1, 2, 3"),
+            ((b"1\xff", b"\xfe"), b"1\xff, \xfe"),
+            ((b"\xff2",), b"\xff2"),
+            ((b"\x002\n",), b"\x002\n"),
+        ],
+    )
+    def test_values_that_are_refused_are_shown_with_their_bytes_escaped(
+        self, values: Sequence[bytes], shown: bytes
+    ) -> None:
+        event = [one for one in EVENT.items() if one[0] != "ce_id"]
+
+        error = refusal(record([*event, *(("ce_id", one) for one in values)]))
+        assert f": {shown!r};" in str(error)
+        assert printable("ü\udcff") == r"ü\xff"
 
     def test_any_number_of_values_is_refused_in_few_words(self) -> None:
         headers = [("ce_id", b"%d" % number * 100) for number in range(10_000)]
