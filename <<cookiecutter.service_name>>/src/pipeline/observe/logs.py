@@ -56,6 +56,8 @@ _REPEATING = {"aiokafka", "asyncio", "asyncpg", "opentelemetry", "sqlalchemy", "
 """Libraries that repeat themselves, up to ten times a second, while a server is unavailable."""
 _REPEATING_OURS = "pipeline.servers.retrying"
 _PERIOD = 60.0
+_MOST_REMEMBERED = 1_000
+"""Repeated messages that are remembered: with one more all are forgotten."""
 
 _MOST_QUEUED = 10_000
 """Lines that wait to be written, at most."""
@@ -197,12 +199,14 @@ class _Repetitions(logging.Filter):
         if record.name.partition(".")[0] not in _REPEATING and record.name != _REPEATING_OURS:
             return True
         # Messages of asyncio have further lines, which differ each time.
-        key = record.name, record.levelno, str(record.msg).partition("\n")[0]
+        key = record.name, record.levelno, str(record.msg).partition("\n")[0][:_LONGEST_FIELD]
         now = time.monotonic()
         until, left_out = self._last.get(key, (now, 0))
         if now < until:
             self._last[key] = until, left_out + 1
             return False
+        if len(self._last) >= _MOST_REMEMBERED:
+            self._last.clear()
         self._last[key] = now + _PERIOD, 0
         if left_out:
             record.left_out = left_out

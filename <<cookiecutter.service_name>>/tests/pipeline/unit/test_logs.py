@@ -445,6 +445,16 @@ def test_what_a_library_repeats_is_told_once_a_minute_and_counted(
     assert second["left_out"] == 59
 
 
+def test_any_number_of_messages_of_any_length_is_remembered_within_bounds() -> None:
+    repetitions = logs._Repetitions()
+    for number in range(3 * logs._MOST_REMEMBERED):
+        made = logging.makeLogRecord({"name": "asyncio", "msg": f"{number} {'x' * 10_000}"})
+        assert repetitions.filter(made)
+        assert not repetitions.filter(made)
+    assert len(repetitions._last) <= logs._MOST_REMEMBERED
+    assert max(len(text) for *_, text in repetitions._last) <= logs._LONGEST_FIELD
+
+
 def test_another_message_or_level_or_logger_is_told_at_once(
     stderr: io.StringIO, clock: Clock
 ) -> None:
