@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -161,6 +162,10 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
         self._fetcher._fetch_max_wait_ms = MAX_WAIT_MS if is_busy else IDLE_MAX_WAIT_MS
         return found
 
+    async def end_offsets(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        """Return the offset in each partition at which the next record will be written."""
+        return await self._ends(partitions, fetcher.READ_UNCOMMITTED)
+
     async def stable_offsets(
         self, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
@@ -168,13 +173,17 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
 
         `read_committed` reads up to there. If no transaction is open it is the end.
         """
-        offsets = self._fetcher
-        level, offsets._isolation_level = offsets._isolation_level, fetcher.READ_COMMITTED
-        try:
-            found: dict[TopicPartition, int] = await self.end_offsets(partitions)
-            return found
-        finally:
-            offsets._isolation_level = level
+        return await self._ends(partitions, fetcher.READ_COMMITTED)
+
+    async def _ends(
+        self, partitions: Sequence[TopicPartition], level: int
+    ) -> dict[TopicPartition, int]:
+        asking = copy(self._fetcher)  # the fetcher itself goes on reading at its own level
+        asking._isolation_level = level
+        found: dict[TopicPartition, int] = await asking.end_offsets(
+            partitions, self._request_timeout_ms
+        )
+        return found
 
     @property
     def hidden_topics(self) -> set[str]:

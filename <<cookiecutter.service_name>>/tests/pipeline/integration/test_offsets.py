@@ -10,6 +10,8 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPa
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 
 from pipeline import Transaction
+from pipeline.apply import positions
+from pipeline.apply.positions import Slot
 from pipeline.runtime import Part
 
 from .bank import Bank
@@ -87,6 +89,28 @@ async def test_gaps_that_compaction_leaves_are_passed_and_one_may_be_where_the_p
         "ada": [amount for amount in bank.calls if amount % 2 == 0],
         "bob": [amount for amount in bank.calls if amount % 2 == 1],
     }
+
+
+async def test_a_position_behind_an_open_transaction_is_in_the_topic(
+    new_topic: NewTopic,
+    running: Running,
+    producer: AIOKafkaProducer,
+    transactions: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`service topics seek --to latest` sets it to where the next record will be written."""
+    bank = bank_on(await new_topic(partitions=1))
+    await transactions.begin_transaction()
+    await Deposit(1).send(transactions, bank.deposits)
+    await positions.seek(db, Slot(bank.name, bank.deposits, 0), 1)
+    async with running(bank.service, Part.CONSUME) as health:
+        await eventually(lambda: health.is_ready)
+        await transactions.commit_transaction()
+        await Deposit(2).send(producer, bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 3))
+    assert "is blocked" not in caplog.text
+    assert bank.calls == [2]
 
 
 @pytest.mark.parametrize("commits", [True, False], ids=["committed", "aborted"])
