@@ -117,9 +117,10 @@ class PartitionPosition:
         self.fetch_from(position)
         return position
 
-    def fetch_from(self, start: int) -> None:
-        """Make the client fetch from `start` on, and before it the anchor, which is compared."""
-        self._anchor = Anchor.of(self._last) if self._last else self._anchor
+    def fetch_from(self, start: int, *, compares: bool = True) -> None:
+        """Make the client fetch from `start` on; if it `compares`, from the anchor before it."""
+        last = Anchor.of(self._last) if self._last else self._anchor
+        self._anchor = last if compares else None
         self._last, self._leader = None, self._client.leader(self._partition)
         self._client.seek(self._partition, self._anchor.offset if self._anchor else start)
 

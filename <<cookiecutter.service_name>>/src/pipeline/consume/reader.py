@@ -223,7 +223,13 @@ class Reader:
                     await self._stored_position.count_start(start)
                 most = self._settings.unpacked_mebibytes * 2**20
                 unpacked_at_most.set(min(_CAREFUL_BYTES, most) if self._suspected_deaths else most)
-                taken = await self._client.take(self._partition, self._pace.limit)
+                try:
+                    taken = await self._client.take(self._partition, self._pace.limit)
+                except UnreadableBatch as batch:
+                    if batch.next > start:
+                        raise
+                    self._stored_position.fetch_from(start, compares=False)
+                    continue
                 found = self._stored_position.recognized(taken, start, batches)
                 if found or batches is None:
                     break

@@ -120,6 +120,29 @@ async def test_a_batch_that_is_let_unpack_goes_the_way_of_any_record(
     assert [tuple(row) for row in reasons] == [("invalid payload", 8 * MEBIBYTE)]
 
 
+@pytest.mark.parametrize(("mebibytes", "died"), [(1, 0), (64, 4)], ids=["setting", "deaths"])
+async def test_a_batch_that_was_applied_holds_up_nothing_when_it_may_not_be_unpacked_again(
+    bank: Bank,
+    running: Running,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    caplog: pytest.LogCaptureFixture,
+    mebibytes: int,
+    died: int,
+) -> None:
+    """Its last record is compared when the partition is read again, which may not cost memory."""
+    await send_bomb(kafka, bank.deposits, 17)
+    async with running(bank.service, unpacked_mebibytes=18):
+        await eventually(position_reaches(db, bank.deposits, 1))
+    await db.execute("UPDATE pipeline.position SET starts = $1", died)
+    await Deposit(1).send(producer, bank.deposits)
+    async with running(bank.service, unpacked_mebibytes=mebibytes, retry_pause=0.1) as health:
+        await eventually(lambda: bool(blocked(health, bank)) or bank.calls == [1])
+        await eventually(lambda: health.is_ready)
+    assert "is blocked" not in caplog.text
+
+
 @pytest.fixture
 async def start(
     bank: Bank, database_url: str, kafka: str, monkeypatch: pytest.MonkeyPatch
