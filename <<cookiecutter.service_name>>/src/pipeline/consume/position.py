@@ -46,8 +46,9 @@ class PartitionPosition:
     Each process counts its start at a position before it unpacks the records behind it, and undoes
     that when it ends cleanly. A start that is left over means that a process died over them.
 
-    An unclean election or a restored disk loses records, and others may be in their place. So after
-    a change of the leader, its connection or its epoch the record that was read last is read again.
+    A topic may be created anew; an unclean election or a restored disk loses records, and others
+    may be in their place. So the record that was read last, the anchor, is read again after a gap
+    in the brokers' answers, and behind another leader, connection or leader epoch.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class PartitionPosition:
         self._anchor: Anchor | None = None
         self._last: ConsumerRecord | None = None
         """The last records that were read: before `fetch_from`, and since then."""
-        self._leader: object = None
+        self._has_read = False
+        """Whether anything has arrived since `fetch_from`."""
+        self._link: object = None
         self._epoch = -1
-        """The latest leader epoch that records have had."""
+        """The leader epoch of the latest records."""
 
     @property
     def suspected_deaths(self) -> int:
@@ -121,13 +124,17 @@ class PartitionPosition:
         """Make the client fetch from `start` on; if it `compares`, from the anchor before it."""
         last = Anchor.of(self._last) if self._last else self._anchor
         self._anchor = last if compares else None
-        self._last, self._leader = None, self._client.leader(self._partition)
+        self._last, self._has_read = None, False
         self._client.seek(self._partition, self._anchor.offset if self._anchor else start)
 
     def may_have_lost(self, batches: FetchedBatches | None) -> bool:
-        """Return whether the leader, its connection or the leader epoch has changed."""
-        known, self._epoch = self._epoch, max(self._epoch, batches.epoch if batches else -1)
-        return 0 <= known < self._epoch or self._client.leader(self._partition) != self._leader
+        """Return whether the partition had a gap, or another epoch, since it was last read."""
+        link, epoch = self._link, self._epoch
+        self._link = self._client.link(self._partition)
+        if batches:
+            # The anchor's may be an earlier one.
+            self._epoch = max(batches.epoch, -1 if self._has_read else epoch)
+        return self._has_read and (self._link != link or epoch not in (-1, self._epoch))
 
     def recognized(
         self, records: list[ConsumerRecord], start: int, batches: FetchedBatches | None
@@ -136,7 +143,7 @@ class PartitionPosition:
         anchor, before = self._anchor, [record for record in records if record.offset < start]
         if anchor:
             # Compaction may have removed it, but not out of a batch that has all its records.
-            is_due = batches and self._last is None and anchor.offset in batches.whole
+            is_due = batches and not self._has_read and anchor.offset in batches.whole
             found = [(record.offset, Anchor.of(record).hash) for record in before]
             if (found or is_due) and found != [(anchor.offset, anchor.hash)]:
                 raise self.changed(
@@ -145,6 +152,7 @@ class PartitionPosition:
                     f" read at {anchor.offset} (created anew, or its end lost)",
                 )
         self._last = records[-1] if records else self._last
+        self._has_read = self._has_read or batches is not None
         return records[len(before) :]
 
     def changed(self, position: int, what: str) -> Blocked:

@@ -25,6 +25,8 @@ from .record_batches import FetchedBatches
 MAX_WAIT_MS, IDLE_MAX_WAIT_MS = 100, 1000
 """How long a broker waits for records before it answers that there are none. A partition whose
 records were just taken waits for the fetch that is under way."""
+_SILENCE_SECONDS = 2 * IDLE_MAX_WAIT_MS / 1_000
+"""A partition may be another one after an answer that is later by this than the one before took."""
 _BUSY_SECONDS = 2.0
 """A consumer is idle after this long without records."""
 
@@ -48,6 +50,15 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
     _counted = 0
     _counted_since = 0.0
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.answers: dict[TopicPartition, tuple[float, float, float]] = {}
+        """Since when each partition has been answered without a gap, when last, how long it took.
+
+        A gap is an error, a failed request, or a silence: of the brokers, of a process that was
+        stopped or busy.
+        """
+
     def count(self, records: int) -> None:
         """Count records that have arrived; the pause between two fetches grows with their rate."""
         self._counted += records
@@ -62,14 +73,23 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
         if self._closed or awaited is None or awaited in self._records:
             super()._notify(future)
 
-    async def _proc_fetch_request(self, *args: Any) -> bool:
+    async def _proc_fetch_request(self, assignment: Any, node_id: int, request: Any) -> bool:
         if (rest := self._rests_until - self._loop.time()) > 0:
             try:
                 await asyncio.sleep(rest)
             except asyncio.CancelledError:
                 return False  # as it does while it waits for the broker
-        has_records: bool = await super()._proc_fetch_request(*args)
+        asked = [TopicPartition(topic, one) for topic, its in request.topics for one, *_ in its]
+        for one in asked:
+            assignment.state_value(one).timestamp = None
+        sent = self._loop.time()
+        has_records: bool = await super()._proc_fetch_request(assignment, node_id, request)
         now = self._loop.time()
+        for one in asked:
+            since, last, took = self.answers.get(one, (now, now, 0.0))
+            is_silence = now - last > _SILENCE_SECONDS + took
+            has_gap = is_silence or assignment.state_value(one).timestamp is None
+            self.answers[one] = now if has_gap else since, now, now - sent
         # The brokers rest together, so that their records arrive together.
         if has_records and now > self._rests_until:
             self._rests_until = now + self._pause
@@ -117,10 +137,13 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
 
     _busy_until = 0.0
 
-    def leader(self, partition: TopicPartition) -> object:
-        """Return the leader of the partition and the connection to it."""
+    def link(self, partition: TopicPartition) -> object:
+        """Return the leader of the partition, the connection to it, and since when it has answered
+        without a gap."""
         node = self._client.cluster.leader_for_partition(partition)
-        return node, self._client._conns.get((node, ConnectionGroup.DEFAULT))
+        connection = self._client._conns.get((node, ConnectionGroup.DEFAULT))
+        since, *_ = self._fetcher.answers.get(partition, (None,))
+        return node, connection, since
 
     async def arrival(self, partition: TopicPartition, until: float) -> FetchedBatches | None:
         """Wait for batches of the partition; `take` unpacks them, this doesn't.

@@ -25,8 +25,9 @@ Each item is what aiokafka does without its patch, with the issue upstream where
     as leader of the group does not notice partitions that are added. See `consumer.Coordinator`.
 14. A batch whose partition lacks replicas is sent again without a limit, which only the log says.
     That is kept in a transaction: there the error may mean that a coordinator restarts. (KIP-890)
-15. A consumer reads on at its offset if a leader has lost records and has others in their place: it
-    does not ask where its leader epoch ends (KIP-320). See `PartitionPosition.may_have_lost`.
+15. A consumer reads on at its offset if a topic was created anew or a leader has lost records, and
+    others are in their place: it asks neither for the topic's id (KIP-516) nor where its leader
+    epoch ends (KIP-320). See `PartitionPosition.may_have_lost`.
 
 `test_patches` and `test_clients` have a test for each that fails when it is no longer needed.
 """

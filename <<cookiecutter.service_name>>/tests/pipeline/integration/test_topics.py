@@ -1,6 +1,7 @@
 """Topics that do not hold what the position says: an incident, and a person says where to go on."""
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import asyncpg
@@ -109,6 +110,36 @@ async def test_a_topic_created_anew_is_an_incident_until_somebody_decides(
             wanted = [1, 2, 3, 4, 5, *amounts, *([15] if len(amounts) == 4 else []), 20]
             await eventually(lambda: health.is_ready and handled.calls == wanted)
     assert await histories(db) == {"ada": wanted}
+
+
+@pytest.mark.parametrize("seconds", [0, 5])
+async def test_a_topic_created_anew_is_an_incident_while_a_process_reads_it(
+    handled: Bank,
+    start: Start,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    seconds: int,
+) -> None:
+    """The brokers tell the process of it, or it was stopped for so long that it asks."""
+    process = await start("consume", kafka_session_timeout=100)
+    await send(producer, handled, 6)
+    await eventually(position_reaches(db, handled.deposits, 6))
+    if seconds:
+        process.send(signal.SIGSTOP)
+    await created_anew(kafka, handled.deposits)
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as fresh:
+        await send(fresh, handled, *range(11, 19))
+        await asyncio.sleep(seconds)
+        process.send(signal.SIGCONT)
+
+        async def is_decided() -> bool:
+            is_blocked = "is blocked" in process.output
+            return is_blocked or await position_of(db, handled.deposits) != 6
+
+        await eventually(is_decided)
+    assert "is blocked and skips no record: offset 6: topic changed" in process.output
+    assert await position_of(db, handled.deposits) == 6
 
 
 async def test_offsets_that_have_expired_are_an_incident_until_somebody_decides(

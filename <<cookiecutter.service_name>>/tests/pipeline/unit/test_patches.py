@@ -213,15 +213,48 @@ async def test_a_fetch_is_sent_at_once_at_any_rate_without_the_patch(
     paced._loop, paced._counted_since = SimpleNamespace(time=lambda: 100.0), 99.0
     paced.count(rate)
     for _ in range(2):
-        assert await paced._proc_fetch_request()
+        assert await paced._proc_fetch_request(None, 0, SimpleNamespace(topics=[]))
     assert rested == ([pytest.approx(0.9 * consumer._GATHER_SECONDS)] if rests else [])
+
+
+async def test_what_is_known_of_a_partition_ends_with_an_error_and_with_a_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, state, partition = [100.0], SimpleNamespace(timestamp=None), TopicPartition("t", 0)
+    found: list[bool] = []
+    answers = (
+        (0, 1, True),
+        (1.5, 1, True),
+        (0, 0.1, False),
+        (0, 0.1, True),
+        (2.5, 0.1, True),  # as of a process that is stopped or busy between two fetches
+        (0, 30, True),  # while it waits for the answer
+        (0, 30, True),  # each takes that long
+    )
+
+    async def answer(*_: Any) -> bool:
+        _pause, took, has_succeeded = answers[len(found)]
+        clock[0] += took
+        state.timestamp = 1 if has_succeeded else None
+        return False
+
+    monkeypatch.setattr(fetcher.Fetcher, "_proc_fetch_request", answer)
+    one = consumer.Fetcher.__new__(consumer.Fetcher)
+    one._loop, one.answers = SimpleNamespace(time=lambda: clock[0]), {}
+    assignment = SimpleNamespace(state_value=lambda _: state)
+    for pause, *_ in answers:
+        clock[0] += pause
+        await one._proc_fetch_request(assignment, 0, SimpleNamespace(topics=[("t", [(0, 5, 1)])]))
+        since, last, _took = one.answers[partition]
+        found.append(since == last)
+    assert found == [True, False, True, False, True, True, False]
 
 
 async def test_a_fetch_that_is_cancelled_while_it_rests_returns_as_aiokafka_expects() -> None:
     paced = consumer.Fetcher.__new__(consumer.Fetcher)
     paced._loop = asyncio.get_running_loop()
     paced._rests_until = paced._loop.time() + 60
-    fetch = asyncio.create_task(paced._proc_fetch_request())
+    fetch = asyncio.create_task(paced._proc_fetch_request(None, 0, None))
     await asyncio.sleep(0)
     fetch.cancel()
     assert await fetch is False

@@ -28,7 +28,7 @@ def position() -> PartitionPosition:
     """Return a position from before which the anchor is fetched again."""
     one = PartitionPosition.__new__(PartitionPosition)
     one._slot, one._partition = Slot("group", "t", 0), TopicPartition("t", 0)
-    one._anchor, one._last = Anchor.of(ANCHOR), None
+    one._anchor, one._last, one._has_read = Anchor.of(ANCHOR), None, False
     return one
 
 
@@ -85,13 +85,27 @@ def at_epoch(number: int) -> FetchedBatches:
     return FetchedBatches(WHOLE[:12] + number.to_bytes(4) + WHOLE[16:])
 
 
-def test_records_are_in_doubt_behind_each_later_epoch_and_each_other_leader() -> None:
-    leaders = ["first"]
+def test_records_are_in_doubt_behind_each_other_epoch_and_each_gap() -> None:
+    links = ["first"]
     one = position()
-    one._client = cast(Any, SimpleNamespace(leader=lambda _: leaders[-1]))
-    one._leader, one._epoch = "first", -1
-    found = [one.may_have_lost(at_epoch(number)) for number in (3, 3, 5, 3, 5, 6)]
-    assert found == [False, False, True, False, False, True]
+    one._client = cast(Any, SimpleNamespace(link=lambda _: links[-1], seek=lambda *_: None))
+    one._link, one._epoch, one._has_read = "first", -1, True
+    found = [one.may_have_lost(at_epoch(number)) for number in (3, 3, 5, 5, 3, 6)]
+    assert found == [False, False, True, False, True, True]
     assert not one.may_have_lost(None)
-    leaders.append("second")
+    links.append("second")
     assert one.may_have_lost(None)
+    assert not one.may_have_lost(None)
+
+
+def test_the_anchor_itself_is_not_in_doubt_and_what_follows_it_only_once() -> None:
+    links = ["first"]
+    one = position()
+    one._client = cast(Any, SimpleNamespace(link=lambda _: links[-1], seek=lambda *_: None))
+    one._link, one._epoch, one._has_read = "first", 3, True
+    assert one.may_have_lost(at_epoch(5))
+    one.fetch_from(START)
+    links.append("second")
+    assert not one.may_have_lost(at_epoch(3))
+    assert one.recognized([ANCHOR], START, at_epoch(3)) == []
+    assert not one.may_have_lost(at_epoch(5))
