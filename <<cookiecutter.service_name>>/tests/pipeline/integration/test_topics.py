@@ -142,6 +142,47 @@ async def test_a_topic_created_anew_is_an_incident_while_a_process_reads_it(
     assert await position_of(db, handled.deposits) == 6
 
 
+@pytest.mark.parametrize("change", ["applied records expire", "others expire", "aborted"])
+async def test_a_process_that_was_stopped_goes_on_unless_records_are_lost(
+    handled: Bank,
+    start: Start,
+    producer: AIOKafkaProducer,
+    db: asyncpg.Connection,
+    kafka: str,
+    change: str,
+) -> None:
+    process = await start("consume", kafka_session_timeout=100)
+    await send(producer, handled, 6)
+    await eventually(position_reaches(db, handled.deposits, 6))
+    process.send(signal.SIGSTOP)
+    match change:
+        case "applied records expire":
+            await deleted_before(kafka, handled.deposits, 6)
+        case "others expire":
+            await send(producer, handled, 7, 8)
+            await deleted_before(kafka, handled.deposits, 7)
+        case "aborted":
+            async with AIOKafkaProducer(
+                bootstrap_servers=kafka, transactional_id=handled.name
+            ) as one:
+                await one.begin_transaction()
+                await send(one, handled, 7)
+                await one.abort_transaction()
+    await asyncio.sleep(5)
+    process.send(signal.SIGCONT)
+    if change == "others expire":
+        await process.says("1 offsets are lost to this service")
+        assert await position_of(db, handled.deposits) == 6
+        return
+    if change == "aborted":
+        await eventually(position_reaches(db, handled.deposits, 8))
+    await send(producer, handled, 9)
+    end = 7 if change == "applied records expire" else 9
+    await eventually(position_reaches(db, handled.deposits, end))
+    assert "is blocked" not in process.output
+    assert await histories(db) == {"ada": [1, 2, 3, 4, 5, 6, 9]}
+
+
 async def test_offsets_that_have_expired_are_an_incident_until_somebody_decides(
     handled: Bank,
     running: Running,
