@@ -12,7 +12,6 @@ from pipeline.apply import batch, positions
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.positions import Slot
 from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.consume.consumer import _FETCH_BYTES
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import exporters
@@ -23,7 +22,7 @@ from pipeline.relay.window import Progress
 from pipeline.runtime import _collect_seldom
 from pipeline.schema import SHARDS
 from pipeline.servers import clients
-from pipeline.servers.consumer import KafkaConsumer
+from pipeline.servers.consumer import _FETCH_BYTES, KafkaConsumer
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings

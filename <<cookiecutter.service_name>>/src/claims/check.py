@@ -170,9 +170,9 @@ class Claims:
             for (id, payload), checksum in zip(payloads.items(), checksums, strict=True)
         }
 
-    async def resolve(self, items: Sequence[Item]) -> Sequence[Item]:
+    async def resolve(self, items: Sequence[Item], memory: float) -> Sequence[Item]:
         """Return items with their data, see `ClaimCheck.resolve`. Raises `StoreUnavailable`."""
-        return await fetching.resolve(items, self.fetch, self._memory)
+        return await fetching.resolve(items, self.fetch, self._memory, memory)
 
     async def fetch(self, reference: Reference) -> bytes:
         """Return the data. Raises `DataUnavailable`, and `StoreUnavailable`."""

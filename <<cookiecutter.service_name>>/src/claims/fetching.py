@@ -16,13 +16,16 @@ Fetch = Callable[[Reference], Awaitable[bytes]]
 """Returns the data. Raises `DataUnavailable`, and `StoreUnavailable`."""
 
 
-async def resolve(items: Sequence[Item], fetch: Fetch, memory: int) -> Sequence[Item]:
+async def resolve(
+    items: Sequence[Item], fetch: Fetch, largest: int, memory: float
+) -> Sequence[Item]:
     """Return the items with their data, or as many of the first ones as fit into the memory.
 
-    See `ClaimCheck.resolve`. Raises `StoreUnavailable`.
+    `largest` is the most that data may have, by itself and together. See `ClaimCheck.resolve`.
+    Raises `StoreUnavailable`.
     """
     references = dict.fromkeys(filter(None, (item.message.reference for item in items)))
-    chosen = _fitting(references, memory)
+    chosen = _fitting(references, largest, min(largest, memory))
     found = dict(zip(chosen, await _fetch(chosen, fetch), strict=True))
     with_data: list[Item] = []
     for item in items:
@@ -39,14 +42,14 @@ async def resolve(items: Sequence[Item], fetch: Fetch, memory: int) -> Sequence[
     return with_data
 
 
-def _fitting(references: Mapping[Reference, None], memory: int) -> list[Reference]:
-    """Return the first of them, at least one, whose data fits into so many bytes together."""
+def _fitting(references: Mapping[Reference, None], largest: int, memory: float) -> list[Reference]:
+    """Return the first of them whose data fits into so many bytes together."""
     chosen: list[Reference] = []
     total = 0
     for reference in references:
-        # One without a length may need all of it.
-        total += memory if reference.length is None else reference.length
-        if chosen and total > memory:
+        # One without a length may be the largest. One that is larger is not fetched.
+        total += largest if reference.length is None else min(reference.length, largest)
+        if total > memory:
             break
         chosen.append(reference)
     return chosen

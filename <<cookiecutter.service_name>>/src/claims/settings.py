@@ -22,8 +22,7 @@ class ClaimSettings(EnvironmentSettings):
     limit_bytes: Count = 500 * 1024
     """A larger payload, in bytes, is stored; less than `PIPELINE_MAX_EVENT_BYTES`."""
     memory_bytes: Count = 16 * 2**20
-    """Most bytes of a payload, and of a batch's payloads together. A process holds two batches of
-    each partition."""
+    """Most bytes of a payload, and of a batch's payloads together."""
     concurrency: Count = 8
     """Payloads that are stored at once, and as many that are fetched."""
     timeout: Seconds = 3.0

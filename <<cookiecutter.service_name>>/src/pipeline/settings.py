@@ -4,8 +4,12 @@ Every field is the variable `PIPELINE_<FIELD>`. All wrong values are reported at
 fit together is checked when each is valid by itself. Durations are in seconds.
 """
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
@@ -32,6 +36,13 @@ Name = Annotated[str, written(r"[a-zA-Z0-9._-]{1,249}", "a name of letters, digi
 CLOCK_MARGIN = timedelta(hours=1)
 """How far clocks may be apart: those of producers and brokers, and the database's from itself."""
 
+_PARTS = 16
+"""The partitions' batches have six such parts of the memory, see `LARGEST_SHARE` in
+`consume/reader.py`, and the events that transactions stage have one."""
+
+_GROUP = Path("/sys/fs/cgroup")
+"""The control group of the container, as it is seen in there."""
+
 
 def mistakes(error: ValidationError, settings: type[BaseSettings]) -> Iterator[str]:
     """Yield what is wrong with settings, each mistake with its variable, and no value."""
@@ -42,6 +53,16 @@ def mistakes(error: ValidationError, settings: type[BaseSettings]) -> Iterator[s
         if mistake["type"] == "missing":
             text = "is not set (for the servers of `make up`: `dev/stack.py env` prints it)"
         yield f"{f'{prefix}{name}: ' if name else ''}{text}"
+
+
+@cache
+def available_memory() -> int:
+    """Return the limit of the process's container, or the machine's memory, in bytes."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # it is not there, or says "max"
+            sizes.append(int((_GROUP / name).read_text("ascii")))
+    return min(sizes)
 
 
 def variables(settings: type[BaseSettings] = BaseSettings) -> dict[str, FieldInfo]:
@@ -88,8 +109,11 @@ class Settings(ServerSettings):
     unclean_starts: Count = 3
     """Crashes at the same offset after which the records there are tried one by one."""
     unpacked_mebibytes: Annotated[int, Field(ge=1, le=2_000)] = 128
-    """Most MiB to which a producer's batch may unpack, for which a process needs twice as much. A
-    larger batch blocks its partition."""
+    """Most MiB to which a producer's batch may unpack, if that is no more than a sixth of the
+    process's memory. A larger batch blocks its partition."""
+    memory_mebibytes: Annotated[int | None, Field(ge=64)] = None
+    """MiB of memory of the process, of which each partition has a share; larger batches are read
+    one at a time. Unset: the limit of its container, or else the machine's memory."""
     hang_timeout: Annotated[Seconds, Field(ge=2)] = 30.0
     """A process whose event loop is blocked for this long ends."""
     gc_threshold: Annotated[int, Field(ge=700)] = 100_000
@@ -176,6 +200,20 @@ class Settings(ServerSettings):
     only warnings."""
     log_json: bool | None = None
     """JSON or readable lines; unset: JSON except on a terminal."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory of the process."""
+        return self.memory_mebibytes * 2**20 if self.memory_mebibytes else available_memory()
+
+    def share(self, number: int) -> int:
+        """Bytes that each has of so many that have like parts of the memory together."""
+        return self.memory // (_PARTS * max(1, number))
+
+    @property
+    def largest_batch(self) -> int:
+        """Bytes to which a producer's batch may unpack: it is copied, and others have shares."""
+        return min(self.unpacked_mebibytes * 2**20, self.memory // 6)
 
     def _mistakes(self) -> Iterator[str]:
         yield from super()._mistakes()

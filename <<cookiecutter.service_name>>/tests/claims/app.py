@@ -1,4 +1,4 @@
-"""The press as a program that dies between its store and its database, named by the environment."""
+"""The press, which may die between its store and its database, or its reader, as a program."""
 
 import os
 import signal
@@ -39,4 +39,4 @@ press = Press(
 )
 
 if __name__ == "__main__":
-    command_line(press.printer, claims=app)()
+    command_line(press.reader if "PRESS_READS" in os.environ else press.printer, claims=app)()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,24 @@ async def test_data_is_fetched_for_a_batch_as_far_as_there_is_memory(
     assert await histories(db) == {"ada": list(range(9))}
     transactions = await db.fetchval("SELECT count(DISTINCT xid) FROM pipeline.inbox")
     assert transactions == 4, "two at a time"
+
+
+async def test_data_that_exceeds_the_share_of_a_reader_is_left_for_when_it_may(
+    counter: Counter, objects: Objects
+) -> None:
+    sizes = [1_000, 1_000, 1_000, 9_000]
+    deposits = [stored(objects, Deposit(n), size=size) for n, size in enumerate(sizes)]
+    deposits.append(referring(Deposit(4), objects.put("plain", payload(4))))
+
+    async def end(start: int, memory: float) -> int:
+        """Return up to where the data fits into the memory."""
+        batch = await counter.desk.read(*deposits[start:], start=start)
+        return (await resolve_batch(batch, counter.claims, memory)).end
+
+    assert [await end(start, 2_500) for start in (0, 2)] == [2, 3]
+    assert await end(3, 2_500) == 3, "nothing of it is fetched"
+    assert await end(3, inf) == 4
+    assert [await end(4, memory) for memory in (2_500, inf)] == [4, 5], "it may be the largest"
 
 
 async def test_one_that_does_not_say_how_much_it_is_has_a_batch_to_itself(

@@ -1,6 +1,7 @@
 """Large payloads on their way from one service to another, by Kafka and the store."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ from tests.pipeline.integration.conftest import Command
 from tests.pipeline.integration.doors import Door
 from tests.pipeline.integration.outgoing import all_is_written
 from tests.servers.databases import HOME
+from tests.servers.processes import most_memory
 from tests.servers.waiting import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -254,6 +256,55 @@ async def run(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
+
+
+@pytest.mark.full
+async def test_twelve_partitions_with_large_data_each_need_less_than_768_mebibytes(
+    press: Press,
+    new_topic: Callable[..., Awaitable[str]],
+    producer: AIOKafkaProducer,
+    objects: Objects,
+    database_url: str,
+    kafka: str,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    press.books = await new_topic(12)
+    for place in range(12):
+        content = json.dumps({"title": f"{place}", "text": "x"}).ljust(100 * 2**20).encode()
+        headers = {
+            "ce_specversion": "1.0",
+            "ce_id": f"{place}",
+            "ce_source": "/tests",
+            "ce_type": "printed",
+            "ce_dataref": objects.put(f"large/{place}", content),
+            "ce_datalength": f"{len(content)}",
+            "ce_datachecksum": sha256(content).hexdigest(),
+            "content-type": "application/json",
+        }
+        written = [(name, value.encode()) for name, value in headers.items()]
+        await producer.send_and_wait(press.books, b"", partition=place, headers=written)
+    for name, value in {
+        "PRESS_READS": "yes",
+        "PIPELINE_CLAIM_MEMORY_BYTES": f"{2**27}",
+        "PIPELINE_CLAIM_TIMEOUT": "30",
+        "PIPELINE_TRANSACTION_TIMEOUT": "60",
+        "PIPELINE_KAFKA_SESSION_TIMEOUT": "120",
+        "PIPELINE_BACKLOG_LEASE": "120",
+        "PIPELINE_MEMORY_MEBIBYTES": "768",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    async def all_are_read() -> bool:
+        return bool(await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 12)
+
+    process = await run(press, database_url, kafka, "run", dies=False)
+    try:
+        await eventually(all_are_read)
+        assert most_memory(process.pid) < 768 * 2**20
+    finally:
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
 
 
 @FOLDER_AND_S3

@@ -75,6 +75,13 @@ class Process(Forked):
         return found
 
 
+def most_memory(pid: int) -> int:
+    """Return the most memory that a process ever had, in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text("ascii")
+    (kibibytes,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+    return 1024 * int(kibibytes)
+
+
 def _get(url: str) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(url, timeout=5) as one:

@@ -156,7 +156,7 @@ class Breaker:
             log.error("breaker: %s", text, exc_info=error)
             metrics.set_breaker(consumer, is_open=True)
         self._health.not_ready(f"breaker of {consumer}", text)
-        raise BreakerOpen(text, consumer) from error
+        raise BreakerOpen(text, consumer)  # without the error, which refers to the batch
 
     def _close(self, consumer: str, why: str) -> None:
         state = self._failing.pop(consumer, None)

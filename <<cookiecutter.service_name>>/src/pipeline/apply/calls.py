@@ -25,6 +25,10 @@ from .outcome import BatchOutcome
 from .sequence import gap_before, note_applied
 
 
+class OutboxFull(Exception):
+    """The staged events take so much memory that they have to be written before the next call."""
+
+
 async def lock_declared(items: Sequence[Item], attempt: Attempt) -> None:
     """Lock the rows that the handlers of the messages declare, table by table, in their order."""
     wanted: dict[type[Aggregate], set[Key]] = {}
@@ -93,6 +97,8 @@ async def _call_in_order(items: Sequence[Item], attempt: Attempt, outcome: Batch
 
 async def _call_in_session(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:
     """Make one call of a handler, in the session that it needs."""
+    if attempt.outbox.is_full:
+        raise OutboxFull("smaller runs are needed: their events take too much memory")
     item = items[0]
     attempt.context = None
     earlier = attempt.outbox.staged

@@ -6,6 +6,7 @@ the interface.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Literal, Protocol
 
 import asyncpg
@@ -49,31 +50,34 @@ class ClaimCheck(Protocol):
         `StoreUnavailable`.
         """
 
-    async def resolve(self, items: Sequence[Item]) -> Sequence[Item]:
+    async def resolve(self, items: Sequence[Item], memory: float) -> Sequence[Item]:
         """Return items with the data that they refer to, or with `DataUnavailable` as their fault.
 
-        If the data of an item can't be fetched now, only the items before it are returned. Raises
-        `StoreUnavailable` if it is the first.
+        If the data of an item does not fit into so many bytes, or can't be fetched now, only the
+        items before it are returned. Raises `StoreUnavailable` if the first can't be fetched now.
         """
 
     async def sweep(self, connection: asyncpg.Connection) -> None:
         """Delete stored payloads that no event needs. Raises `StoreUnavailable`."""
 
 
-async def resolve_batch(batch: Batch, claims: ClaimCheck | None) -> Batch:
-    """Return the batch with the data that it refers to, or the first part of the batch.
+async def resolve_batch(batch: Batch, claims: ClaimCheck | None, memory: float = inf) -> Batch:
+    """Return the batch with the data that it refers to, or the first part, maybe an empty one.
 
     Raises `StoreUnavailable`.
     """
     # As in `batch.read`: messages that are handled later are validated then.
-    items = await resolve(batch.items, claims, lambda item: item.handler.mode == "immediate")
+    items = await resolve(batch.items, claims, lambda one: one.handler.mode == "immediate", memory)
     if len(items) < len(batch.items):
         batch = batch.between(batch.start, batch.items[len(items)].message.offset)
     return replace(batch, items=items)
 
 
 async def resolve(
-    items: Sequence[Item], claims: ClaimCheck | None, validates: Callable[[Item], bool]
+    items: Sequence[Item],
+    claims: ClaimCheck | None,
+    validates: Callable[[Item], bool],
+    memory: float = inf,
 ) -> Sequence[Item]:
     """Return items with the data that they refer to, validated; perhaps only the first ones.
 
@@ -88,7 +92,7 @@ async def resolve(
             " PIPELINE_CLAIM_URL to the one that the event's producer uses",
         )
         return [item._replace(fault=fault) if item.message.reference else item for item in items]
-    found = await claims.resolve(items)
+    found = await claims.resolve(items, memory)
     return [
         validated(item) if before.message.reference and validates(item) else item
         for before, item in zip(items, found, strict=False)

@@ -353,4 +353,5 @@ class ConsumeTransactions:
             codecs=self.handlers.codecs,
             closed=self.handlers.closed,
             sent_size=self.claims.sent_size if self.claims else None,
+            memory=self.settings.share(self.settings.concurrency),
         )

@@ -20,7 +20,7 @@ from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
 from .gathering import Gatherer
-from .reader import Reader
+from .reader import LARGEST_SHARE, Reader
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,6 @@ _ANSWER_SECONDS = 3.0
 
 _LEAVING_SECONDS = 1.0
 """Time that is left of a rebalance for joining the group again, once the readers have stopped."""
-
-_FETCH_BYTES = 4 * 1024 * 1024
-"""Largest fetch of a partition: several batches of small records. The last batch of each fetch is
-only partly full, and applying it takes too little time to decode a full one meanwhile; the larger
-the fetch, the rarer that is."""
 
 _METADATA_SECONDS = 10.0
 """How often the client refreshes partitions and their leaders."""
@@ -127,7 +122,6 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             request_timeout_ms=session_timeout + round(_SLACK_SECONDS * 1000),
             # A slow batch is ended by the transaction time-out, not by leaving the group.
             max_poll_interval_ms=2**31 - 1,
-            max_partition_fetch_bytes=_FETCH_BYTES,
             consumer_timeout_ms=_FETCHER_POLL_MS,
             metadata_max_age_ms=round(_METADATA_SECONDS * 1_000),
         )
@@ -136,7 +130,9 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         """Start a reader for every partition; called by aiokafka after a rebalance."""
         if self._stopping.is_set():
             return
-        for partition in sorted(assigned):
+        partitions = sorted(assigned)
+        self._client.hold(min(self._settings.share(len(partitions)), LARGEST_SHARE))
+        for partition in partitions:
             self._readers[partition] = Reader(
                 self._client, partition, self._consume, self._gatherer, self._health
             )

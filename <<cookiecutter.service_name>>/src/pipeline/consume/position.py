@@ -69,7 +69,7 @@ class PartitionPosition:
         """Where the start of this process is counted, if it is to be undone on a clean end."""
         self._starts = 0
         self._anchor: Anchor | None = None
-        self._last: ConsumerRecord | None = None
+        self._last: Anchor | None = None
         """The last records that were read: before `fetch_from`, and since then."""
         self._has_read = False
         """Whether anything has arrived since `fetch_from`."""
@@ -122,7 +122,7 @@ class PartitionPosition:
 
     def fetch_from(self, start: int, *, compares: bool = True) -> None:
         """Make the client fetch from `start` on; if it `compares`, from the anchor before it."""
-        last = Anchor.of(self._last) if self._last else self._anchor
+        last = self._last or self._anchor
         self._anchor = last if compares else None
         self._last, self._has_read = None, False
         self._client.seek(self._partition, self._anchor.offset if self._anchor else start)
@@ -151,7 +151,7 @@ class PartitionPosition:
                     f"it does not hold the record of {anchor.time:%Y-%m-%d %H:%M:%S}Z that was"
                     f" read at {anchor.offset} (created anew, or its end lost)",
                 )
-        self._last = records[-1] if records else self._last
+        self._last = Anchor.of(records[-1]) if records else self._last
         self._has_read = self._has_read or batches is not None
         return records[len(before) :]
 
@@ -180,7 +180,7 @@ class PartitionPosition:
                 f" read it: {self._seek(position)}. "
             )
         elif batch.is_too_large:
-            advice = "To read it, raise PIPELINE_UNPACKED_MEBIBYTES: it takes twice that memory. "
+            advice = "To read it, raise PIPELINE_UNPACKED_MEBIBYTES, and memory to 6 times that. "
         text = (
             f"{batch}. Nothing is read until it can be. {advice}To go on behind it, without what it"
             f" holds: {self._seek(batch.next)}"

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from contextlib import suppress
 from functools import partial
+from math import inf
+from time import monotonic
 
 from aiokafka import ConsumerRecord, TopicPartition, errors
 
@@ -15,12 +16,12 @@ from pipeline.apply.item import Undecoded
 from pipeline.apply.limits import Pace
 from pipeline.apply.positions import PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.errors import describe_error, is_infrastructure, summarize_error
+from pipeline.errors import StoreUnavailable, describe_error, is_infrastructure, summarize_error
 from pipeline.handlers.policy import DIED, ProcessDied
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
 from pipeline.servers.consumer import KafkaConsumer
-from pipeline.servers.record_batches import UnreadableBatch, unpacked_at_most
+from pipeline.servers.record_batches import UnreadableBatch
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import end, sleep_or_event
 
@@ -32,9 +33,12 @@ log = logging.getLogger(__name__)
 
 _RECOVERY_POLL_SECONDS = 1.0
 """Length of a poll after an outage of the brokers: if it raises no error, the outage is over."""
-_CAREFUL_BYTES = 16 * 2**20
-"""Limit of an unpacked batch over which processes have died: larger than nearly all batches, and
-small beside the memory of a process."""
+LARGEST_SHARE = 16 * 2**20
+"""Bytes of a share at most, and of a batch over which processes have died: more than nearly all
+batches have, and little beside the memory of a process. A reader has six shares: what is fetched,
+unpacked, decoded and applied, and the data of the last two. Objects may take as much again."""
+_RECORD_BYTES = 2_048
+"""About what the objects of a record take of a share."""
 
 
 class Reader:
@@ -55,12 +59,15 @@ class Reader:
         self._gatherer = gatherer
         self._settings = consume.settings
         self._health = health
+        self._memory: float = client.share
+        """Bytes that a batch may take: a share, or any number in the turn of this reader."""
         self._slot = Slot(consume.group, partition.topic, partition.partition)
         self._part = f"partition {partition.topic}/{partition.partition}"
         self._stored_position = PartitionPosition(self._slot, client, consume, self._attempts)
         self._pace = Pace(consume.settings)
         self._stopping = asyncio.Event()
-        self._blocked: Blocked | None = None
+        self._blocked: tuple[int, str] | None = None
+        """The offset where it is blocked, and why."""
         self._is_cut_off = False
         self._is_applying = False
         self._left: list[ConsumerRecord] = []
@@ -96,8 +103,8 @@ class Reader:
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
+            pause = 0.0
             try:
-                self._left = []
                 self._move_to(await self._stored_position.locate())
                 await self._read_on()
             except (PositionMoved, errors.OffsetOutOfRangeError) as moved:
@@ -105,26 +112,56 @@ class Reader:
             except Exception as error:
                 if not self._stopping.is_set():
                     after = error.after if isinstance(error, Paused) else None
-                    await self._block(self._blocked_by(error), after or self._settings.retry_pause)
+                    pause = after or self._settings.retry_pause
+                    self._block(self._blocked_by(error))
+            if pause:  # without the error, which refers to the batch
+                # Records that stay in the client's buffer would delay its next fetch for others.
+                with self._client.resting(self._partition):
+                    await sleep_or_event(self._stopping, pause)
 
     async def _read_on(self) -> None:
         assert self.position is not None
-        # Not yet as below: earlier processes may have died over the first records.
-        while not self._has_begun and not self._stopping.is_set():
-            part = await self._fetch(self.position)
-            await self._apply(part)
-            self._deaths = part.deaths if self._left else 0
-            # Without records there was only a gap in the offsets.
-            self._has_begun = bool(part.batch.records) and not self._deaths
-        following = asyncio.create_task(self._fetch(self.position))
+        following: asyncio.Task[PartitionBatch] | None = None
         try:
             while not self._stopping.is_set():
-                part = await following
-                # The next batch is fetched and decoded while this one is applied.
-                following = asyncio.create_task(self._fetch(part.batch.end))
+                until = self.position + 1
+                try:
+                    part = await (following or self._fetch(self.position))
+                    exceeds = part.batch.end < until  # the data of its first message does
+                except UnreadableBatch as error:
+                    if not error.is_too_large:
+                        raise
+                    until, exceeds = error.next, True
+                following = None
+                if exceeds:
+                    await self._exceed(until)
+                    continue
+                # Not while earlier processes may have died over the first records.
+                if self._has_begun:
+                    # The next batch is fetched and decoded while this one is applied.
+                    following = asyncio.create_task(self._fetch(part.batch.end))
                 await self._apply(part)
         finally:
-            await end(following)
+            await end(*filter(None, [following]))
+            self._left = []
+
+    async def _exceed(self, until: int) -> None:
+        """Apply up to `until` what exceeds the share; turns of other readers come in between."""
+        assert self.position is not None
+        with self._client.resting(self._partition):
+            await self._client.exceeding.acquire()
+        self._memory, is_over = inf, False
+        ends_at = monotonic() + 2 * self._settings.kafka_session_timeout  # a fetch takes less
+        try:
+            while not (is_over or self._stopping.is_set()):
+                part = await self._fetch(self.position)
+                if part.batch.end > self.position:
+                    await self._apply(part)
+                is_over = not self._left and (self.position >= until or monotonic() >= ends_at)
+        finally:
+            with self._client.resting(self._partition):
+                self._client.exceeding.release()
+            self._memory = self._client.share
 
     async def _apply(self, part: PartitionBatch) -> None:
         memory = Memory()
@@ -142,6 +179,10 @@ class Reader:
         finally:
             self._is_applying = False
         self._move_to(part.batch.end)
+        if not self._has_begun:
+            self._deaths = part.deaths if self._left else 0
+            # Without records there was only a gap in the offsets.
+            self._has_begun = bool(part.batch.records) and not self._deaths
 
     async def _fetch(self, start: int) -> PartitionBatch:
         """Wait for the records from `start` on, decode them and fetch the data they refer to.
@@ -153,7 +194,7 @@ class Reader:
         records = await self._records(start)
         if not records:
             behind = await self._client.position(self._partition)
-            return PartitionBatch(self._slot, Batch(start, behind, (), ()))
+            return PartitionBatch(self._slot, Batch(start, max(start, behind), (), ()))
         deaths, handlers = self._suspected_deaths, self._consume.handlers
         attempts = self._attempts("fetching schemas or data")
         if deaths and not self._deaths:
@@ -171,7 +212,7 @@ class Reader:
         else:
             batch = await attempts(partial(read, handlers, start, records, validates=not deaths))
         if not deaths:
-            batch = await attempts(resolve_batch, batch, self._consume.claims)
+            batch = await attempts(resolve_batch, batch, self._consume.claims, self._memory)
         self._left = [record for record in records if record.offset >= batch.end]
         return PartitionBatch(self._slot, batch, deaths, self._begun)
 
@@ -198,7 +239,7 @@ class Reader:
             records = await self._poll(start)
             if not records:
                 await self._stored_position.check(self.position or 0, start)
-                is_gap = await self._client.position(self._partition) > start
+                is_gap = self._memory == inf or await self._client.position(self._partition) > start
             if self._is_cut_off:
                 self._is_cut_off = False
                 self._release()
@@ -221,17 +262,19 @@ class Reader:
                 is_first = batches is not None and not self._has_begun
                 if is_first and (self._client.last_stable_offset(self._partition) or 0) > start:
                     await self._stored_position.count_start(start)
-                most = self._settings.unpacked_mebibytes * 2**20
-                unpacked_at_most.set(min(_CAREFUL_BYTES, most) if self._suspected_deaths else most)
+                if batches is not None:
+                    careful = LARGEST_SHARE if self._suspected_deaths else inf
+                    batches.room = int(min(self._settings.largest_batch, self._memory, careful))
+                most = min(self._pace.limit, 1 + self._client.share // _RECORD_BYTES)
                 try:
-                    taken = await self._client.take(self._partition, self._pace.limit)
+                    taken = await self._client.take(self._partition, most)
                 except UnreadableBatch as batch:
                     if batch.next > start:
                         raise
                     self._stored_position.fetch_from(start, compares=False)
                     continue
                 found = self._stored_position.recognized(taken, start, batches)
-                if found or batches is None:
+                if found or batches is None or self._memory == inf:
                     break
         if found:
             metrics.received(self._slot.topic, self._slot.group, len(found))
@@ -246,7 +289,7 @@ class Reader:
         """Set the position; the partition is ready unless it is still blocked there."""
         self.position = position
         if self._blocked is not None:
-            if position == self._blocked.offset:
+            if position == self._blocked[0]:
                 return
             log.info("%s: resumed at offset %s", self._part, position)
             self._release()
@@ -260,6 +303,8 @@ class Reader:
                 return error
             case Paused():
                 return Blocked(position, error.reason, text)
+            case StoreUnavailable():
+                return Blocked(position, "store failed", text)
             case UnreadableBatch():
                 return self._stored_position.unreadable(position, error, self._suspected_deaths)
         self._is_cut_off = is_infrastructure(error)
@@ -267,10 +312,10 @@ class Reader:
             return Blocked(position, "Kafka failed", text)
         return Blocked(position, "unexpected error", text, error)
 
-    async def _block(self, blocked: Blocked, pause: float) -> None:
-        """Report why the partition is blocked, and pause for so many seconds."""
-        partition = self._partition
-        if str(self._blocked) != str(blocked):
+    def _block(self, blocked: Blocked) -> None:
+        """Report why the partition is blocked."""
+        partition, text = self._partition, str(blocked)
+        if self._blocked is None or self._blocked[1] != text:
             log.error(
                 "%s is blocked and skips no record: %s",
                 self._part,
@@ -280,16 +325,9 @@ class Reader:
                 | {"offset": blocked.offset, "reason": blocked.reason},
             )
             metrics.processed(partition.topic, "", "blocked", 1, self._slot.group)
-        self._blocked = blocked
+        self._blocked = blocked.offset, text
         metrics.set_blocked(partition.topic, partition.partition, is_blocked=True)
-        self._health.not_ready(self._part, str(blocked))
-        # Records of this partition that stay in the client's buffer would delay its next fetch for
-        # the other partitions.
-        with suppress(Exception):
-            self._client.pause(partition)
-        await sleep_or_event(self._stopping, pause)
-        with suppress(Exception):
-            self._client.resume(partition)
+        self._health.not_ready(self._part, text)
 
     def _release(self) -> None:
         if self._blocked is not None:
@@ -302,4 +340,5 @@ class Reader:
             self._settings.postgresql,
             unless=self._stopping.is_set,
             report=lambda reason: self._health.not_ready(self._part, reason),
+            waits_for_stores=self._memory < inf,  # or others would wait for their turn, too
         )

@@ -7,6 +7,7 @@ the outbox.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from hashlib import blake2b
+from math import inf
 from typing import NamedTuple, Self
 
 import asyncpg
@@ -131,8 +132,8 @@ def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
     return hash.hexdigest()
 
 
-Staged = tuple[int, int, int]
-"""Numbers of events, of calls, and of events that are scheduled or cancelled."""
+Staged = tuple[int, int, int, int]
+"""Numbers of events, of calls, and of events that are scheduled or cancelled; bytes of all."""
 
 
 class Outbox:
@@ -147,12 +148,14 @@ class Outbox:
         codecs: Mapping[str, Codec] = {},
         closed: Mapping[str, str] = {},
         sent_size: Callable[[StagedEvent, int], int] | None = None,
+        memory: float = inf,
     ) -> None:
         """`call_types` are the events that may be staged by `call`, by their types.
 
         `codecs` are those of topics without CloudEvents in binary mode; `closed` are topics whose
         codec can't write yet, with the reason.
         `sent_size` returns the size of an event's record, given the size that is allowed.
+        `memory` is how many bytes make it full.
         """
         self._source = source
         self.max_event_bytes = max_event_bytes
@@ -160,6 +163,8 @@ class Outbox:
         self.codecs = codecs
         self._closed = {**closed}
         self._sent_size = sent_size
+        self._memory = memory
+        self._bytes = 0
         self._staged: list[StagedEvent] = []
         self.calls: list[StagedEvent] = []
         """Events for handlers outside of the transaction, after its commit."""
@@ -174,18 +179,23 @@ class Outbox:
     @property
     def staged(self) -> Staged:
         """The state of staging. Setting it to an earlier value drops all that was staged since."""
-        return len(self._staged), len(self.calls), len(self._scheduled)
+        return len(self._staged), len(self.calls), len(self._scheduled), self._bytes
 
     @staged.setter
     def staged(self, earlier: Staged) -> None:
-        events, calls, scheduled = earlier
+        events, calls, scheduled, self._bytes = earlier
         del self._staged[events:]
         del self.calls[calls:]
         del self._scheduled[scheduled:]
 
+    @property
+    def is_full(self) -> bool:
+        """Whether what is staged takes more memory than it should."""
+        return self._bytes > self._memory
+
     def clear(self) -> None:
         """Forget what is staged, because it is written."""
-        self.staged = 0, 0, 0
+        self.staged = 0, 0, 0, 0
 
     def stage(
         self,
@@ -276,7 +286,8 @@ class Outbox:
             row = self._encoded(row)
             is_stored = self.has_cloudevents(row)
         allowed, sent_size = self.max_event_bytes, self._sent_size
-        size = sent_size(row, allowed) if sent_size and is_stored else row.size
+        memory = row.size
+        size = sent_size(row, allowed) if sent_size and is_stored else memory
         if size > allowed:
             note = " (only CloudEvents are stored in the object store)" if sent_size else ""
             raise Unpublishable(
@@ -284,6 +295,7 @@ class Outbox:
                 " smaller event, or raise PIPELINE_MAX_EVENT_BYTES and the topic's"
                 " max.message.bytes"
             )
+        self._bytes += memory
         return row
 
     def _encoded(self, row: StagedEvent) -> StagedEvent:

@@ -6,8 +6,8 @@ has a record or two, at the cost of one with fifty, and of a transaction.
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from itertools import chain
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from aiokafka.errors import ConsumerStoppedError, KafkaError, for_code
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
-from .record_batches import FetchedBatches
+from .record_batches import FetchedBatches, FetchedRecords
 
 MAX_WAIT_MS, IDLE_MAX_WAIT_MS = 100, 1000
 """How long a broker waits for records before it answers that there are none. A partition whose
@@ -37,7 +37,11 @@ _UNGATHERED = 100
 _COUNTING_SECONDS = 0.5
 """How long records are counted to compute their rate."""
 
-fetcher.MemoryRecords = FetchedBatches
+_FETCH_BYTES = 4 * 2**20
+"""Largest fetch of a partition: several batches of small records. Its last batch is only partly
+full, and applying that takes too little time to decode a full one meanwhile."""
+
+fetcher.MemoryRecords, fetcher.PartitionRecords = FetchedBatches, FetchedRecords
 
 
 class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
@@ -136,6 +140,25 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
     """A consumer that polls less often while no records come, which is most of its cost then."""
 
     _busy_until = 0.0
+
+    def hold(self, share: int) -> None:
+        """Fetch no more than a share of each partition, or one larger batch.
+
+        The lock `exceeding` is for those that hold more of a partition.
+        """
+        self.share, self.exceeding = share, asyncio.Lock()
+        self._fetcher._max_partition_fetch_bytes = min(share, _FETCH_BYTES)
+
+    @contextmanager
+    def resting(self, partition: TopicPartition) -> Iterator[None]:
+        """Hold and fetch nothing of the partition in the block; then go on where it was."""
+        with suppress(Exception):  # it may be revoked
+            self.pause(partition)
+        self._fetcher._records.pop(partition, None)
+        yield
+        with suppress(Exception):
+            self.resume(partition)
+        self._fetcher._notify(self._fetcher._wait_consume_future)
 
     def link(self, partition: TopicPartition) -> object:
         """Return the leader of the partition, the connection to it, and since when it has answered

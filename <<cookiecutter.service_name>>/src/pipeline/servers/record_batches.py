@@ -6,20 +6,18 @@ raises at every attempt, and nothing behind it would ever be read.
 """
 
 from collections.abc import Iterator
-from contextvars import ContextVar
 from itertools import islice
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from struct import unpack_from
 from typing import Any
+from weakref import proxy
 
 import cramjam
 from aiokafka.codec import _detect_xerial_stream
+from aiokafka.consumer.fetcher import PartitionRecords
 from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBase, _DefaultRecordBatchPy
 from aiokafka.record.memory_records import MemoryRecords
-
-unpacked_at_most: ContextVar[int] = ContextVar("unpacked_at_most", default=128 * 2**20)
-"""Bytes that a batch may unpack to, in the context that reads it."""
 
 _MAGIC, _OLD_CODEC, _CODEC = 16, 17, 22
 """Offsets in a batch of its format, of its codec before format 2, and of its codec since."""
@@ -34,12 +32,12 @@ _NO_ROOM = "failed to write whole buffer"
 class UnreadableBatch(Exception):
     """A batch can't be unpacked within its limit, or holds no valid records."""
 
-    def __init__(self, batch: Any, raw: memoryview, error: Exception) -> None:
+    def __init__(self, batch: Any, raw: memoryview, error: Exception, room: int) -> None:
         codec = raw[_OLD_CODEC if _is_old(raw) else _CODEC] & _CODEC_MASK
         self.first, self.next = _offset_of(raw), int(batch.next_offset)
         self.is_too_large = isinstance(error, _TooLarge)
         why = (
-            f"unpacks to more than {unpacked_at_most.get():,} bytes"
+            f"unpacks to more than {room:,} bytes"
             if self.is_too_large
             else f"can't be read: {type(error).__name__}: {error}"
         )
@@ -53,8 +51,18 @@ class _TooLarge(Exception):
     """The batch unpacks to more than its limit."""
 
 
+class FetchedRecords(PartitionRecords):  # type: ignore[misc]  # it has no types
+    """The records of a fetch: their iterator refers weakly to them, so the batch goes with them."""
+
+    def _unpack_records(self) -> Any:
+        return PartitionRecords._unpack_records(proxy(self))
+
+
 class FetchedBatches:
     """The batches of a fetch; takes the place of aiokafka's `MemoryRecords`."""
+
+    room = 128 * 2**20
+    """Bytes to which its next batches may unpack together."""
 
     def __init__(self, data: bytes) -> None:
         self._data = memoryview(data)
@@ -83,7 +91,7 @@ class FetchedBatches:
         (length,) = unpack_from(">i", self._data, self._at + 8)
         start, self._at = self._at, self._at + 12 + length
         raw = self._data[start : self._at]
-        return FetchedBatch(self._records.next_batch(), raw, self if start else None)
+        return FetchedBatch(self._records.next_batch(), raw, self, is_first=not start)
 
 
 class FetchedBatch:
@@ -93,11 +101,11 @@ class FetchedBatch:
     end the fetch, and are the first of the next one. So what stands before them is applied.
     """
 
-    def __init__(self, batch: Any, raw: memoryview, follows_in: FetchedBatches | None) -> None:
+    def __init__(self, batch: Any, raw: memoryview, of: FetchedBatches, *, is_first: bool) -> None:
         self._batch = batch
         self._raw = raw
-        self._fetch = follows_in
-        """None for the first one."""
+        self._fetch = of
+        self._is_first = is_first
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batch, name)
@@ -105,19 +113,22 @@ class FetchedBatch:
     @property
     def next_offset(self) -> int:
         """Return the offset to fetch from next: behind it, or its own if it ended the fetch."""
-        has_ended_fetch = self._fetch is not None and self._fetch.is_over
+        has_ended_fetch = self._fetch.is_over and not self._is_first
         return _offset_of(self._raw) if has_ended_fetch else int(self._batch.next_offset)
 
     def __next__(self) -> Any:
         return next(self._batch)
 
     def __iter__(self) -> Iterator[Any]:
-        read = 0
+        read, fetch = 0, self._fetch
         try:
             raw, batch = self._raw, self._batch
+            if len(raw) > fetch.room:
+                raise _TooLarge
             if raw[_CODEC] & _CODEC_MASK and not _is_old(raw):
-                raw = _unpacked(raw, unpacked_at_most.get())
+                raw = _unpacked(raw, fetch.room)
                 batch = type(batch)(raw)
+            fetch.room -= len(raw)
             try:
                 for record in batch:
                     read += 1
@@ -128,9 +139,9 @@ class FetchedBatch:
                     raise
                 yield from islice(_LenientBatch(raw), read, None)
         except Exception as error:
-            if self._fetch is None or read:
-                raise UnreadableBatch(self._batch, self._raw, error) from error
-            self._fetch.is_over = True
+            if self._is_first or read:
+                raise UnreadableBatch(self._batch, self._raw, error, fetch.room) from error
+            fetch.is_over = True
 
 
 def _is_old(raw: memoryview) -> bool:

@@ -83,7 +83,7 @@ class Folder:
             await connection.execute(CLAIM, names, list(replaced))
             outbox.replace(replaced)
 
-    async def resolve(self, items: Sequence[Item]) -> Sequence[Item]:
+    async def resolve(self, items: Sequence[Item], memory: float) -> Sequence[Item]:
         """Fetch nothing: no event of the bank's topics refers to its data."""
         return items
 

@@ -181,6 +181,33 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
     await clients.stop(one, seconds=5)
 
 
+async def test_a_partition_that_rests_takes_no_memory_and_goes_on_where_it_was(
+    kafka: str, new_topic: NewTopic
+) -> None:
+    topic = await new_topic()
+    async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
+        for _ in range(6):
+            await producer.send_and_wait(topic, bytes(10_000))
+    partition = TopicPartition(topic, 0)
+    async with KafkaConsumer(
+        bootstrap_servers=kafka, auto_offset_reset="earliest", isolation_level="read_committed"
+    ) as one:
+        one.hold(25_000)
+        one.assign([partition])
+
+        async def offsets(seconds: float) -> list[int]:
+            until = asyncio.get_running_loop().time() + seconds
+            await one.arrival(partition, until)
+            return [record.offset for record in await one.take(partition, 100)]
+
+        assert await offsets(PATIENCE) == [0, 1], "more would be more than a share"
+        assert await one.arrival(partition, asyncio.get_running_loop().time() + PATIENCE)
+        with one.resting(partition):
+            assert not one._fetcher._records
+            assert await offsets(0.3) == []
+        assert await offsets(PATIENCE) == [2, 3]
+
+
 async def test_a_start_that_is_cancelled_leaves_its_connection_open_without_the_patch(
     wire: Wire,
 ) -> None:

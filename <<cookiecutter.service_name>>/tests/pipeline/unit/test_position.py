@@ -73,7 +73,7 @@ def test_an_anchor_that_comes_alone_is_not_missed_when_others_come() -> None:
     one, batches = position(), FetchedBatches(WHOLE)
     assert one.recognized([ANCHOR], START, batches) == []
     assert one.recognized([NEXT], START, batches) == [NEXT]
-    assert one._last is NEXT
+    assert one._last == Anchor.of(NEXT)
     again = position()
     assert again.recognized([ANCHOR], START, batches) == []
     with pytest.raises(Blocked, match="its end lost"):

@@ -1,16 +1,20 @@
-"""Batches are unpacked to no more than a limit, and what can't be read stops nothing before it."""
+"""Batches are read as far as there is room, and what can't be read stops nothing before it."""
 
+import gc
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from mmap import mmap
 from typing import Any
+from weakref import ref
 
 import pytest
 from aiokafka import TopicPartition
-from aiokafka.consumer.fetcher import READ_COMMITTED, PartitionRecords
+from aiokafka.consumer.fetcher import READ_COMMITTED
 from aiokafka.record import memory_records
 from aiokafka.record.default_records import DefaultRecordBatchBuilder, _DefaultRecordBatchPy
 
 from pipeline.servers import record_batches
-from pipeline.servers.record_batches import FetchedBatches, UnreadableBatch, unpacked_at_most
+from pipeline.servers.record_batches import FetchedBatches, FetchedRecords, UnreadableBatch
 
 CODECS = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
 LARGE = 64 * 2**20
@@ -52,23 +56,18 @@ def batch(codec: str, *values: bytes, first: int = 0, headers: Headers = ()) -> 
     return first.to_bytes(8, "big") + bytes(builder.build())[8:]
 
 
-def fetched(data: bytes, offset: int = 0, *, checks: bool = True) -> PartitionRecords:
+def fetched(
+    data: bytes, offset: int = 0, *, checks: bool = True, room: int = 2 * LARGE
+) -> FetchedRecords:
     """Return what aiokafka makes of a fetch from the offset on."""
     place = TopicPartition("t", 0)
     records = FetchedBatches(data)
-    return PartitionRecords(place, records, [], offset, None, None, checks, READ_COMMITTED)
+    records.room = room
+    return FetchedRecords(place, records, [], offset, None, None, checks, READ_COMMITTED)
 
 
 def values(records: Sequence[Any]) -> list[bytes]:
     return [one.value for one in records]
-
-
-@pytest.fixture
-def limited() -> Iterator[None]:
-    """Let batches unpack to a mebibyte."""
-    token = unpacked_at_most.set(LIMIT)
-    yield
-    unpacked_at_most.reset(token)
 
 
 def test_a_batch_shows_its_leader_epoch_and_whether_compaction_may_have_shortened_it() -> None:
@@ -92,31 +91,76 @@ def test_batches_of_each_codec_are_read_from_any_offset(codec: str) -> None:
     assert values(list(fetched(data, 37))) == sent[37:]
 
 
-@pytest.mark.usefixtures("limited")
-def test_a_batch_within_the_limit_is_read_and_one_above_it_is_named() -> None:
-    for codec in CODECS:
-        fits = bytes(LIMIT - 100)
-        assert values(list(fetched(batch(codec, fits)))) == [fits]
-        if codec == "none":
-            continue
-        data = batch(codec, b"a", bytes(LARGE), b"c", first=7)
-        with pytest.raises(UnreadableBatch) as raised:
-            list(fetched(data, 8))
-        assert (raised.value.first, raised.value.next) == (7, 10)
-        assert str(raised.value) == (
-            f"the batch of the offsets 7 to 9 ({len(data):,} bytes, {codec}) unpacks to more than"
-            " 1,048,576 bytes"
-        )
+def test_a_batch_for_which_there_is_room_is_read_and_a_larger_one_is_named(codec: str) -> None:
+    fits = bytes(LIMIT - 100)
+    assert values(list(fetched(batch(codec, fits), room=LIMIT))) == [fits]
+    data = batch(codec, b"a", bytes(LARGE), b"c", first=7)
+    with pytest.raises(UnreadableBatch) as raised:
+        list(fetched(data, 8, room=LIMIT))
+    assert (raised.value.first, raised.value.next) == (7, 10)
+    assert raised.value.is_too_large
+    assert str(raised.value) == (
+        f"the batch of the offsets 7 to 9 ({len(data):,} bytes, {codec}) unpacks to more than"
+        " 1,048,576 bytes"
+    )
 
 
-@pytest.mark.usefixtures("limited")
+def test_batches_share_the_room_and_what_does_not_fit_is_fetched_again(codec: str) -> None:
+    sent = [batch(codec, bytes(LIMIT // 3), first=offset) for offset in range(4)]
+    found = fetched(b"".join(sent), room=LIMIT)
+    assert len(list(found)) == 2, "three have headers, too"
+    assert found.next_fetch_offset == 2
+    assert len(list(fetched(b"".join(sent[2:]), 2, room=LIMIT))) == 2
+
+
+def test_the_rest_of_a_batch_that_is_unpacked_needs_no_room_in_the_next_call(codec: str) -> None:
+    large = batch(codec, bytes(LIMIT // 2), bytes(LIMIT // 3))
+    found = fetched(large + batch(codec, b"c", first=2), room=LIMIT)
+    next(found)
+    found._records.room = 1_000
+    assert len(list(found)) == 2
+
+
 def test_what_comes_before_a_batch_that_is_too_large_is_read() -> None:
     before, bomb = batch("gzip", b"a", b"b"), batch("gzip", bytes(LARGE), first=2)
-    found = fetched(before + bomb + batch("gzip", b"d", first=3))
+    found = fetched(before + bomb + batch("gzip", b"d", first=3), room=LIMIT)
     assert values(list(found)) == [b"a", b"b"]
     assert found.next_fetch_offset == 2, "the next fetch begins with it"
     with pytest.raises(UnreadableBatch):
-        list(fetched(bomb, 2))
+        list(fetched(bomb, 2, room=LIMIT))
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ref[mmap]]]:
+    """Return references to what is unpacked, for which no garbage is collected."""
+    found: list[ref[mmap]] = []
+
+    def noted(*args: Any, **options: Any) -> mmap:
+        memory = mmap(*args, **options)
+        found.append(ref(memory))
+        return memory
+
+    monkeypatch.setattr(record_batches, "mmap", noted)
+    gc.disable()
+    yield found
+    gc.enable()
+
+
+def test_what_is_unpacked_goes_with_its_records_also_if_some_are_not_taken(
+    unpacked: list[ref[mmap]],
+) -> None:
+    records = fetched(batch("gzip", b"a", b"b"))
+    assert next(records).value == b"a"
+    assert [one() is not None for one in unpacked] == [True]
+    del records
+    assert [one() for one in unpacked] == [None]
+
+
+def test_what_is_unpacked_goes_with_the_error_if_it_is_too_much(unpacked: list[ref[mmap]]) -> None:
+    records = fetched(batch("gzip", bytes(LARGE)), room=LIMIT)
+    with suppress(UnreadableBatch):
+        next(records)
+    assert [one() for one in unpacked] == [None]
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])

@@ -1,5 +1,6 @@
 """Settings: where they come from, what is refused, and that secrets stay so."""
 
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from sqlalchemy import MetaData
 
 from pipeline import Handlers, Policy, Service
 from pipeline.apply import backlog
-from pipeline.settings import Settings, mistakes
+from pipeline.settings import Settings, available_memory, mistakes
 
 URL = "postgresql+asyncpg://service:hunter2@db:5432/service"
 
@@ -24,8 +25,6 @@ URL = "postgresql+asyncpg://service:hunter2@db:5432/service"
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set what is required, and nothing else."""
-    import os
-
     for name in list(os.environ):
         if name.upper().startswith("PIPELINE_"):
             monkeypatch.delenv(name)
@@ -52,6 +51,49 @@ def test_the_delivery_guarantees_name_the_defaults() -> None:
     assert sum(policy.schedule[: policy.attempts - 1]) == pytest.approx(105 * 60, rel=0.05)
     assert not signature(Handlers.topic).parameters["demands_types"].default
     assert backlog._MOST_DUE == 10_000
+
+
+MEBIBYTE = 2**20
+UNLIMITED = 2**63 - 4096
+"""What the first version of control groups says where there is no limit."""
+
+
+@pytest.mark.parametrize(
+    ("limits", "mebibytes"),
+    [
+        ({"memory.max": 768 * MEBIBYTE}, 768),
+        ({"memory.max": "max"}, None),
+        ({"memory/memory.limit_in_bytes": 768 * MEBIBYTE}, 768),
+        ({"memory/memory.limit_in_bytes": UNLIMITED}, None),
+        ({"memory.max": "nonsense"}, None),
+        ({}, None),
+    ],
+)
+def test_the_memory_is_that_of_the_container_or_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    limits: dict[str, object],
+    mebibytes: int | None,
+) -> None:
+    for name, limit in limits.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{limit}\n", "ascii")
+    monkeypatch.setattr("pipeline.settings._GROUP", tmp_path)
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = available_memory.__wrapped__()
+    assert found == (machine if mebibytes is None else mebibytes * MEBIBYTE)
+
+
+@pytest.mark.parametrize(("memory", "largest"), [(64, 64 * MEBIBYTE // 6), (8_000, 128 * MEBIBYTE)])
+def test_the_memory_that_is_set_bounds_the_largest_batch(
+    monkeypatch: pytest.MonkeyPatch, memory: int, largest: int
+) -> None:
+    monkeypatch.setenv("PIPELINE_MEMORY_MEBIBYTES", f"{memory}")
+    assert Settings().memory == memory * MEBIBYTE
+    assert Settings().largest_batch == largest
+    monkeypatch.setenv("PIPELINE_MEMORY_MEBIBYTES", "63")
+    with pytest.raises(ValidationError, match="greater than or equal to 64"):
+        Settings()
 
 
 def test_every_field_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
