@@ -6,6 +6,7 @@ The thread also answers while the event loop is blocked, and reports that it is.
 import errno
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -24,7 +25,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 log = logging.getLogger(__name__)
 
-_REMIND_SECONDS = 60.0
+_REMIND_SECONDS, _REST_SECONDS = 60.0, 10.0
 _PARTS_NAMED = 3
 _POLL_SECONDS = 0.5
 """Interval at which the server's thread checks whether it has to stop, and the age of requests."""
@@ -92,31 +93,39 @@ class Health:
 
 
 class ReadinessLog:
-    """Logs why the process is not ready, when that changes and every minute, and when it is."""
+    """Logs why the process is not ready, when that changes and every minute, and when it is.
+
+    A process that was ready is so again when all its parts have stayed ready for ten seconds: one
+    that comes and goes would fill the log.
+    """
 
     def __init__(self, health: Health) -> None:
         self._health = health
         self._logged: set[str] = set()
         """Reasons, without their numbers."""
         self._remind_at = 0.0
-        self._since = time.monotonic()
-        self._was_ready: bool | None = None
+        self._since, self._until = time.monotonic(), math.inf
+        """When it was ready no longer, and when it is again, as far as is known."""
+        self._is_ready, self._rest = False, 0.0
 
     def announce(self) -> None:
         """Log what has changed; about once a second."""
         reasons, now = self._health.reasons, time.monotonic()
-        if not reasons and not self._was_ready:
-            log.info("ready, after %.0f s", now - self._since)
-            self._logged.clear()
-        elif reasons:
-            if self._was_ready:
-                self._since = now
-            kinds = {re.sub(r"\d+", "", reason) for reason in reasons.values()}
-            if not kinds <= self._logged or now >= self._remind_at:
-                log.info("not ready: %s", _summary(reasons))
-                self._remind_at = now + _REMIND_SECONDS
-            self._logged |= kinds
-        self._was_ready = not reasons
+        if not reasons:
+            self._until = min(self._until, now)
+            if not self._is_ready and now >= self._until + self._rest:
+                log.info("ready, after %.0f s", self._until - self._since)
+                self._logged.clear()
+                self._is_ready, self._rest = True, _REST_SECONDS
+            return
+        if self._is_ready:
+            self._since = now
+        self._is_ready, self._until = False, math.inf
+        kinds = {re.sub(r"\d+", "", reason) for reason in reasons.values()}
+        if not kinds <= self._logged or now >= self._remind_at:
+            log.info("not ready: %s", _summary(reasons))
+            self._remind_at = now + _REMIND_SECONDS
+        self._logged |= kinds
 
 
 def _summary(reasons: Mapping[str, str]) -> str:

@@ -363,7 +363,7 @@ def test_an_outage_is_told_when_it_begins_and_when_it_has_ended(
     assert announced() == ["not ready: relay: PostgreSQL at db:5432: refused"]
     assert [announced() for _ in range(30)] == [[]] * 30
     health.ready("relay")
-    assert announced() == ["ready, after 31 s"]
+    assert [line for _ in range(11) for line in announced()] == ["ready, after 31 s"]
     health.not_ready("relay", "PostgreSQL at db:5432: refused")
     assert announced() == ["not ready: relay: PostgreSQL at db:5432: refused"]
 
@@ -384,6 +384,21 @@ def test_a_reason_is_logged_once_however_many_parts_have_it_and_whatever_its_num
     )
     health.not_ready("relay", "Kafka has not answered for 16 s")
     assert announced() == []
+
+
+def test_parts_that_come_and_go_are_one_outage_until_all_stay(
+    health: Health, announced: Announced
+) -> None:
+    health.ready("relay")
+    assert announced() == ["ready, after 1 s"]
+    told = []
+    for number in range(20):
+        health.not_ready("relay", f"slow for {number} s")
+        told += announced()
+        health.ready("relay")
+        told += announced() + announced()
+    assert told == ["not ready: relay: slow for 0 s"]
+    assert [line for _ in range(30) for line in announced()] == ["ready, after 58 s"]
 
 
 def test_an_outage_that_lasts_is_told_again_every_minute(
