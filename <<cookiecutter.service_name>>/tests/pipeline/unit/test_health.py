@@ -529,7 +529,7 @@ async def sleep() -> None:
 
 
 async def main() -> None:
-    health = Health(stall_after=60)
+    health = Health(stall_after=600)
     beating = asyncio.create_task(watchdog.heartbeat(health, interrupt, 0.6))
     for _ in range(2):
         await asyncio.sleep(0.1)
@@ -556,7 +556,7 @@ with asyncio.Runner(loop_factory={loop}) as runner:
         ("re.match('(a+)+$', 60 * 'a' + 'b')", "uvloop.new_event_loop"),
         # One call of C, during which no handler of signals runs, and in the second no thread.
         ("os.system('sleep 2')", "uvloop.new_event_loop"),
-        ("sum(range(200_000_000))", "uvloop.new_event_loop"),
+        ("sum(range(100_000_000))", "uvloop.new_event_loop"),
         # In a task that it has begun.
         ("await asyncio.create_task(sleep())", "uvloop.new_event_loop"),
     ],
@@ -593,14 +593,19 @@ async def block_the_loop() -> None:
     time.sleep(60)
 
 
+def be_found() -> None:
+    signal.raise_signal(signal.SIGVTALRM)
+
+
 async def nap() -> None:
     time.sleep(1.2)
+    be_found()
 
 
 async def step() -> None:
-    compute(0.1)
+    be_found()
     {within}
-    compute(0.1)
+    be_found()
 
 
 async def main() -> None:
