@@ -860,15 +860,8 @@ from pipeline.handlers.staging import StagedEvent, copy
         [
             Edit(
                 "relay/rejected.py",
-                """\
-    errors.BrokerResponseError: Rejection(
-        "topic refuses",
-        "topic {topic} does not take events ({error}): check its settings and its replicas",
-        of_topic=True,
-        waits=True,
-    ),
-""",
-                "    errors.BrokerResponseError: None,\n",
+                "errors.BrokerResponseError: _REFUSES",
+                "errors.BrokerResponseError: None",
             )
         ],
     ),

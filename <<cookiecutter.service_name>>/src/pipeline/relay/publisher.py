@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
 
 import asyncpg
 from aiokafka import AIOKafkaProducer
 from aiokafka.errors import (
     KafkaError,
+    KafkaTimeoutError,
     LeaderNotAvailableError,
     MessageSizeTooLargeError,
     TopicAuthorizationFailedError,
@@ -19,6 +21,7 @@ from aiokafka.producer.message_accumulator import BatchBuilder
 from pipeline.errors import describe_error
 from pipeline.observe import metrics, traces
 from pipeline.servers import clients
+from pipeline.servers.patches import limit_wait_for_replicas
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
@@ -38,9 +41,26 @@ _LOOKUPS = 5
 _LOOKUP_SECONDS = 0.1
 _ACKNOWLEDGEMENT_SECONDS = 1.0
 """Time without an acknowledgement after which the topic is looked up again."""
+_ACKNOWLEDGED_WITHIN = 10.0
+"""Seconds in which brokers answer, but don't acknowledge a batch, after which it is refused."""
+_REPLICATED_WITHIN = 4.0
+"""Seconds after which a broker answers a request although a topic of it lacks replicas.
+
+It answers the next one only then: less than `_METADATA_SECONDS`, or it would look silent.
+"""
+_START_SECONDS = 5.0
+"""Time-out of starting a producer: its transactional id may be busy."""
 _STOP_SECONDS = 5.0
 _FENCE_SECONDS = 1.0
 """Time-out of fencing another relay, while the relay's own shards wait."""
+
+_PAGES = ("", "-2")
+"""Endings of the transactional ids of a relay, which uses one at a time.
+
+A transaction that has to be aborted keeps its id busy until its topics have leaders and replicas.
+"""
+TRIALS = ("-3",)
+"""Those for events of topics that have refused some."""
 
 
 class NotSent(Exception):
@@ -54,10 +74,13 @@ class Publisher:
     could then overtake it, or be dropped as its duplicate. A new producer has new numbers.
     """
 
-    def __init__(self, settings: Settings, *, client_id: str, owner: str) -> None:
+    def __init__(
+        self, settings: Settings, *, client_id: str, owner: str, endings: Sequence[str] = _PAGES
+    ) -> None:
         self._settings = settings
         self._client_id = client_id
         self._owner = owner
+        self._endings = deque(endings if settings.relay_transactional else endings[:1])
         compression = settings.relay_compression
         self._compression = None if compression == "none" else compression
         self._producer: AIOKafkaProducer | None = None
@@ -111,7 +134,8 @@ class Publisher:
                 raise outcome
         if is_rejected:
             self._producer = None
-            self._stop_beside(producer)
+            # What it has not sent yet is not to arrive later.
+            self._stop_beside(producer, 0.0)
         elif sending.is_transactional:
             try:
                 await producer.commit_transaction()
@@ -137,12 +161,10 @@ class Publisher:
     async def _fence(self, owner: str) -> bool:
         try:
             async with asyncio.timeout(_FENCE_SECONDS):
-                # A new producer with the same transactional id fences the old one.
-                producer = await self._new_producer(owner)
-                try:
-                    await producer.begin_transaction()
-                finally:
-                    self._stop_beside(producer)
+                each = (self._fence_id(owner + ending) for ending in (*_PAGES, *TRIALS))
+                outcomes = await asyncio.gather(*each, return_exceptions=True)
+                for error in filter(None, outcomes):
+                    raise error
         except (KafkaError, TimeoutError) as error:
             if owner not in self._unfenced:
                 log.warning(
@@ -155,8 +177,16 @@ class Publisher:
         self._unfenced.discard(owner)
         return True
 
-    def _stop_beside(self, producer: AIOKafkaProducer) -> None:
-        stopping = asyncio.create_task(clients.stop(producer, _STOP_SECONDS))
+    async def _fence_id(self, owner: str) -> None:
+        # A new producer with the same transactional id fences the old one.
+        producer = await self._new_producer(owner)
+        try:
+            await producer.begin_transaction()
+        finally:
+            self._stop_beside(producer)
+
+    def _stop_beside(self, producer: AIOKafkaProducer, seconds: float = _STOP_SECONDS) -> None:
+        stopping = asyncio.create_task(clients.stop(producer, seconds))
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopping.discard)
 
@@ -168,9 +198,16 @@ class Publisher:
         await asyncio.gather(*self._stopping)
 
     async def _started(self) -> AIOKafkaProducer:
-        if self._producer is None:
-            self._producer = await self._new_producer(self._owner)
-        return self._producer
+        if self._producer is not None:
+            return self._producer
+        for _ in range(len(self._endings)):
+            try:
+                async with asyncio.timeout(_START_SECONDS):
+                    self._producer = await self._new_producer(self._owner + self._endings[0])
+                    return self._producer
+            except TimeoutError:
+                self._endings.rotate()
+        raise NotSent("no producer can start: brokers are silent, or a transaction has not ended")
 
     async def _new_producer(self, owner: str) -> AIOKafkaProducer:
         transactional = self._settings.relay_transactional
@@ -185,6 +222,7 @@ class Publisher:
             max_request_size=2 * self._settings.max_event_bytes,
             metadata_max_age_ms=30_000,
         )
+        limit_wait_for_replicas(producer, _REPLICATED_WITHIN)
         try:
             await clients.start(producer)
         except BaseException:
@@ -230,6 +268,8 @@ async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending
                 if sending.is_too_large(topic, size, count):
                     raise MessageSizeTooLargeError
                 _check_leader(producer, chain)
+                if sending.is_void:
+                    raise NotSent("its transaction can't be committed")
                 if not sending.may_send():
                     raise LeaseExpired("the lease ended before all events were sent")
                 is_sent = True
@@ -303,19 +343,26 @@ def _check_leader(producer: AIOKafkaProducer, chain: Chain) -> None:
 async def _send_batch(
     producer: AIOKafkaProducer, batch: BatchBuilder, chain: Chain, sending: Sending
 ) -> None:
-    """Send a batch and wait for its acknowledgement."""
+    """Send a batch and wait for its acknowledgement, while the client repeats what failed.
+
+    Raises an error for `rejection_of` if it takes too long though brokers answer. The batch may
+    still arrive then, as a repeat.
+    """
+    ends_at = monotonic() + _ACKNOWLEDGED_WITHIN
     sent = await producer.send_batch(batch, chain.topic, partition=chain.partition)
     try:
         while not sent.done():
             _check_leader(producer, chain)
-            if sending.is_void:
-                raise NotSent("its transaction can't be committed")
+            if monotonic() > ends_at:
+                raise KafkaTimeoutError("no acknowledgement")
             await asyncio.wait({sent}, timeout=_ACKNOWLEDGEMENT_SECONDS)
             if not sent.done():
                 looked = producer.client.force_metadata_update()
                 await asyncio.wait(
                     {sent, looked}, timeout=_METADATA_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
+                if not (looked.done() and looked.result()):  # silence
+                    ends_at = monotonic() + _ACKNOWLEDGED_WITHIN
         sent.result()
     finally:
         sent.cancel()

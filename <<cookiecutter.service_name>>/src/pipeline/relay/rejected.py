@@ -3,7 +3,8 @@
 An event that is itself at fault is dead at once: its row is kept for an operator, and later events
 of its key are sent. All else that brokers say of a batch or its partition is up to the topic,
 whatever the error: its events wait in order, later ones behind earlier ones, until it accepts them.
-While the brokers say nothing, the relay waits, and no event is rejected.
+So is a batch that is not acknowledged for long. While the brokers say nothing, the relay waits, and
+no event is rejected.
 
 All state is in the rows. Only the owner of a shard adds rows of it, and deletes waiting ones.
 """
@@ -62,6 +63,12 @@ _TOO_LARGE = Rejection(
     "too large",
     "event {id} is larger than topic {topic} allows: raise the topic's max.message.bytes",
 )
+_REFUSES = Rejection(
+    "topic refuses",
+    "topic {topic} does not take events ({error}): check its settings and its replicas",
+    of_topic=True,
+    waits=True,
+)
 _KINDS: Mapping[type[KafkaError], Rejection | None] = {
     errors.UnknownTopicOrPartitionError: Rejection(
         "topic missing",
@@ -86,28 +93,24 @@ _KINDS: Mapping[type[KafkaError], Rejection | None] = {
         "not valid",
         "topic {topic} does not take event {id}; a compacted topic takes none without a key",
     ),
-    # All other errors that brokers answer.
-    errors.BrokerResponseError: Rejection(
-        "topic refuses",
-        "topic {topic} does not take events ({error}): check its settings and its replicas",
-        of_topic=True,
-        waits=True,
-    ),
-    # A time-out may be silence, and the others are up to the producer or its user.
-    errors.ClusterAuthorizationFailedError: None,
-    errors.InvalidProducerIdMapping: None,
+    # All other errors that brokers answer; the second is the client's name for one of them.
+    errors.BrokerResponseError: _REFUSES,
+    errors.ProducerFenced: _REFUSES,
+    errors.KafkaTimeoutError: _REFUSES,
+    # In a transaction, the fault of another topic of it.
     errors.InvalidTxnState: None,
+    # The client's name for silence. What a broker answers by it is tried again.
     errors.RequestTimedOutError: None,
-    errors.TransactionalIdAuthorizationFailed: None,
 }
 
 
 def rejection_of(error: KafkaError, event: asyncpg.Record) -> Rejection | None:
-    """Return the rejection that the error means; None for an outage or a producer's error."""
+    """Return the rejection that the error means; None for an outage."""
     kind = next((_KINDS[one] for one in type(error).mro() if one in _KINDS), None)
     if kind is None:
         return None
-    text = kind.text.format(topic=event["topic"], id=event["event_id"], error=error.message)
+    what = getattr(error, "message", error)
+    text = kind.text.format(topic=event["topic"], id=event["event_id"], error=what)
     return kind._replace(text=text)
 
 
@@ -197,7 +200,8 @@ class Rejected:
         self._health = health
         self._try_at: dict[str, float] = {}
         """By topic and the monotonic clock."""
-        self._page = _FIRST_PAGE
+        self._accepting: set[str] = set()
+        """Topics that have accepted events since they refused some."""
         self._look_at = 0.0
 
     @property
@@ -240,20 +244,22 @@ class Rejected:
         await connection.execute(_ADD, *_columns(events, why), min(times), max(times))
 
     async def due(
-        self, connection: asyncpg.Connection, shards: Sequence[int]
+        self, connection: asyncpg.Connection, shards: Sequence[int], *, accepting: bool
     ) -> Sequence[asyncpg.Record]:
         """Return the next events of the topic that is to be tried first, in order.
+
+        Either of those that accept events again, or of those that refused the last ones.
 
         When none is left, later events of the topic are sent from the window again. Only the owner
         of the shards adds rows, so none is missed, except redriven ones, which later events have
         overtaken already.
         """
-        topic = min(self._try_at, key=self._try_at.__getitem__, default=None)
+        topics = [one for one in self._try_at if (one in self._accepting) == accepting]
+        topic = min(topics, key=self._try_at.__getitem__, default=None)
         if topic is None or self._try_at[topic] > monotonic():
             return []
-        rows: list[asyncpg.Record] = await connection.fetch(
-            _DUE, topic, shards, self._page, PAGE_BYTES
-        )
+        most = self._settings.relay_batch_events if accepting else _FIRST_PAGE
+        rows: list[asyncpg.Record] = await connection.fetch(_DUE, topic, shards, most, PAGE_BYTES)
         if not rows:
             self._end(topic)
         return rows
@@ -262,10 +268,11 @@ class Rejected:
         self, connection: asyncpg.Connection, events: Sequence[asyncpg.Record], why: Rejections
     ) -> None:
         """Store the results for events that were due, in the caller's transaction."""
-        self._try_at[events[0]["topic"]] = monotonic()
+        topic = events[0]["topic"]
+        self._try_at[topic] = monotonic()
+        self._accepting.add(topic)
         self._note(events, why)
         sent = [event["id"] for event in events if event["id"] not in why]
-        self._page = self._settings.relay_batch_events if sent else _FIRST_PAGE
         await connection.execute(_DELETE, sent)
         if why:
             rejected = [event for event in events if event["id"] in why]
@@ -281,15 +288,21 @@ class Rejected:
                 else:
                     _log_dead(event, rejection)
         for topic, rejection in waiting.items():
-            self._try_at[topic] = monotonic() + self._settings.relay_topic_pause
+            self._accepting.discard(topic)
+            self.postpone(topic)
             reason = f"events wait: {rejection.text}"
             if self._health.reasons.get(_part(topic)) != reason:
                 extra = {"topic": topic, "reason": rejection.reason}
                 log.warning("relay: %s", reason, extra=extra)
             self._health.not_ready(_part(topic), reason)
 
+    def postpone(self, topic: str) -> None:
+        """Let the topic alone for a while."""
+        self._try_at[topic] = monotonic() + self._settings.relay_topic_pause
+
     def _end(self, topic: str) -> None:
         del self._try_at[topic]
+        self._accepting.discard(topic)
         if _part(topic) in self._health.reasons:
             log.info("relay: no event waits for topic %s any longer", topic)
         self._health.forget(_part(topic))

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from time import monotonic
+from typing import NamedTuple
 from uuid import uuid4
 
 import asyncpg
@@ -19,12 +20,12 @@ from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import pause
-from pipeline.servers.tasks import in_background, sleep_or_event
+from pipeline.servers.tasks import end, in_background, sleep_or_event
 from pipeline.settings import Settings
 
 from .backpressure import RelayBackpressure
 from .cursor import Cursor, LeaseExpired, ServerChanged, grouped
-from .publisher import NotSent, Publisher
+from .publisher import TRIALS, NotSent, Publisher
 from .rejected import Rejected, Rejection, Rejections
 from .scheduled import Scheduled
 from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
@@ -37,6 +38,15 @@ _SCHEDULED = "scheduled events"
 """The part of the health that reports whether scheduled events are moved."""
 _EXPLAINED = (LeaseExpired, NotSent, ServerChanged)
 """Errors whose text is complete, so that no traceback is logged."""
+
+
+class _Trial(NamedTuple):
+    """Events of a topic that has refused some, which are sent beside those of the other topics."""
+
+    events: Sequence[asyncpg.Record]
+    erased: Rejections
+    """Those of them that are not sent."""
+    sending: asyncio.Task[Rejections]
 
 
 class Relay:
@@ -57,6 +67,8 @@ class Relay:
         self._encryption = encryption
         owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=owner)
+        self._trials = Publisher(settings, client_id=f"{name}-relay", owner=owner, endings=TRIALS)
+        self._trial: _Trial | None = None
         self._cursor = Cursor(settings, owner)
         self._rejected = Rejected(settings, health)
         self._scheduled = Scheduled()
@@ -94,6 +106,7 @@ class Relay:
         finally:
             self.backpressure.end()
             await self._publisher.discard()
+            await self._trials.discard()
 
     def _report(self, error: Exception) -> None:
         self.backpressure.end()
@@ -118,7 +131,12 @@ class Relay:
             if not self._cursor.holds_lease():
                 metrics.forget_outbox()
             try:
-                await self._publish_until_stopped(driver)
+                try:
+                    await self._publish_until_stopped(driver)
+                finally:
+                    if self._trial is not None:
+                        await end(self._trial.sending)
+                        self._trial = None
             except TimeoutError:
                 raise  # a write to a server that does not answer would take as long again
             except Exception:
@@ -134,7 +152,10 @@ class Relay:
         drained_by = math.inf
         is_poll = False
         while True:
-            if self._cursor.is_renewal_due:
+            # A shard is not given away while events of it are sent.
+            if self._trial is not None:
+                await self._cursor.extend_in_time(driver)
+            elif self._cursor.is_renewal_due:
                 await self._renew(driver)
             self._staged.clear()
             # Read before the step: what is committed before `stop` must be in its window.
@@ -151,7 +172,7 @@ class Relay:
             if is_poll:
                 pause = min(2 * pause, settings.relay_poll_max)
                 pause = settings.relay_poll_min if found else pause
-            rest = min(pause, self._rejected.seconds_to_next())
+            rest = pause if self._trial else min(pause, self._rejected.seconds_to_next())
             is_poll = not (is_more or await sleep_or_event(self._staged, rest))
 
     async def _renew(self, driver: asyncpg.Connection) -> None:
@@ -182,9 +203,9 @@ class Relay:
         Returns whether there was any event, and whether there are more in open windows. `is_poll`:
         no event was reported, so that mostly nothing was committed since the last step.
         """
-        # A page of the window may add as many waiting events as a retried page removes. So two
-        # pages are retried before each page of the window, and the number of waiting ones falls.
-        is_draining = await self._retry(driver) and await self._retry(driver)
+        # A page of the window may add as many waiting events as a drained page removes. So two
+        # pages are drained before each page of the window, and the number of waiting ones falls.
+        is_draining = await self._retry(driver) and await self._drain(driver)
         cursor = self._cursor
         if is_poll and await is_as_seen(driver, cursor.progress.values(), cursor.server):
             return is_draining, is_draining
@@ -264,27 +285,65 @@ class Relay:
                 await self._rejected.add(driver, unsent, rejections)
 
     async def _retry(self, driver: asyncpg.Connection) -> bool:
-        """Send events that wait for a topic, if it is due; returns whether some were sent."""
-        rows = await self._rejected.due(driver, sorted(self._cursor.progress))
+        """Send events that wait for a topic, if one is due; returns whether it accepts some."""
+        await self._try(driver)
+        return await self._drain(driver)
+
+    async def _try(self, driver: asyncpg.Connection) -> None:
+        """Store what a topic did that was tried, or try the next one that has refused events.
+
+        That may take long, so the events are sent beside those of the other topics.
+        """
+        trial, cursor = self._trial, self._cursor
+        if trial is None:
+            if rows := await self._rejected.due(driver, sorted(cursor.progress), accepting=False):
+                self._rejected.postpone(rows[0]["topic"])
+                events, erased = await self._decrypted(driver, rows)
+                sending = asyncio.create_task(self._trials.send(events, cursor.holds_lease))
+                sending.add_done_callback(lambda _: self._staged.set())
+                self._trial = _Trial(rows, erased, sending)
+        elif trial.sending.done():
+            self._trial = None
+            # Another error of Kafka says nothing about the topic, which is tried again.
+            with suppress(KafkaError, NotSent):
+                rejections = {**trial.sending.result(), **trial.erased}
+                cursor.published += len(trial.events) - len(rejections)
+                await self._settle(driver, trial.events, rejections)
+
+    async def _drain(self, driver: asyncpg.Connection) -> bool:
+        """Send events that wait for a topic that accepts some again; returns whether it has."""
+        shards = sorted(self._cursor.progress)
+        rows = await self._rejected.due(driver, shards, accepting=True)
         if not rows:
             return False
         rejections = await self._send(driver, rows)
+        await self._settle(driver, rows, rejections)
+        return len(rejections) < len(rows)
+
+    async def _settle(
+        self, driver: asyncpg.Connection, rows: Sequence[asyncpg.Record], rejections: Rejections
+    ) -> None:
         shards = {row["shard"] for row in rows}
         async with self._cursor.writing(driver, self._cursor.of(shards)):
             await self._rejected.settle(driver, rows, rejections)
-        return len(rejections) < len(rows)
+
+    async def _decrypted(
+        self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
+    ) -> tuple[Sequence[asyncpg.Record], Rejections]:
+        """Return the events with readable payloads, and rejections of those that have none."""
+        if self._encryption is None:
+            return events, {}
+        async with self._cursor.turn:
+            rows = await self._encryption.decrypt(driver, events, "payload")
+        gone = {row["id"]: row["erased"] for row in rows if row.get("erased")}
+        erased = {id: Rejection("subject forgotten", text) for id, text in gone.items()}
+        return [row for row in rows if row["id"] not in erased], erased
 
     async def _send(
         self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
     ) -> Rejections:
         """Send without a time limit, extending the leases meanwhile; returns the rejections."""
-        erased: Rejections = {}
-        if self._encryption is not None:
-            async with self._cursor.turn:
-                rows = await self._encryption.decrypt(driver, events, "payload")
-            gone = {row["id"]: row["erased"] for row in rows if row.get("erased")}
-            erased = {id: Rejection("subject forgotten", text) for id, text in gone.items()}
-            events = [row for row in rows if row["id"] not in erased]
+        events, erased = await self._decrypted(driver, events)
         if not events:
             return erased
         cursor, begun = self._cursor, monotonic()

@@ -23,8 +23,8 @@ Each item is what aiokafka does without its patch, with the issue upstream where
     error (RFC 7628, section 3.2.2), and the next request fails by an empty one.
 13. Two members with one `group.instance.id` replace each other at each heartbeat. One that restarts
     as leader of the group does not notice partitions that are added. See `consumer.Coordinator`.
-14. A batch whose partition lacks replicas is sent again without a limit, which only the log says.
-    That is kept in a transaction: there the error may mean that a coordinator restarts. (KIP-890)
+14. A broker may wait for the replicas of one topic for as long as the client waits for the broker,
+    so that the other topics of the request get no answer. See `limit_wait_for_replicas`.
 15. A consumer reads on at its offset if a topic was created anew or a leader has lost records, and
     others are in their place: it asks neither for the topic's id (KIP-516) nor where its leader
     epoch ends (KIP-320). See `PartitionPosition.may_have_lost`.
@@ -46,11 +46,9 @@ from aiokafka.errors import (
     KafkaConnectionError,
     KafkaError,
     NodeNotReadyError,
-    NotEnoughReplicasError,
     SaslAuthenticationFailed,
     kafka_errors,
 )
-from aiokafka.producer import sender
 
 from pipeline.errors import describe_error
 
@@ -212,26 +210,16 @@ class Client(AIOKafkaClient):  # type: ignore[misc]  # it has no types
         await super().close()
 
 
-class _SendHandler(sender.SendProduceReqHandler):  # type: ignore[misc]  # it has no types
-    def _can_retry(self, error: KafkaError, batch: Any) -> bool:
-        transactions = self._sender._txn_manager
-        is_transactional = transactions is not None and transactions.transactional_id is not None
-        # Other producers of the process are left as they are.
-        is_ours = isinstance(self._client, Client)
-        if is_ours and not is_transactional and isinstance(error, NotEnoughReplicasError):
-            return False
-        can_retry: bool = super()._can_retry(error, batch)
-        return can_retry
-
-
-sender.SendProduceReqHandler = _SendHandler
-
-
 def close_bootstrap_connection(error: BaseException) -> None:
     """Close the connection that a `start` which failed with the error has left open."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if connection := frame.f_locals.get("bootstrap_conn"):
             connection.close()
+
+
+def limit_wait_for_replicas(producer: AIOKafkaProducer, seconds: float) -> None:
+    """Let brokers answer a request after so many seconds, whether replicas have its batches."""
+    producer._sender._request_timeout_ms = round(1_000 * seconds)
 
 
 def cancel_batches(producer: AIOKafkaProducer) -> None:

@@ -592,7 +592,7 @@ async def test_the_service_survives_the_loss_of_leaders_and_replicas(
     await asyncio.to_thread(second.stop)
     await world.send(40)
     await world.applies_all()
-    await world.tells("NOT_ENOUGH_REPLICAS")
+    await world.tells("no acknowledgement")
     await asyncio.to_thread(second.start)
     await asyncio.to_thread(second.wait_until_serving)
     await world.send(40)

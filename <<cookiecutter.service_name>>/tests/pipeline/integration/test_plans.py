@@ -316,7 +316,7 @@ def new_rejected() -> Rejected:
 async def test_events_that_wait_for_a_topic(asked: Explaining) -> None:
     backlog = new_rejected()
     await backlog.look(asked._db, ALL_SHARDS)
-    rows = await backlog.due(asked, ALL_SHARDS)
+    rows = await backlog.due(asked, ALL_SHARDS, accepting=False)
     assert len(rows) == 100
     assert (only(asked).indexes, only(asked).scanned) == ({"outbox_rejected_waiting_idx"}, set())
     assert only(asked).blocks < 1_000
@@ -325,7 +325,7 @@ async def test_events_that_wait_for_a_topic(asked: Explaining) -> None:
 async def test_events_that_were_sent_from_a_large_backlog(asked: Explaining) -> None:
     backlog = new_rejected()
     await backlog.look(asked._db, ALL_SHARDS)
-    rows = await backlog.due(asked._db, ALL_SHARDS)
+    rows = await backlog.due(asked._db, ALL_SHARDS, accepting=False)
     await backlog.settle(asked, rows, {})
     assert (only(asked).indexes, only(asked).scanned) == ({"outbox_rejected_pkey"}, set())
     assert only(asked).blocks < 1_000

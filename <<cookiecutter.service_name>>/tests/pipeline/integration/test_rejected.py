@@ -3,22 +3,25 @@
 import asyncio
 import json
 import logging
+import math
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from typing import Any
 from uuid import uuid4
 
 import asyncpg
 import pytest
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import NewTopic as Topic
 from servers.network import LOOPBACK
 
 from operate.dead import Selection
 from pipeline.observe import logs, metrics
 from pipeline.observe.health import Health
-from pipeline.relay import relay
+from pipeline.relay import publisher, relay
 from pipeline.relay.rejected import Rejected, Rejections
 from pipeline.servers import cluster
 from pipeline.settings import Settings
@@ -395,7 +398,9 @@ async def test_large_events_after_small_ones_are_read_a_few_at_a_time(
     shards = list(range(64))
     await one.look(db, shards)
     seen: list[int] = []
-    while rows := await one.due(db, shards):
+    accepting = False
+    while rows := await one.due(db, shards, accepting=accepting):
+        accepting = True
         assert sum(len(row["payload"]) for row in rows) < 11_000_000
         seen += [row["id"] for row in rows]
         await one.settle(db, rows, {})
@@ -523,18 +528,28 @@ async def test_a_topic_that_may_not_be_written_waits_by_itself(
     assert await waiting(db) == []
 
 
-async def test_a_transaction_that_the_brokers_cannot_verify_for_a_while_rejects_no_event(
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the relay wait for an acknowledgement for a second."""
+    monkeypatch.setattr(publisher, "_ACKNOWLEDGED_WITHIN", 1.0)
+
+
+@pytest.mark.parametrize("code", [5, 7, 19])
+async def test_a_batch_that_the_brokers_cannot_take_for_a_moment_is_repeated_and_waits_for_nothing(
     quick: NewSettings,
     db: asyncpg.Connection,
     kafka: str,
     new_topic: NewTopic,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
 ) -> None:
-    """They call it NOT_ENOUGH_REPLICAS, as when the broker restarts that coordinates it."""
+    """As when a leader moves, or the broker restarts that coordinates a transaction."""
+    monkeypatch.setattr(publisher, "_ACKNOWLEDGED_WITHIN", math.inf)
     topic = await new_topic()
     async with Wire(kafka).listening() as wire:
-        wire.refuse_records(topic, code=19)
-        chosen = quick(kafka_bootstrap_servers=wire.address, relay_transactional=True)
+        wire.refuse_records(topic, code)
+        chosen = quick(kafka_bootstrap_servers=wire.address, relay_transactional=code == 19)
         async with following(kafka, topic) as tail, relaying(chosen) as one:
             await stage(db, numbered(topic, range(5)))
             await eventually(lambda: "wait" in str(one.health.reasons))
@@ -548,21 +563,32 @@ async def test_a_transaction_that_the_brokers_cannot_verify_for_a_while_rejects_
 REFUSALS: dict[str, Callable[[Wire, str], None]] = {
     "UNKNOWN": partial(Wire.refuse_records, code=-1),
     "CORRUPT_MESSAGE": partial(Wire.refuse_records, code=2),
+    "UNKNOWN_TOPIC_OR_PARTITION": partial(Wire.refuse_records, code=3),
     "LEADER_NOT_AVAILABLE": Wire.take_leaders,
+    "REQUEST_TIMED_OUT": partial(Wire.refuse_records, code=7),
     "NOT_ENOUGH_REPLICAS": partial(Wire.refuse_records, code=19),
+    "CLUSTER_AUTHORIZATION_FAILED": partial(Wire.refuse_records, code=31),
     "INVALID_TIMESTAMP": partial(Wire.refuse_records, code=32),
     "OUT_OF_ORDER_SEQUENCE_NUMBER": partial(Wire.refuse_records, code=45),
+    "INVALID_PRODUCER_EPOCH": partial(Wire.refuse_records, code=47),
+    "INVALID_PRODUCER_ID_MAPPING": partial(Wire.refuse_records, code=49),
+    "TRANSACTIONAL_ID_AUTHORIZATION_FAILED": partial(Wire.refuse_records, code=53),
+    "KAFKA_STORAGE_ERROR": partial(Wire.refuse_records, code=56),
 }
 """Errors of the brokers that have no reason of their own, and what lets a topic have them."""
+TOLD = {
+    "UNKNOWN_TOPIC_OR_PARTITION": "no acknowledgement",
+    "REQUEST_TIMED_OUT": "no acknowledgement",
+    "NOT_ENOUGH_REPLICAS": "no acknowledgement",
+    "KAFKA_STORAGE_ERROR": "no acknowledgement",
+    "INVALID_PRODUCER_EPOCH": "newer producer",
+}
+"""What the relay tells of errors whose name it does not learn."""
 
 
-@pytest.mark.parametrize(
-    ("error", "transactional"),
-    [
-        *((error, False) for error in REFUSALS),
-        *((error, True) for error in REFUSALS if error != "NOT_ENOUGH_REPLICAS"),
-    ],
-)
+@pytest.mark.parametrize("error", REFUSALS)
+@pytest.mark.parametrize("transactional", [False, True])
+@pytest.mark.usefixtures("impatient")
 async def test_a_topic_whose_events_the_brokers_refuse_waits_by_itself(
     quick: NewSettings,
     db: asyncpg.Connection,
@@ -588,7 +614,7 @@ async def test_a_topic_whose_events_the_brokers_refuse_waits_by_itself(
         async with following(kafka, there) as good, relaying(chosen) as one:
             await good.until_ids(range(160))
             await eventually(waits(db, range(160)))
-            assert error in str(rejected_by(topic, one))
+            assert TOLD.get(error, error) in str(rejected_by(topic, one))
             await stage_both(range(160, 170))
             await good.until_ids(range(170))
             await eventually(lambda: one.reason == "")
@@ -601,14 +627,61 @@ async def test_a_topic_whose_events_the_brokers_refuse_waits_by_itself(
     assert len(good.records) == 170
 
 
+@pytest.mark.parametrize("transactional", [False, True])
+async def test_a_topic_that_is_tried_again_holds_up_no_other_however_long_that_takes(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    new_topic: NewTopic,
+    monkeypatch: pytest.MonkeyPatch,
+    transactional: bool,
+) -> None:
+    topic, there = await new_topic(), await new_topic()
+    tried = asyncio.Event()
+
+    class Trial(publisher.Publisher):
+        """Sends without a limit what was refused."""
+
+        async def send(self, *args: Any) -> Rejections:
+            monkeypatch.setattr(publisher, "_ACKNOWLEDGED_WITHIN", math.inf)
+            tried.set()
+            return await super().send(*args)
+
+    class PatientRelay(relay.Relay):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._trials.__class__ = Trial
+
+    monkeypatch.setattr(publisher, "_ACKNOWLEDGED_WITHIN", 1.0)
+    async with Wire(kafka).listening() as wire:
+        wire.refuse_records(topic, 20)
+        chosen = quick(kafka_bootstrap_servers=wire.address, relay_transactional=transactional)
+        async with following(kafka, there) as good, relaying(chosen, PatientRelay):
+            await stage(db, numbered(topic, range(5)))
+            await asyncio.wait_for(tried.wait(), PATIENCE)
+            for start in range(0, 50, 10):
+                await stage(db, numbered(there, range(start, start + 10)))
+                await good.until_ids(range(start + 10))
+            wire.go_on()
+            async with following(kafka, topic) as late:
+                await late.until_ids(range(5))
+                await eventually(waits(db, []))
+    assert len(good.records) == 50
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("transactional", [False, True])
 async def test_topics_that_lack_a_leader_or_replicas_wait_by_themselves(
-    quick: NewSettings, db: asyncpg.Connection
+    quick: NewSettings, db: asyncpg.Connection, transactional: bool
 ) -> None:
     name = f"test-{uuid4().hex[:12]}"
     there, leaderless, lacking = topics = [f"{name}-{n}" for n in range(3)]
-    with private_broker() as first, private_broker(first) as second:
+    with ExitStack() as brokers:
+        first = brokers.enter_context(private_broker())
         kafka = f"{LOOPBACK}:{first.port}"
+        # The topic of transactions is made now, and stays with the first broker.
+        async with AIOKafkaProducer(bootstrap_servers=kafka, transactional_id=name):
+            second = brokers.enter_context(private_broker(first))
         async with administrator(kafka) as admin:
 
             async def have_leaders() -> bool:
@@ -629,12 +702,16 @@ async def test_topics_that_lack_a_leader_or_replicas_wait_by_themselves(
         await asyncio.to_thread(second.stop)
         for n in range(160):
             await stage(db, [event(topic, n) for topic in topics])
-        chosen = quick(kafka_bootstrap_servers=kafka, relay_batch_events=60)
+        chosen = quick(
+            kafka_bootstrap_servers=kafka,
+            relay_batch_events=60,
+            relay_transactional=transactional,
+        )
         async with following(kafka, there) as good, relaying(chosen) as one:
             await good.until_ids(range(160))
             await eventually(waits(db, [n for n in range(160) for _ in (leaderless, lacking)]))
             assert "LEADER_NOT_AVAILABLE" in str(rejected_by(leaderless, one))
-            assert "NOT_ENOUGH_REPLICAS" in str(rejected_by(lacking, one))
+            assert "no acknowledgement" in str(rejected_by(lacking, one))
             await asyncio.to_thread(second.start)
             await asyncio.to_thread(second.wait_until_serving)
             async with following(kafka, leaderless) as late, following(kafka, lacking) as later:

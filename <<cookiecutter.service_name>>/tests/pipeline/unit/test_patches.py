@@ -92,19 +92,12 @@ async def test_a_client_that_knows_no_broker_fails_by_an_assertion_without_the_p
     assert errors.NodeNotReadyError.retriable
 
 
-@pytest.mark.parametrize("transactional_id", [None, "relay"])
-async def test_a_batch_that_lacks_replicas_is_sent_again_without_a_limit_without_the_patch(
-    transactional_id: str | None,
-) -> None:
-    producer = AIOKafkaProducer(
-        bootstrap_servers="127.0.0.1:9", enable_idempotence=True, transactional_id=transactional_id
-    )
+async def test_a_broker_waits_for_replicas_as_long_as_the_client_without_the_patch() -> None:
+    producer = AIOKafkaProducer(bootstrap_servers="127.0.0.1:9", request_timeout_ms=40_000)
     handler: Any = sender.SendProduceReqHandler(producer._sender, {})
-    error = errors.NotEnoughReplicasError()
-    assert handler._can_retry(error, None), "not a producer of the engine"
-    patches.Client.of(producer)
-    assert handler._can_retry(error, None) is (transactional_id is not None)
-    assert super(type(handler), handler)._can_retry(error, None)
+    assert handler.create_request()._timeout == 40_000  # of the broker
+    patches.limit_wait_for_replicas(producer, 5.0)
+    assert handler.create_request()._timeout == 5_000
     await producer.stop()
 
 
