@@ -144,9 +144,8 @@ class Writer:
         Pauses grow up to a second and are random, so that writers do not conflict again. Raises
         `Conflict` when all attempts are used up, `StoreUnavailable` if a large payload can't be
         stored or a codec can't write an event now, and `HandlerFault` for work that ends the
-        transaction, goes on after an error of a statement or blocks the event loop, and
-        `CancelledItself` for work that was cancelled, and not from outside. Other errors of the
-        work are raised without a repetition.
+        transaction, goes on after an error of a statement or blocks the event loop. Work that
+        cancels itself is an error, too. Other errors of the work are raised without a repetition.
         """
         id = uuid4().hex
         retrying = AsyncRetrying(
