@@ -11,6 +11,7 @@ from http_server.server import Server
 from pipeline import Service
 from pipeline.observe import logs
 from pipeline.observe.health import listen
+from pipeline.servers import peers
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
@@ -46,6 +47,7 @@ async def serve(service: Service, settings: Settings, chosen: PageSettings) -> N
     )
     for found in service.plaintext(settings):
         log.warning("%s: %s", *found)
+    peers.warns = True
     engine = create_engine(settings, name=service.name)
     server = PageServer(Page(service, settings, chosen, engine))
     try:

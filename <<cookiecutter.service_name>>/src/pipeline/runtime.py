@@ -26,7 +26,7 @@ from pipeline.observe.watchdog import heartbeat, watch_calls
 from pipeline.relay.relay import Relay
 from pipeline.retention.worker import RetentionWorker
 from pipeline.retry.workers import BacklogWorkers
-from pipeline.servers import revisions
+from pipeline.servers import peers, revisions
 from pipeline.servers.database import create_engine
 from pipeline.servers.guard import interrupt, stack_of
 from pipeline.servers.retrying import Attempts
@@ -102,6 +102,7 @@ async def process(
     )
     for found in service.plaintext(settings):
         log.warning("%s: %s", *found)
+    peers.warns = True
     os.register_at_fork(after_in_child=_leave_signals)
     health = Health(stall_after=settings.hang_timeout)
     # Renewed each third of their time, they outlast one call that blocks for another third.
@@ -167,7 +168,7 @@ async def serve(
             topic,
             entity,
         )
-    own = partial(stamps.check, settings=settings, group=service.name, topics=topics, stores=True)
+    own = partial(stamps.check, settings=settings, group=service.name, topics=topics)
     try:
         handlers = service.handlers if is_consuming else Handlers()
         begin = retention.start(service.metadata, migrations, handlers.sharing, own)

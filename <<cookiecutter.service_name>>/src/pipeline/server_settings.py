@@ -73,7 +73,9 @@ def over_http(settings: BaseSettings) -> Iterator[tuple[str, str]]:
     prefix = settings.model_config.get("env_prefix", "")
     for name, value in settings:
         for host in _HTTP.findall(str(value)):
-            yield from _unsecured(host, f"{prefix}{name}".upper(), "use https://")
+            if not _is_here(host.strip("[]").lower()):
+                setting = f"{prefix}{name}".upper()
+                yield f"connections to {host} ({setting}) are not secured by TLS", "use https://"
 
 
 class ServerSettings(EnvironmentSettings):
@@ -156,22 +158,6 @@ class ServerSettings(EnvironmentSettings):
         is_tls = self.kafka_security_protocol.endswith("SSL")
         return self._tls_files("kafka").context() if is_tls else None
 
-    def plaintext(self) -> Iterator[tuple[str, str]]:
-        """Yield a fault and advice for each host beyond loopback that TLS does not secure."""
-        if not self.database_tls:
-            advice = "set PIPELINE_DATABASE_TLS=true"
-            url = make_url(self.database_url.get_secret_value())
-            # As the driver gets them: one, several, or the folder of a socket.
-            hosts = url.get_dialect()().create_connect_args(url)[1].get("host", "")
-            for host in [hosts] if isinstance(hosts, str) else hosts:
-                yield from _unsecured(host, "PIPELINE_DATABASE_URL", advice)
-        if not self.kafka_security_protocol.endswith("SSL"):
-            advice = "set PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL or SSL"
-            for broker in self.kafka_bootstrap_servers.split(","):
-                host = broker.rpartition(":")[0]
-                yield from _unsecured(host, "PIPELINE_KAFKA_BOOTSTRAP_SERVERS", advice)
-        yield from over_http(self)
-
     def _tls_files(self, server: str) -> "_TlsFiles":
         ca, certificate, key, password = (getattr(self, f"{server}_{name}") for name in _TLS_FIELDS)
         return _TlsFiles(ca, certificate, key, _revealed(password))
@@ -251,14 +237,17 @@ def _revealed(secret: SecretStr | None) -> str | None:
     return secret.get_secret_value() if secret else None
 
 
-def _unsecured(host: str, setting: str, advice: str) -> Iterator[tuple[str, str]]:
-    """Yield a fault and advice, unless the host is loopback or the path of a socket."""
+def is_loopback(address: str) -> bool:
+    """Return whether the address of IPv4 or IPv6 is this machine's own."""
+    found = ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
+def _is_here(host: str) -> bool:
     try:
-        is_here = ip_address(host.strip("[]")).is_loopback
+        return is_loopback(host)
     except ValueError:
-        is_here = host.startswith("/") or host.lower() in ("", "localhost")
-    if not is_here:
-        yield f"connections to {host} ({setting}) are not secured by TLS", advice
+        return host.rstrip(".") in ("", "localhost")
 
 
 class _TlsFiles(NamedTuple):

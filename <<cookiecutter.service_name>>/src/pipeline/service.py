@@ -21,6 +21,7 @@ from pipeline.handlers.aggregate import locking
 from pipeline.handlers.registry import TIMEOUT, Handlers
 from pipeline.retention.archive import Archive
 from pipeline.retry.workers import BacklogWorkers
+from pipeline.servers import peers
 from pipeline.servers.database import create_engine
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import in_background
@@ -172,9 +173,12 @@ class Service:
             await engine.dispose()
 
     def plaintext(self, settings: Settings) -> Iterable[tuple[str, str]]:
-        """Return a fault and advice for each host beyond loopback that TLS does not secure."""
+        """Return a fault and advice for each host beyond loopback that TLS does not secure.
+
+        PostgreSQL and the brokers are those to which this process has connected.
+        """
         of_packages = (over_http(kind()) for kind in self.settings)
-        return dict.fromkeys(chain(settings.plaintext(), *of_packages))
+        return dict.fromkeys(chain(peers.unsecured.items(), over_http(settings), *of_packages))
 
     def loggers(self, settings: Settings) -> Iterator[str]:
         """Yield the loggers that are configured beside the engine's."""

@@ -13,32 +13,23 @@ from aiokafka.errors import KafkaError
 
 from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.servers import clients
-from pipeline.servers.cluster import NotAdopted
+from pipeline.servers.cluster import check_brokers
 from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 
 _ANSWER_SECONDS = 10.0
 _PREFIX = "database "
-_IDS = "SELECT database_id, kafka_cluster FROM pipeline.inbox_generation, pipeline.outbox_cluster"
-_STORE_BROKERS = """
-UPDATE pipeline.outbox_cluster SET kafka_cluster = COALESCE(kafka_cluster, $1)
-RETURNING kafka_cluster
-"""
+_ID = "SELECT database_id FROM pipeline.inbox_generation"
 
 
 async def check(
-    connection: asyncpg.Connection,
-    settings: Settings,
-    group: str,
-    topics: Collection[str],
-    *,
-    stores: bool = False,
-) -> str:
-    """Return the stamp of a database that is used by this group at these brokers.
+    connection: asyncpg.Connection, settings: Settings, group: str, topics: Collection[str]
+) -> tuple[str, str | None]:
+    """Return the stamp of a database that is used by this group, and its brokers' id, if any.
 
-    `stores` the brokers' id if it is the first. Raises `NotAdopted` if there was another one,
-    `WrongDatabase` if the group has read one of the topics for another database, and
-    `StoreUnavailable` if the brokers don't answer in 10 seconds.
+    Raises `NotAdopted` if it was used with other brokers, `WrongDatabase` if the group has read one
+    of the topics for another database, and `StoreUnavailable` if the brokers don't answer in 10
+    seconds.
     """
     try:
         async with (
@@ -50,7 +41,7 @@ async def check(
     except (KafkaError, TimeoutError) as error:
         named = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
         raise StoreUnavailable(f"{named}: {describe_error(error)}") from error
-    id, used = await connection.fetchrow(_IDS)
+    id = await connection.fetchval(_ID)
     stamp = f"{_PREFIX}{id}"
     if others := {one for one in texts if one.startswith(_PREFIX)} - {stamp}:
         raise WrongDatabase(
@@ -62,8 +53,5 @@ async def check(
             " stop all processes of the service and delete the group's offsets, whose numbers"
             f" the service does not use: kafka-consumer-groups.sh --delete --group {group}",
         )
-    if used is None and stores:
-        used = await connection.fetchval(_STORE_BROKERS, brokers)
-    if used != brokers and None not in (used, brokers):
-        raise NotAdopted
-    return stamp
+    await check_brokers(connection, brokers)
+    return stamp, brokers

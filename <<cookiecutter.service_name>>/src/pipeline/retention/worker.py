@@ -17,7 +17,7 @@ from pipeline.errors import describe_error, is_infrastructure, is_of_the_databas
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import revisions
-from pipeline.servers.cluster import NotAdopted, is_ours
+from pipeline.servers.cluster import NotAdopted, check_brokers, is_ours
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
@@ -55,20 +55,22 @@ class RetentionWorker:
         self._archive = archive
         self._claims = claims
         self._health = health
+        self._brokers: str | None = None
 
     async def start(
         self,
         declared: MetaData,
         migrations: ScriptDirectory | None,
         sharing: Callable[[str], Collection[str]],
-        own: Callable[[asyncpg.Connection], Awaitable[T]],
+        own: Callable[[asyncpg.Connection], Awaitable[tuple[T, str | None]]],
     ) -> T:
         """Return what `own` does, when the schema is checked and partitions are there.
 
         `declared` are the service's tables: warns of those without a migration, and of keys that
         are equal for all messages of a transaction if `sharing` returns consumers for their table.
-        `own` raises if the database is not the service's. No other part may begin before: columns
-        or partitions may be missing. Raises `NotMigrated`.
+        `own` raises if the database is not the service's; it also returns the brokers' id, which
+        `run` stores wherever the database has none. No other part may begin before: columns or
+        partitions may be missing. Raises `NotMigrated`.
         """
 
         async def begin(connection: asyncpg.Connection) -> None:
@@ -88,7 +90,8 @@ class RetentionWorker:
 
         self._health.not_ready(_PART, "schema, partitions and owner are not checked yet")
         await self._while_unavailable(begin)
-        return await self._while_unavailable(own)
+        found, self._brokers = await self._while_unavailable(own)
+        return found
 
     async def run(self) -> None:
         """Run until cancelled. An error of a round is logged; one of making ahead is raised.
@@ -130,6 +133,7 @@ class RetentionWorker:
         await make_ahead(connection, self._settings, warns=warns)
         if not await is_ours(connection):  # its data may have been replaced
             raise NotAdopted
+        await check_brokers(connection, self._brokers, stores=True)
         if self._consumers:
             await inbox.register(connection, self._consumers)
 

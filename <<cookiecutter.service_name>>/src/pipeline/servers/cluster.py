@@ -60,6 +60,11 @@ UPDATE pipeline.outbox_cluster
        reset_xid = CASE WHEN $1 THEN reset_xid ELSE pg_current_xact_id() END
 """
 
+_BROKERS = "SELECT kafka_cluster FROM pipeline.outbox_cluster"
+_STORE_BROKERS = """
+UPDATE pipeline.outbox_cluster SET kafka_cluster = $1 WHERE kafka_cluster IS NULL
+"""
+
 # Logical replication carries rows over and leaves sequences behind: those of identity columns, and
 # that of calls. A rejected event keeps its number, also when its day of the outbox is dropped.
 _SEQUENCES = f"""
@@ -97,6 +102,20 @@ class NotAdopted(ConnectionError):
 async def is_ours(connection: asyncpg.Connection) -> bool:
     """Return whether the database is the one that was filled, and has not to be adopted."""
     return bool(await connection.fetchval(f"SELECT {IS_OURS}"))
+
+
+async def check_brokers(
+    connection: asyncpg.Connection, brokers: str | None, *, stores: bool = False
+) -> None:
+    """Raise `NotAdopted` if the database was used with other brokers than those of this id.
+
+    `stores` the id if the database has none: at first, or since `adopt`.
+    """
+    if stores and brokers:
+        await connection.execute(_STORE_BROKERS, brokers)
+    used = await connection.fetchval(_BROKERS)
+    if used != brokers and None not in (used, brokers):
+        raise NotAdopted
 
 
 async def gate(connection: asyncpg.Connection, service: str) -> None:

@@ -18,7 +18,7 @@ from pipeline.errors import describe_error
 from pipeline.observe import statements
 from pipeline.settings import Settings
 
-from . import revisions
+from . import peers, revisions
 from .cluster import gate
 from .credentials import Credentials, CredentialsUnavailable
 from .guard import CURRENT_GUARD, GUARD, NOT_ITS_CONNECTION, GuardedConnection, HandlerFault
@@ -157,12 +157,19 @@ def _refuse(text: str, connection: Any) -> None:
 
 
 def keep_alive(connection: Any, _: object) -> None:
-    """Enable TCP keepalive, as asyncpg does not: github.com/MagicStack/asyncpg/issues/606."""
-    link = connection.driver_connection._transport.get_extra_info("socket")
+    """Enable TCP keepalive, as asyncpg does not: github.com/MagicStack/asyncpg/issues/606.
+
+    Also note a connection that TLS does not secure.
+    """
+    driver = connection.driver_connection
+    link = driver._transport.get_extra_info("socket")
     if link.family in (socket.AF_INET, socket.AF_INET6):
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):  # macOS has another name
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
+        host, port = driver._addr
+        server = f"PostgreSQL at {host}:{port}"
+        peers.note(driver._transport, server, "set PIPELINE_DATABASE_TLS=true")
 
 
 def _refuse_if_closed(connection: Any, *_: object) -> None:

@@ -52,6 +52,7 @@ from aiokafka.errors import (
 
 from pipeline.errors import describe_error
 
+from . import peers
 from .credentials import CredentialsUnavailable
 
 rejections: ContextVar[dict[str, str]] = ContextVar("rejections")
@@ -110,6 +111,8 @@ class Connection(conn.AIOKafkaConnection):  # type: ignore[misc]  # it has no ty
                 found[broker] = describe_error(cause)
             raise
         found.pop(broker, None)
+        advice = "set PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL or SSL"
+        peers.note(self._writer.transport, f"Kafka at {broker}", advice)
         return connected
 
     def authenticator_oauth(self) -> Any:

@@ -15,12 +15,13 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
+from servers.network import LOOPBACK
 
 from operate import doctor, health, status, status_commands, topic_checks
 from operate.commands import command_line
 from operate.health import Finding
 from pipeline import Reject, Retry
-from pipeline.servers import cluster, topics
+from pipeline.servers import cluster, peers, topics
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.settings import Settings
 
@@ -188,6 +189,16 @@ async def test_a_database_that_a_newer_release_has_migrated_is_well(
     await db.execute("UPDATE alembic_version SET version_num = 'pipeline_9999'")
     await db.execute("ALTER TABLE account DROP COLUMN balance")
     assert await examine() == {}
+
+
+async def test_servers_beyond_loopback_are_told_by_what_the_connections_are_made_to(
+    examine: Examine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "unsecured", {})
+    monkeypatch.setattr(peers, "is_loopback", lambda address: address != LOOPBACK)
+    assert (await examine())["settings"].level == "warning"
+    servers = {found.split()[2] for found in peers.unsecured}
+    assert servers == {"PostgreSQL", "Kafka"}
 
 
 async def test_an_address_that_tls_does_not_secure_is_told_with_its_setting(

@@ -173,7 +173,10 @@ async def test_the_first_brokers_are_stored_and_others_wait_until_the_database_i
     async def are_stored() -> bool:
         return bool(await db.fetchval(brokers))
 
-    async with running(bank.service):
+    async with running(bank.service, retention_interval=1):
+        await eventually(are_stored)
+        await cluster.adopt(db, keep_progress=True)
+        assert not await are_stored()
         await eventually(are_stored)
     first = await db.fetchval(brokers)
     await db.execute("UPDATE pipeline.outbox_cluster SET kafka_cluster = 'another'")

@@ -17,6 +17,7 @@ from sqlalchemy import MetaData
 
 from pipeline import Handlers, Policy, Service
 from pipeline.apply import backlog
+from pipeline.server_settings import over_http
 from pipeline.settings import Settings, available_memory, mistakes
 
 URL = "postgresql+asyncpg://service:hunter2@db:5432/service"
@@ -452,64 +453,27 @@ def test_that_tls_is_not_even_tried_is_told_in_the_url(monkeypatch: pytest.Monke
     assert Settings().database_context() is None
 
 
-DATABASE, KAFKA, OTLP = "DATABASE_URL", "KAFKA_BOOTSTRAP_SERVERS", "OTLP_ENDPOINT"
-LOCAL = "postgresql+asyncpg://me:hunter2@localhost/service"
-
-
 @pytest.mark.parametrize(
-    ("chosen", "hosts"),
+    ("address", "host"),
     [
-        ({}, []),
-        *(
-            ({DATABASE: f"postgresql+asyncpg://me:hunter2@{where}"}, hosts)
-            for where, hosts in (
-                ("db/service", ["db"]),
-                ("db:5432/service?ssl=disable", ["db"]),
-                ("[2001:db8::1]/service", ["2001:db8::1"]),
-                ("127.1.2.3:5432/service", []),
-                ("[::1]/service", []),
-                ("LOCALHOST/service", []),
-                ("/service", []),
-                ("/service?host=/run/postgresql", []),
-                ("/service?host=localhost:5432&host=db2:5432&host=db3:5432", ["db2", "db3"]),
-                ("/service?host=db1,127.0.0.1&port=5432,6432", ["db1"]),
-                ("/service?host=2001:db8::1", ["2001:db8::1"]),
-                ("localhost/service?host=db", ["db"]),
-            )
-        ),
-        *(
-            ({DATABASE: f"{URL}{query}", "DATABASE_TLS": "true"}, [])
-            for query in ("", "?ssl=disable")
-        ),
-        ({KAFKA: "kafka-0:9092,127.0.0.1:9092,kafka-1:9092"}, ["kafka-0", "kafka-1"]),
-        ({KAFKA: "localhost:9092,[::1]:9092"}, []),
-        ({KAFKA: "[2001:db8::1]:9092"}, ["[2001:db8::1]"]),
-        (
-            {
-                KAFKA: "kafka:9092",
-                "KAFKA_SECURITY_PROTOCOL": "SASL_PLAINTEXT",
-                "KAFKA_USER": "ada",
-                "KAFKA_PASSWORD": "hunter2",
-            },
-            ["kafka"],
-        ),
-        ({KAFKA: "kafka:9092", "KAFKA_SECURITY_PROTOCOL": "SSL"}, []),
-        ({OTLP: "http://collector:4318"}, ["collector"]),
-        ({OTLP: "http://[2001:db8::1]:4318/otlp"}, ["[2001:db8::1]"]),
-        ({OTLP: "http://127.0.0.1:4318"}, []),
-        ({OTLP: "http://[::1]"}, []),
-        ({OTLP: "https://collector:4318"}, []),
+        ("http://collector:4318", "collector"),
+        ("http://[2001:db8::1]:4318/otlp", "[2001:db8::1]"),
+        ("http://127.0.0.1:4318", None),
+        ("http://[::1]", None),
+        ("http://[::ffff:127.0.0.1]", None),
+        ("http://LOCALHOST.:4318", None),
+        ("https://collector:4318", None),
     ],
 )
-def test_each_host_beyond_loopback_that_tls_does_not_secure_is_named_with_its_setting(
-    monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str], hosts: list[str]
+def test_each_host_beyond_loopback_that_is_named_by_http_is_told_with_its_setting(
+    monkeypatch: pytest.MonkeyPatch, address: str, host: str | None
 ) -> None:
-    for name, value in ({DATABASE: LOCAL, KAFKA: "127.0.0.1:9092"} | chosen).items():
-        monkeypatch.setenv(f"PIPELINE_{name}", value)
-    found = [one for one, _ in Settings().plaintext()]
-    setting = next(iter(chosen), "")
+    monkeypatch.setenv("PIPELINE_OTLP_ENDPOINT", address)
+    found = [one for one, _ in over_http(Settings())]
     assert found == [
-        f"connections to {host} (PIPELINE_{setting}) are not secured by TLS" for host in hosts
+        f"connections to {one} (PIPELINE_OTLP_ENDPOINT) are not secured by TLS"
+        for one in [host]
+        if one
     ]
 
 
@@ -523,18 +487,11 @@ def test_packages_are_asked_too_and_nothing_is_named_twice_nor_any_secret() -> N
     assert faults == tuple(
         f"connections to {host} are not secured by TLS"
         for host in (
-            "db (PIPELINE_DATABASE_URL)",
-            "kafka (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)",
             "one (PARTNERS)",
             "three (PARTNERS)",
         )
     )
-    assert advice == (
-        "set PIPELINE_DATABASE_TLS=true",
-        "set PIPELINE_KAFKA_SECURITY_PROTOCOL to SASL_SSL or SSL",
-        "use https://",
-        "use https://",
-    )
+    assert advice == ("use https://", "use https://")
 
 
 def test_the_page_on_security_names_every_setting_of_it_and_no_other() -> None:
