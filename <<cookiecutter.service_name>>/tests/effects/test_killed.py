@@ -106,7 +106,7 @@ async def test_stopped_in_a_call_that_is_not_taken_for_the_calls_fault(
     ) as start:
         process = await start("consume")
         await Deposit(1).send(producer, bank.deposits)
-        await process.stops_for(7)
+        await process.stops_for(12)
         await eventually(lambda: db.fetchval(f"SELECT ({OVER}) = 2"))
     assert await db.fetch("SELECT FROM pipeline.backlog") == []
     assert sorted(line.split()[0] for line in outside.read_text().splitlines()) == ["pay", "tell"]

@@ -25,10 +25,10 @@ STOPPABLE = {
     "kafka_session_timeout": 30,
     "transaction_timeout": 25,
     "backlog_lease": 30,
-    "relay_lease": 6,
+    "relay_lease": 30,
     "hang_timeout": 60,
 }
-"""Settings with which a process may stand still for some seconds, longer than a call may block."""
+"""Settings with which a process may stand still for twelve seconds. A call may block for ten."""
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ async def test_a_process_that_is_stopped_in_a_call_does_not_take_that_for_the_ca
     monkeypatch.setenv("BANK_CHANCES", "1")
     await struck("stop").send(producer, bank.deposits)
     one = await start("run", **STOPPABLE)
-    await one.stops_for(7)
+    await one.stops_for(12)
     await eventually(lambda: db.fetchval(f"SELECT ({APPLIED}) + ({DEAD}) > 0"))
     assert await db.fetch("SELECT FROM pipeline.backlog") == []
     assert one.is_running
