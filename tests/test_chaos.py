@@ -353,7 +353,6 @@ BOOKS = Books(
         waits(INPUT[2]),
         row(CONSUMER, INPUT[4], "rejected", 1),
         row(CONSUMER, INPUT[6], "identity mismatch"),
-        row(TALLY, INPUT[6], "identity mismatch", holds=False),
         row(CONSUMER, INPUT[7], "invalid payload"),
         row(TALLY, INPUT[7], "invalid payload"),
         waits(INPUT[8]),
@@ -384,7 +383,7 @@ def test_messages_that_became_what_they_should_add_up() -> None:
         TALLY: {"illegible": 1, "applied": 4, "waiting": 2, "dead": 2, "skipped": 1},
     }
     assert judgement.applied[TALLY] == BOOKS.markers[TALLY]
-    assert sum(judgement.dead.values()) == 8
+    assert sum(judgement.dead.values()) == 7
 
 
 def without(books: Books, place: int) -> Books:
@@ -444,14 +443,14 @@ def test_an_attempt_may_be_spent_beforehand_where_processes_die() -> None:
 def test_a_lane_that_is_lost_between_note_and_verdict_may_cost_an_attempt_whatever_the_reason() -> (
     None
 ):
-    for place in (5, 6):  # of one whose payload does not fit, at each consumer
+    for place in (4, 5):  # of one whose payload does not fit, at each consumer
         spent = changed(BOOKS, place, attempts=1)
         assert judge(replace(spent, interruptions=1)).findings == []
         assert {finding.kind for finding in judge(spent).findings} == {"misjudged"}
 
 
 def test_a_lost_lane_excuses_no_other_reason() -> None:
-    wrongly = changed(BOOKS, 6, reason="rejected", attempts=1)
+    wrongly = changed(BOOKS, 5, reason="rejected", attempts=1)
     assert "misjudged" in {
         finding.kind for finding in judge(replace(wrongly, interruptions=1)).findings
     }
@@ -840,6 +839,34 @@ async def test_who_ignores_that_it_is_asked_to_end_is_noted(
         assert deaf.misbehaved[1:] == ["relay-1 did not end when it was asked to"]
         await deaf.stop()
         assert deaf.misbehaved[2:] == ["relay-1 did not end when it was asked to"]
+
+
+ORDERED = """
+import sys
+
+with open("ordered", "a") as file:
+    print(*sys.argv[1:], file=file)
+sys.exit(EXITS)
+"""
+"""A service whose commands say what they are asked to do."""
+
+
+@needs_proc
+@pytest.mark.parametrize("exits", [False, True])
+async def test_what_is_stopped_goes_on_by_a_command_or_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: bool
+) -> None:
+    monkeypatch.setattr(breakers, "ACTS_WITHIN", 0.0)
+    script = ORDERED.replace("EXITS", str(int(exits)))
+    async with slow_system(tmp_path, "consume-1", script=script) as ordered:
+        stopping = breaker_of(ordered)
+        await stopping.run([Fault(0, "stopped", "key parcel-1", 0.2)], lambda _: None)
+    assert [one.kind for one in stopping.ended] == ["stopped"] * (not exits)
+    orders = (tmp_path / "ordered").read_text().splitlines()
+    assert orders == [
+        "pause key parcel-1 --for 1s --because a fault --yes",
+        *["resume key parcel-1"] * (not exits),
+    ]
 
 
 CHATTY = """

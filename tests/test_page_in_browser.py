@@ -25,7 +25,10 @@ from tests.programs import require
 pytestmark = [pytest.mark.full, pytest.mark.integration]
 
 TOKEN = "a token of the tests"
-PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention", "/doctor", "/words"]
+PAGES = [
+    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops"),
+    *("/retention", "/doctor", "/words"),
+]
 SCROLLS = """
 [...document.querySelectorAll(".wide")]
   .filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText)
@@ -216,7 +219,7 @@ def test_a_dead_letter_is_redriven_by_the_keyboard(page: Page) -> None:
         if page.evaluate("document.activeElement.innerText") == "Redrive":
             break
     page.keyboard.press("Enter")
-    page.get_by_role("status").filter(has_text="was redriven").wait_for()
+    page.get_by_role("status").filter(has_text="Redriven: 1.").wait_for()
 
 
 def test_a_dead_letter_is_edited_and_a_search_discarded(page: Page) -> None:
@@ -227,12 +230,28 @@ def test_a_dead_letter_is_edited_and_a_search_discarded(page: Page) -> None:
     payload.fill(re.sub(r'"amount": \d+', '"amount": 100', payload.input_value()))
     page.get_by_label("Why it is changed").fill("a test")
     page.get_by_role("button", name="Redrive the copy").click()
-    page.get_by_role("status").filter(has_text="A copy of").wait_for()
+    page.get_by_role("status").filter(has_text="Redriven: 1.").wait_for()
     page.goto("/dead?key=account+5")
     page.get_by_role("link", name="Redrive or discard all").click()
     page.get_by_label("Reason to discard them").fill("a test")
     page.get_by_role("button", name="Discard 1").click()
     page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
+
+
+def test_a_topic_is_paused_and_resumed(page: Page) -> None:
+    page.get_by_role("link", name="Paused", exact=True).first.click()
+    choices = page.get_by_label("What")
+    options = choices.locator("option").all_text_contents()
+    topic = next(one for one in options if one.startswith("topic "))
+    choices.select_option(topic)
+    page.get_by_label("Minutes").fill("5")
+    page.get_by_label("Why", exact=True).fill("a test")
+    page.get_by_role("button", name="Pause").click()
+    row = page.get_by_role("row").filter(has_text=f"{topic} is paused")
+    row.get_by_text("Resume …").click()
+    row.get_by_label("Why it may go on").fill("it is over")
+    row.get_by_role("button", name="Resume it").click()
+    page.get_by_text("Nothing is paused.").wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -22,6 +22,7 @@ WORDS = {
     "retries": "exponential backoff, slow handler, rebalance, hold",
     "runbook": "offset out of range",
     "scaling": "multiple instances, autoscaling, replicas",
+    "stopping": "stop, halt, hold, emergency",
     "testing": "unit test, assert",
     "updating": "upgrade",
     "writer": "REST, outside of a handler",

@@ -6,6 +6,7 @@ transaction like that of any other row.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import asyncpg
-from aiolimiter import AsyncLimiter
 
 from pipeline.apply.batch import validated
 from pipeline.apply.breaker import BreakerOpen
@@ -69,12 +69,14 @@ class EffectWorkers(BacklogWorkers):
         self.number = LANES
         self._most = EffectSettings().calls
         self._caller = Caller(consume.group)
-        self._limiters: dict[str, AsyncLimiter] = {}
         self._alone = asyncio.Lock()
         self._connection = asyncio.Semaphore(1)
         """Held for each query: there are as many workers as lanes, and they share a connection."""
         self._under_way: dict[bytes, str] = {}
         """Consumers of the calls that have begun, or are about to, by marker key."""
+        for one in consume.handlers:
+            if isinstance(one, Effect) and one.per_second is not None:
+                self._throttles.limit("consumer", one.consumer, one.per_second)
 
     @property
     def consumers(self) -> set[str]:
@@ -86,10 +88,9 @@ class EffectWorkers(BacklogWorkers):
         under_way = {*self._under_way.values()}
         # Slow ones leave a place for each of those that have no call under way.
         full = under_way if left <= len(callers - under_way) else set()
-        spent = {name for name, one in self._limiters.items() if not one.has_capacity()}
         # Where the breaker is open, one call at a time probes.
         probing = self._breaker.open & under_way
-        return callers - self._breaker.resting - spent - probing - full
+        return callers - self._throttles.resting("consumer") - probing - full
 
     async def serve(self, lease: Lease) -> int:
         """Make the calls that are due in the lane: many at once, those of a key one by one."""
@@ -104,7 +105,10 @@ class EffectWorkers(BacklogWorkers):
                         return 1
                     await asyncio.wait(
                         {keeper, *calls.values()},
-                        timeout=self._settings.backlog_poll_max,  # more rows may be due by then
+                        # More rows may be due by then, or more calls allowed.
+                        timeout=min(
+                            self._settings.backlog_poll_max, self._throttles.soonest("consumer")
+                        ),
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                     await asyncio.sleep(_GATHERING)
@@ -143,8 +147,11 @@ class EffectWorkers(BacklogWorkers):
         for item in source.items:
             of_keys.setdefault(item.order_key, []).append(item)
         heads = [items[0] for key, items in of_keys.items() if key not in calls]
-        chosen = [item for item in heads if await self._has_room_for(item)]
+        begun_now = Counter[str]()
+        chosen = [item for item in heads if self._has_room_for(item, begun_now)]
         try:
+            for consumer, number in begun_now.items():
+                await self._throttles.took("consumer", consumer, number)
             # Or rows behind calls that are under way fill the page, and hide others that are due.
             hides = not chosen and any(len(items) > 1 for items in of_keys.values())
             if source.unhandleable or hides or source.keys != list(of_keys):
@@ -182,18 +189,14 @@ class EffectWorkers(BacklogWorkers):
         there = await self._note(lease, chosen, decisions)
         return {key: key in there and not decision.is_dead for key, decision in decisions.items()}
 
-    async def _has_room_for(self, item: Item) -> bool:
-        """Take a place for a call, if there is one for this effect."""
+    def _has_room_for(self, item: Item, begun: Counter[str]) -> bool:
+        """Take a place for a call, if there is one for this effect; count it as begun."""
         consumer = item.consumer
-        if consumer not in self.consumers:
+        at_once = max(1.0, _BURST * self._throttles.most("consumer", consumer))
+        if consumer not in self.consumers or begun[consumer] >= at_once:
             return False
-        rate = Effect.of(item).per_second
-        if rate is not None:
-            if consumer not in self._limiters:
-                burst = max(1.0, rate * _BURST)
-                self._limiters[consumer] = AsyncLimiter(burst, burst / rate)
-            await self._limiters[consumer].acquire()  # at once: it has room
         self._under_way[item.key] = consumer
+        begun[consumer] += 1
         return True
 
     def _is_risky(self, lease: Lease, item: Item) -> bool:

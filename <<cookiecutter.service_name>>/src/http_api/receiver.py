@@ -23,6 +23,7 @@ from pipeline.apply.failures import RolledBack
 from pipeline.apply.item import Item, StoredRecord
 from pipeline.apply.ladder import BATCH
 from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.throttles import Throttles
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.errors import (
     UNSTORABLE,
@@ -55,6 +56,8 @@ log = logging.getLogger(__name__)
 _OF_VALUES = ("22", "23", "44", "54", "P0001")
 """Errors of PostgreSQL that the values of a request cause: data exceptions, violated constraints
 and check options, limits such as that of an index, and what a trigger raises."""
+_PAUSED_SECONDS = 5.0
+"""After which a request of a paused consumer is to be repeated."""
 _NOT_ACCEPTED = (
     "the database does not accept a value of the request, such as a text that is too long or a time"
     " that is out of range; nothing was stored, and a repeat is rejected as well: send other values"
@@ -97,13 +100,19 @@ async def open_receiver(
     """
     settings = settings or WriterSettings()
     async with service.publishing(settings) as engine:
-        yield Receiver(service, engine, settings)
+        yield Receiver(service, engine, settings, Throttles(engine))
 
 
 class Receiver(ConsumeTransactions):
     """Applies requests, each in its own transaction, `PIPELINE_CONCURRENCY` of them at once."""
 
-    def __init__(self, service: Service, engine: AsyncEngine, settings: Settings) -> None:
+    def __init__(
+        self,
+        service: Service,
+        engine: AsyncEngine,
+        settings: Settings,
+        throttles: Throttles | None = None,
+    ) -> None:
         """See `open_receiver`, which makes one."""
         super().__init__(
             engine,
@@ -111,7 +120,7 @@ class Receiver(ConsumeTransactions):
             source=service.source,
             settings=settings,
             # It never opens: all requests of a consumer have one order key.
-            breaker=Breaker(keys=2, pause=0, health=Health(stall_after=0)),
+            breaker=Breaker(keys=2, pause=0, health=Health(stall_after=0), throttles=throttles),
             # One key is looked up at once in all generations.
             handlers=service.handlers,
             signals=Signals(),
@@ -143,12 +152,12 @@ class Receiver(ConsumeTransactions):
         make it another event.
 
         Raises `KeyReused` if the key has come with another event, `UnderWay` while another call
-        with it is applied, and `Unavailable` if servers fail, or the handler takes too long or
-        raises `Retry` or `Park`, and after `seconds` in any case. Raises `Reject` for values that
-        the database does not accept, and for an event that can't be written as JSON. Other errors
-        of the handler, such as its own `Reject`, are raised as they are. None of these stores
-        anything. Raises `TypeError` if no handler of the consumer takes the event, and `InvalidKey`
-        for a key or scope that can't be stored.
+        with it is applied, and `Unavailable` if the consumer is paused, if servers fail, or the
+        handler takes too long or raises `Retry` or `Park`, and after `seconds` in any case. Raises
+        `Reject` for values that the database does not accept, and for an event that can't be
+        written as JSON. Other errors of the handler, such as its own `Reject`, are raised as they
+        are. None of these stores anything. Raises `TypeError` if no handler of the consumer takes
+        the event, and `InvalidKey` for a key or scope that can't be stored.
         """
         source = self._source_of(event, key, consumer, scope, sent)
         reasons = [f"it has taken longer than {seconds:g} s"]
@@ -158,6 +167,9 @@ class Receiver(ConsumeTransactions):
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
+                await retrying(self.throttles.look)
+                if consumer in self.throttles.paused("consumer"):
+                    raise Unavailable(f"{consumer} is paused", after=_PAUSED_SECONDS)
                 outcome = await self._receive(source, retrying)
         except KeyReused as error:
             metrics.processed(REQUESTS, consumer, "identity mismatch", 1, self.group)

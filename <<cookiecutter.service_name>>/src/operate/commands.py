@@ -15,7 +15,14 @@ from pipeline.runtime import Part, run
 from pipeline.servers import cluster, revisions
 from pipeline.service import Service
 
-from . import dead_commands, inbox_commands, retention_commands, status_commands, topic_commands
+from . import (
+    dead_commands,
+    inbox_commands,
+    retention_commands,
+    status_commands,
+    throttle_commands,
+    topic_commands,
+)
 from .errors import ACCESS_DENIED, Refused
 from .output import format_time, print_json, print_table, write
 from .terminal import (
@@ -51,7 +58,7 @@ GROUPS = {
     "scheduled": scheduled_app,
     "relay": relay_app,
 }
-WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
+WITHOUT_GROUP = (app, status_commands.app, throttle_commands.app, topic_commands.replay_app)
 
 
 def command_line(service: Service, **groups: typer.Typer) -> Program:

@@ -55,21 +55,24 @@ class Page:
             "/events/{id}": partial(reading.entry, DeadEvents, "event.html"),
             "/backlog": reading.backlog,
             "/scheduled": reading.scheduled,
+            "/stops": reading.stops,
             "/retention": reading.retention,
             "/doctor": reading.doctor,
             "/words": reading.words,
         }
         changes: dict[str, Change] = {
-            "/dead/redrive": partial(actions.redrive_many, DeadLetters),
-            "/dead/discard": partial(actions.discard_many, DeadLetters),
+            "/dead/redrive": partial(actions.redrive, DeadLetters),
+            "/dead/discard": partial(actions.discard, DeadLetters),
             "/dead/{id}/redrive": partial(actions.redrive, DeadLetters),
             "/dead/{id}/copy": actions.redrive_copy,
             "/dead/{id}/discard": partial(actions.discard, DeadLetters),
-            "/events/redrive": partial(actions.redrive_many, DeadEvents),
-            "/events/discard": partial(actions.discard_many, DeadEvents),
+            "/events/redrive": partial(actions.redrive, DeadEvents),
+            "/events/discard": partial(actions.discard, DeadEvents),
             "/events/{id}/redrive": partial(actions.redrive, DeadEvents),
             "/events/{id}/discard": partial(actions.discard, DeadEvents),
             "/scheduled/cancel": actions.cancel,
+            "/stops/pause": actions.pause,
+            "/stops/resume": actions.resume,
             "/logout": auth.log_out,
         }
         app = Starlette(

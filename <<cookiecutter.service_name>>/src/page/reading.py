@@ -15,6 +15,7 @@ from operate.dead_letters import DeadLetters
 from operate.health import Finding
 from operate.output import content_of
 from pipeline import Service
+from pipeline.apply import stopping
 from pipeline.relay import scheduled
 from pipeline.retention import maintenance
 from pipeline.servers.database import autocommitting
@@ -58,9 +59,9 @@ class Reading:
         """Show the newest dead letters or events that a search finds."""
         wanted = parameters.search(request.query_params)
         state = parameters.state(request)
-        selection = parameters.selection(wanted)
+        selection = parameters.selection(wanted, parameters.until(request.query_params))
         async with autocommitting(self._engine) as connection:
-            store = kind.of(connection, self._service, self._settings)
+            store = kind(connection, self._service, self._settings)
             chunks = store.chunks(state, selection, _LISTED + 1)
             found = [one async for some in chunks for one in some]
             groups = Counter[str]()
@@ -85,17 +86,14 @@ class Reading:
         wanted = parameters.search(request.query_params)
         async with autocommitting(self._engine) as connection:
             until = await connection.fetchval("SELECT clock_timestamp()")
-            store = kind.of(connection, self._service, self._settings)
-            selection = parameters.selection(wanted, until)
-            groups = await store.count("dead", selection)
-        redrivable = store.redrivable(selection)
-        counted = [(one, store.why_left_out(one, redrivable)) for one in groups]
+            store = kind(connection, self._service, self._settings)
+            groups = await store.preview(parameters.selection(wanted, until))
         return self._templates.page(
             "preview.html",
             operator,
-            groups=counted,
-            total=sum(one["count"] for one in groups),
-            redriven=sum(one["count"] for one, why in counted if not why),
+            groups=groups,
+            total=sum(one["count"] for one, _ in groups),
+            redriven=sum(one["count"] for one, why in groups if not why),
             parameters=wanted,
             until=until,
             at=request.url.path.rpartition("/")[0],
@@ -106,7 +104,7 @@ class Reading:
     ) -> Response:
         """Show a dead letter or event with its payload and error."""
         async with autocommitting(self._engine) as connection:
-            store = kind.of(connection, self._service, self._settings)
+            store = kind(connection, self._service, self._settings)
             entry = await store.show(request.path_params["id"])
         trace = self._trace(entry["traceparent"])
         return self._templates.page(template, operator, one=entry, trace=trace)
@@ -140,6 +138,13 @@ class Reading:
             waiting=found[:_LISTED],
             are_more=len(found) > _LISTED,
         )
+
+    async def stops(self, request: Request, operator: Operator) -> Response:
+        """Show what is paused, and what can be."""
+        async with autocommitting(self._engine) as connection:
+            stops = await stopping.listed(connection, _LISTED)
+        choices = stopping.pausable(self._service.handlers, self._service.declared_topics)
+        return self._templates.page("stops.html", operator, stops=stops, choices=choices)
 
     async def retention(self, request: Request, operator: Operator) -> Response:
         """Show each partition with its end and what keeps it."""

@@ -4,6 +4,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, Response
 
 from operate.output import format_span
+from operate.status import format_count
 
 from . import formatting, overview
 from .sessions import Operator
@@ -31,7 +32,7 @@ class Templates:
             ago=format_span,
             ranges=formatting.ranges,
             lines=overview.lines,
-            number=overview.number,
+            number=format_count,
             width=overview.WIDTH,
             height=overview.HEIGHT,
             words=WORDS,

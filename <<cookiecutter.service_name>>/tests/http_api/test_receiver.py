@@ -17,6 +17,8 @@ from sqlalchemy.exc import DBAPIError
 
 from http_api import Answer, KeyReused, Receiver, Unavailable, UnderWay, open_receiver
 from pipeline import Event, Gaps, Park, Reject, Retry, Transaction
+from pipeline.apply import stopping
+from pipeline.apply.stopping import Subject
 from pipeline.events.payload import payload_hash
 from pipeline.retention import generations
 from pipeline.servers import cluster
@@ -656,3 +658,24 @@ async def test_a_handler_of_requests_reads_no_topic(bank: Bank) -> None:
     renamed = bank.handlers.with_topics(lambda name: f"my-{name}")
     assert renamed.topics == {"my-deposits"}
     assert {one.topic for one in renamed} == {"my-deposits", "(requests)"}
+
+
+async def test_a_request_of_a_paused_consumer_is_refused(
+    receiver: Receiver, bank: Bank, db: asyncpg.Connection
+) -> None:
+    cashiers = [Subject("consumer", CASHIER)]
+    await stopping.ask(db, cashiers, lasts=None, who="ada", why="a test")
+    with pytest.raises(Unavailable, match=f"{CASHIER} is paused; repeat it with its key") as raised:
+        await pay_in(receiver, 5)
+    assert raised.value.after == 5.0
+    assert bank.calls == []
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 0
+    assert await stopping.resume(db, cashiers, who="ada", why=None)
+
+    async def is_applied() -> bool:
+        with suppress(Unavailable):
+            return (await pay_in(receiver, 5)).answer is not None
+        return False
+
+    await eventually(is_applied)
+    assert bank.calls == [5]

@@ -9,6 +9,8 @@ import asyncpg
 import httpx2
 import pytest
 
+from page import reading
+
 from .conftest import buried
 from tests.contract.bank import Deposit
 from tests.pipeline.integration.bank import Bank
@@ -155,6 +157,27 @@ async def test_a_search_finds_by_state(
     assert await ids(ann, state="dead") == {"ada"}
     assert await ids(ann, state="waiting") == {"bob"}
     assert await ids(ann, state="discarded") == {"eve"}
+
+
+async def test_older_entries_are_found_page_by_page(
+    ann: httpx2.AsyncClient,
+    db: asyncpg.Connection,
+    desk: Desk,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "_LISTED", 2)
+    names = ["ada", "bob", "eve", "joe", "sue"]
+    for number, name in enumerate(names):
+        await buried(desk, db, Deposit(number, name))
+    found, pages, path = set[str](), 0, "/dead?state=dead"
+    while path:
+        text = (await ann.get(path)).text
+        found |= set(re.findall('data-label="Key">([^<]*)<', text))
+        older = re.search('<a href="([^"]+)">older ones', text)
+        pages, path = pages + 1, html.unescape(older[1]) if older else ""
+        assert pages < 10
+    assert found == {*names}
+    assert pages > 2
 
 
 async def test_a_dead_letter_shows_its_headers_error_and_traceback(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import asyncpg
 
 from pipeline.events.cloudevents import event_headers
-from pipeline.events.message import Record, headers_as_json, printable
+from pipeline.events.message import Record, headers_as_json, marker_key, printable
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import DEFERRED, Decision, Policy, dead
 from pipeline.handlers.registry import Handlers
@@ -59,6 +59,8 @@ class Row(NamedTuple):
     item: Item | None = None
     remembered: bytes | None = None
     """The payload hash of the earlier message of this identity, if it differs."""
+    mode: str = "immediate"
+    """Mode of the handler that will take it, if there is no item."""
 
     @property
     def is_new(self) -> bool:
@@ -97,6 +99,7 @@ SELECT key, lane, order_key, sequence, consumer, topic, partition,
        CASE WHEN is_dead THEN clock_timestamp() END, holds, error, traceback
   FROM unnest($2::pipeline.new_backlog_row[])
     ON CONFLICT DO NOTHING
+RETURNING key
 """
 
 
@@ -160,10 +163,11 @@ async def find(connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:
 async def add(
     connection: asyncpg.Connection, rows: Sequence[Row], encryption: Encryption | None
 ) -> Sequence[Row]:
-    """Store rows in the order of their keys, and return them as they are stored, encrypted.
+    """Store rows in the order of their keys; returns those that are new, as stored, encrypted.
 
-    Rows that exist already are not changed. A row behind another one of its key in `rows` is not
-    due: a worker reads it together with that one, and makes it due when that one is settled.
+    Rows that exist already are not changed, and of two with one key the first is stored. A row
+    behind another one of its order key in `rows` is not due: a worker reads it together with that
+    one, and makes it due when that one is settled.
     """
     if not rows:
         return rows
@@ -174,8 +178,8 @@ async def add(
     for row in rows:
         record, decision = row.record, row.decision
         message = row.item.message if row.item else None
-        key = order_key(row.consumer, record)
-        mode = row.item.handler.mode if row.item else "immediate"
+        key = row.item.order_key if row.item else order_key(row.consumer, record)
+        mode = row.item.handler.mode if row.item else row.mode
         new.append(
             (
                 row.key,
@@ -208,8 +212,9 @@ async def add(
         )
         if not decision.is_dead or decision.holds:
             waiting.add(key)
-    await connection.execute(_ADD, HASH_VERSION, new)
-    return rows
+    stored = {row["key"] for row in await connection.fetch(_ADD, HASH_VERSION, new)}
+    first = {row.key: row for row in reversed(rows) if row.key in stored}
+    return [row for row in rows if first.get(row.key) is row]
 
 
 def lane_of(order_key: bytes, mode: str) -> int:
@@ -244,7 +249,9 @@ async def add_calls(
 
 def row_of(item: Item, decision: Decision) -> Row:
     """Return the row of a message that is not applied now."""
-    return Row(item.row or item.key, item.consumer, item.record, decision, item)
+    # Of a record that can't be decoded no message is known.
+    known, mode = None if item.undecoded else item, item.handler.mode
+    return Row(item.row or item.key, item.consumer, item.record, decision, known, mode=mode)
 
 
 def undecoded_row(one: Undecoded) -> Row:
@@ -302,5 +309,10 @@ def dead_letter(row: Row, topic: str) -> StagedEvent:
 
 
 def mismatch_key(item: Item) -> bytes:
-    """Return the key of the row of a message that has the identity of another one."""
-    return blake2b(item.key + item.message.hash, digest_size=16).digest()
+    """Return the key of the row of a message that has the identity of another one.
+
+    The identity is that of the event: all consumers have the same row.
+    """
+    message = item.message
+    identity = marker_key("", message.source, message.id)
+    return blake2b(identity + message.hash, digest_size=16).digest()

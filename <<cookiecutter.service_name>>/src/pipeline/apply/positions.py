@@ -5,17 +5,17 @@ The statement that moves a position, or holds a lane, also reads the generations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import NamedTuple, Self
 
 import asyncpg
 from aiokafka import ConsumerRecord
 
+from pipeline.events.message import time_of
+
 from .item import record_digest
 
 _NO_ANCHOR = (None, None, None)
-_LAST_MILLISECOND = 253_402_300_799_000
-"""The end of the year 9999. Producers may send any number as a timestamp."""
 
 
 class SourceLost(Exception):
@@ -60,11 +60,6 @@ class Anchor(NamedTuple):
         """Return the anchor that a record is."""
         digest = record_digest(f"{record.timestamp}", record)
         return cls(record.offset, time_of(record.timestamp), digest)
-
-
-def time_of(milliseconds: int) -> datetime:
-    """Return the time of a record; a timestamp outside of the calendar becomes its nearest time."""
-    return datetime.fromtimestamp(min(max(0, milliseconds), _LAST_MILLISECOND) / 1e3, UTC)
 
 
 class Move(NamedTuple):
@@ -134,7 +129,7 @@ SELECT next_offset, anchor_offset, anchor_time, anchor_hash
 """
 
 _OF_GROUP = """
-SELECT topic, partition, next_offset AS position, moved_at, duplicates
+SELECT topic, partition, next_offset AS position, moved_at, duplicates, anchor_time AS written_at
   FROM pipeline.position
  WHERE consumer_group = $1 ORDER BY topic, partition
 """
@@ -197,7 +192,7 @@ async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition
 
 
 async def of_group(connection: asyncpg.Connection, group: str) -> list[asyncpg.Record]:
-    """Return topic, partition, position, time of the last move and duplicates of each position."""
+    """Return each position, with its last move and record, and its number of duplicates."""
     rows: list[asyncpg.Record] = await connection.fetch(_OF_GROUP, group)
     return rows
 

@@ -100,6 +100,7 @@ class ConsumeTransactions:
         self.signals = signals
         self.claims = claims
         self.encryption = encryption
+        self.throttles = breaker.throttles
         self._slots = Slots(readers=settings.concurrency, workers=settings.backlog_workers)
         self.turns = Turns(engine, settings.transaction_timeout)
         self._own_until = {one.consumer: math.inf for one in handlers if one.takes_batches}

@@ -1,7 +1,7 @@
 """Batches of topic partitions, as a source of the consume transaction."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -31,6 +31,8 @@ class PartitionBatch:
     """Processes that have died over the batch. If any, its messages are parked as suspects."""
     begun: Callable[[], None] = lambda: None
     """Called when its transaction has begun, which no longer waits for others then."""
+    stored: Set[str] = frozenset()
+    """Consumers that are paused: their messages are parked."""
 
     @property
     def move(self) -> Move:
@@ -46,11 +48,17 @@ class PartitionBatch:
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
-        """Decisions to park messages without a call: of deferred handlers, or all suspects."""
+        """Decisions to park messages without a call: of deferred handlers, of consumers that are
+        paused, or all suspects."""
         if self.deaths:
             error = ProcessDied(f"{self.deaths} processes have begun with its batch and died")
-            return {item.key: undecided(error, NEW, DIED) for item in self.batch.items}
-        return {item.key: DEFERRED for item in self.batch.items if item.handler.mode == "deferred"}
+            tried = (item for item in self.batch.items if not item.undecoded)  # the others are dead
+            return {item.key: undecided(error, NEW, DIED) for item in tried}
+        return {
+            item.key: DEFERRED
+            for item in self.batch.items
+            if item.handler.mode == "deferred" or item.consumer in self.stored
+        }
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,7 @@ class PartitionSource:
         )
         rows = [*(backlog.row_of(*decided) for decided in outcome.decided), *outcome.letters]
         stored = await backlog.add(connection, rows, outcome.encryption)
+        outcome.keep_letters(stored)
         return [row for row in stored if row.decision.is_dead]
 
     @property

@@ -2,13 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 import orjson
+
+_LAST_MILLISECOND = 253_402_300_799_000
+"""The end of the year 9999. Producers may send any number as a timestamp."""
 
 LONGEST_KEPT_KEY = 64
 """Bytes of the longest key that is cached: caches are bounded by their entries, not by memory."""
@@ -31,6 +34,11 @@ class Record(Protocol):
     def value(self) -> bytes | None: ...
     @property
     def headers(self) -> Sequence[tuple[str, bytes | None]]: ...
+
+
+def time_of(milliseconds: int) -> datetime:
+    """Return the time of a record; a timestamp outside of the calendar becomes its nearest time."""
+    return datetime.fromtimestamp(min(max(0, milliseconds), _LAST_MILLISECOND) / 1e3, UTC)
 
 
 class Reason(StrEnum):

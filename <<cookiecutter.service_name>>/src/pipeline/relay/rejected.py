@@ -19,6 +19,7 @@ import asyncpg
 from aiokafka import errors
 from aiokafka.errors import KafkaError
 
+from pipeline.apply.throttles import Throttles
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
 from pipeline.servers.patches import InvalidRecordError
@@ -155,8 +156,8 @@ UPDATE pipeline.outbox_rejected
 
 # After a reset, or if an older cursor was restored, an event may be stored already.
 _ADD = f"""
-INSERT INTO pipeline.outbox_rejected ({COLUMNS}, reason, error, died_at)
-SELECT {COLUMNS}, reason, error, CASE WHEN is_dead THEN clock_timestamp() END
+INSERT INTO pipeline.outbox_rejected ({COLUMNS}, release, reason, error, died_at)
+SELECT {COLUMNS}, release, reason, error, CASE WHEN is_dead THEN clock_timestamp() END
   FROM unnest($1::bigint[], $2::text[], $3::text[], $4::boolean[])
        AS rejected (id, reason, error, is_dead)
   JOIN pipeline.outbox USING (id)
@@ -195,13 +196,16 @@ UPDATE pipeline.outbox_rejected AS stored
 class Rejected:
     """The topics for which events wait in one relay's shards, and when each is tried again."""
 
-    def __init__(self, settings: Settings, health: Health) -> None:
+    def __init__(
+        self, settings: Settings, health: Health, throttles: Throttles | None = None
+    ) -> None:
         self._settings = settings
         self._health = health
+        self._throttles = throttles or Throttles()
         self._try_at: dict[str, float] = {}
-        """By topic and the monotonic clock."""
+        """When events that wait are tried again, by topic and the monotonic clock."""
         self._accepting: set[str] = set()
-        """Topics that have accepted events since they refused some."""
+        """Those of the topics that have refused no event since they accepted some."""
         self._look_at = 0.0
 
     @property
@@ -221,25 +225,34 @@ class Rejected:
         for topic in self._try_at.keys() - topics:
             self._end(topic)
         self._try_at = dict.fromkeys(topics, 0.0) | self._try_at
+        paused = topics & self._throttles.asked("events")
+        for topic in paused:
+            self._health.forget(_part(topic))
         metrics.observe_rejected(
-            waiting=sum(row["waiting"] for row in rows), dead=sum(row["dead"] for row in rows)
+            waiting=sum(row["waiting"] for row in rows if row["topic"] not in paused),
+            dead=sum(row["dead"] for row in rows),
+            paused=sum(row["waiting"] for row in rows if row["topic"] in paused),
         )
         # Counting many rows takes long: at most a twentieth of the time is spent on it.
         self._look_at = monotonic() + 20 * (monotonic() - begun)
 
     def is_waiting(self, topic: str) -> bool:
-        """Whether events wait for the topic, so that later ones wait behind them."""
-        return topic in self._try_at
+        """Whether it is paused or throttled, or events wait for it: later ones wait behind them."""
+        return topic in self._try_at or topic in self._throttles.asked("events")
 
     def seconds_to_next(self) -> float:
         """Return how long until a topic is tried again; infinite if no events wait."""
-        return min(self._try_at.values(), default=math.inf) - monotonic()
+        return min(map(self._free_at, self._try_at), default=math.inf) - monotonic()
 
     async def add(
         self, connection: asyncpg.Connection, events: Sequence[asyncpg.Record], why: Rejections
     ) -> None:
         """Store events that were not sent, in the transaction that moves the cursor past them."""
         self._note(events, why)
+        unsent = {event["topic"] for event in events if event["id"] not in why}
+        for topic in unsent - self._try_at.keys():  # it is paused
+            self._try_at[topic] = 0.0
+            self._accepting.add(topic)
         times = [event["created_at"] for event in events]
         await connection.execute(_ADD, *_columns(events, why), min(times), max(times))
 
@@ -255,10 +268,11 @@ class Rejected:
         overtaken already.
         """
         topics = [one for one in self._try_at if (one in self._accepting) == accepting]
-        topic = min(topics, key=self._try_at.__getitem__, default=None)
-        if topic is None or self._try_at[topic] > monotonic():
+        topic = min(topics, key=self._free_at, default=None)
+        if topic is None or self._free_at(topic) > monotonic():
             return []
-        most = self._settings.relay_batch_events if accepting else _FIRST_PAGE
+        page = self._settings.relay_batch_events if accepting else _FIRST_PAGE
+        most = int(min(page, self._throttles.most("events", topic)))
         rows: list[asyncpg.Record] = await connection.fetch(_DUE, topic, shards, most, PAGE_BYTES)
         if not rows:
             self._end(topic)
@@ -277,6 +291,11 @@ class Rejected:
         if why:
             rejected = [event for event in events if event["id"] in why]
             await connection.execute(_SET, *_columns(rejected, why))
+
+    def _free_at(self, topic: str) -> float:
+        """Return when events of the topic may be sent again, by the monotonic clock."""
+        left = self._throttles.left("events", topic)
+        return max(self._try_at[topic], monotonic() + left) if left else self._try_at[topic]
 
     def _note(self, events: Sequence[asyncpg.Record], why: Rejections) -> None:
         """Postpone topics that reject events, and log new rejections."""

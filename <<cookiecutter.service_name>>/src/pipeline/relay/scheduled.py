@@ -34,8 +34,8 @@ WITH due AS (
                      ORDER BY due_at, scheduled_at, name LIMIT $1
                        FOR UPDATE SKIP LOCKED)
     RETURNING *)
-INSERT INTO pipeline.outbox ({COLUMNS})
-SELECT {COLUMNS} FROM due ORDER BY due_at, scheduled_at, name
+INSERT INTO pipeline.outbox ({COLUMNS}, release)
+SELECT {COLUMNS}, release FROM due ORDER BY due_at, scheduled_at, name
 """
 
 _COUNT = """

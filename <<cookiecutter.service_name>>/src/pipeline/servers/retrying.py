@@ -45,12 +45,16 @@ class Attempts:
     """Called with the reason before every pause."""
     waits_for_stores: bool = True
     """Whether an object store or a schema registry that is unavailable is an outage, too."""
+    before: Callable[[], Awaitable[None]] | None = None
+    """Awaited before each attempt; may raise what ends them."""
 
     async def __call__(self, work: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Return the result of the work. Raises errors other than outages at once."""
         failures = 0
         while True:
             try:
+                if self.before is not None:
+                    await self.before()
                 return await work(*arguments)
             except Exception as error:
                 if not self._is_outage(error):

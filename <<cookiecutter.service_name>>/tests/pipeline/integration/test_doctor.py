@@ -67,6 +67,10 @@ _FILL = {
     " content_type) SELECT n, now(), 't', n, '/s', 'x', 'y' FROM generate_series(1, 200) AS n",
 }
 """How each table gets two hundred rows."""
+_READ = """
+INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)
+VALUES ($1, $2, 0, $3, clock_timestamp() - $4::interval)
+"""
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 
 
@@ -375,8 +379,8 @@ async def test_events_that_nobody_publishes_are_told(
     await db.execute("UPDATE pipeline.outbox SET created_at = now() - interval '6 minutes'")
     found = (await examine())["outbox"]
     assert found.level == "wrong"
-    assert "1 events wait, one for 3" in found.found
-    assert "64 shards have no relay" in found.found
+    assert "no process has taken events of the outbox" in found.found
+    assert "(64 shards have no relay) for 3" in found.found
     await db.execute(
         "UPDATE pipeline.outbox_cursor SET owner = 'a', lease_until = now() + interval '1 hour'"
     )
@@ -476,8 +480,9 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
         bank.name,
         bank.deposits,
     )
-    found = (await examine())["readers"]
-    assert found.found.endswith("2 offsets before the end")
+    found = (await examine())["reads"]
+    place = f"no process has taken records of {bank.deposits} (no reader of partitions 0) for"
+    assert found.found.startswith(place)
     assert (found.level, "`service consume`" in found.advice) == ("wrong", True)
     async with AIOKafkaConsumer(
         bank.deposits,
@@ -495,17 +500,67 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
 
 
 async def test_a_record_that_has_just_come_to_an_idle_partition_is_no_lag(
-    examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer
+    examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer, kafka: str
 ) -> None:
     await Deposit(1, timestamp=ago(hours=80)).send(producer, bank.deposits)
     await Deposit(2).send(producer, bank.deposits)
-    await db.execute(
-        "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)"
-        " VALUES ($1, $2, 0, 1, now() - interval '3 days')",
-        bank.name,
+    await db.execute(_READ, bank.name, bank.deposits, 1, timedelta(days=3))
+    async with AIOKafkaConsumer(
         bank.deposits,
-    )
-    assert await examine() == {}
+        bootstrap_servers=kafka,
+        group_id=bank.name,
+        client_id=bank.name,
+        enable_auto_commit=False,
+    ) as consumer:
+        await eventually(lambda: bool(consumer.assignment()))
+        assert await examine() == {}
+
+
+async def test_topics_that_nobody_reads_are_told_also_if_no_record_waits(
+    examine: Examine, bank: Bank, db: asyncpg.Connection
+) -> None:
+    await db.execute(_READ, bank.name, bank.deposits, 0, timedelta(0))
+    assert await examine() == {}, "a process may be starting again"
+    await db.execute("UPDATE pipeline.position SET moved_at = now() - interval '1 h'")
+    found = (await examine())["reads"]
+    assert found.level == "wrong"
+    place = f"no process has taken records of {bank.deposits} (no reader of partitions 0) for 3,6"
+    assert found.found.startswith(place)
+
+
+async def test_each_kind_of_work_that_no_process_takes_is_wrong_after_a_minute(
+    examine: Examine,
+    bank: Bank,
+    db: asyncpg.Connection,
+    producer: AIOKafkaProducer,
+    direct_url: str,
+    kafka: str,
+) -> None:
+    async with starting(bank, database_url=direct_url, kafka_bootstrap_servers=kafka) as start:
+        process = await start("run")
+        await Deposit(1).send(producer, bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 1))
+        await process.kill()
+    for table in ("backlog", "scheduled"):
+        await db.execute(_FILL[table])
+    await stage(db, [event(bank.balances, 1)])
+    for change in (
+        "position SET moved_at = {}",
+        'backlog SET due_at = {}, lane = CASE WHEN "offset" % 2 = 0 THEN 64 ELSE 0 END',
+        "backlog_lane SET owner = NULL, lease_until = NULL, released_at = {}",
+        "outbox SET created_at = {}",
+        "outbox_cursor SET owner = NULL, lease_until = NULL",
+        "scheduled SET due_at = {}",
+    ):
+        then = "now() - interval '2 minutes'"
+        await db.execute(f"UPDATE pipeline.{change.format(then)}")
+
+    async def are_told() -> bool:  # the group misses its member only after a time
+        found = await examine()
+        wrong = {name for name, one in found.items() if one.level == "wrong"}
+        return {"reads", "backlog", "calls", "outbox", "scheduled"} <= wrong
+
+    await eventually(are_told)
 
 
 async def test_a_record_that_waits_for_over_a_minute_is_lag(
@@ -519,10 +574,10 @@ async def test_a_record_that_waits_for_over_a_minute_is_lag(
         " ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET next_offset = $3"
     )
     await db.execute(read, bank.name, bank.deposits, 1)
-    assert (await examine())["readers"].level == "wrong"
+    assert (await examine())["reads"].level == "wrong"
     # A record before the position that is of a later time: its clock was wrong.
     await db.execute(read, bank.name, bank.deposits, 2)
-    assert (await examine())["readers"].level == "wrong"
+    assert (await examine())["reads"].level == "wrong"
 
 
 @asynccontextmanager
@@ -695,10 +750,10 @@ async def test_events_that_kafka_refuses_for_long_are_told(
     await db.execute(
         "UPDATE pipeline.outbox_rejected SET parked_at = now() - interval '16 minutes'"
     )
-    found = (await examine())["rejected events"]
+    found = (await examine())["rejected"]
     assert found.level == "wrong"
     assert found.found.startswith(
-        "Kafka accepts no events for topic t (topic missing): 200 wait, one"
+        "events for topic t (topic missing) wait: 200, one for 9"
     )
     assert "`service dead events list --waiting --summary`" in found.advice
 
@@ -713,7 +768,7 @@ async def test_a_backlog_that_does_not_move_is_told(
     )
     found = (await examine())["backlog"]
     assert found.level == "warning"
-    assert found.found.startswith("messages wait for consumer deposit: 200, one for 3,6")
+    assert found.found.startswith("messages of consumer deposit wait: 200, one for 3,6")
     assert "`service dead list --waiting --summary`" in found.advice
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from hashlib import sha256
 from pathlib import Path
 
 import asyncpg
@@ -77,7 +78,9 @@ async def differences(url: str, metadata: sa.MetaData) -> list[str]:
 
 
 ALL = [
+    "audit",
     "backlog",
+    "backlog_count",
     "backlog_lane",
     "claim",
     "guarded_transaction",
@@ -93,8 +96,10 @@ ALL = [
     "outbox_rejected",
     "outbox_relay",
     "position",
+    "release",
     "retention_round",
     "scheduled",
+    "throttle",
 ]
 
 
@@ -311,3 +316,54 @@ async def test_a_column_is_added_when_no_transaction_holds_the_table_and_others_
     finally:
         await reader.close()
         await other.close()
+
+
+_OLD_DAY = """
+ALTER TABLE pipeline.{table} DROP COLUMN shard;
+ALTER TABLE pipeline.{table} ADD COLUMN shard smallint NOT NULL GENERATED ALWAYS
+   AS ((get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % 64)::smallint) STORED
+"""
+_DAYS = {
+    f"outbox_p2020010{day}": f"FOR VALUES FROM ('2020-01-0{day}') TO ('2020-01-0{day + 1}')"
+    for day in (1, 2)
+}
+_WITHOUT_A_KEY = """
+INSERT INTO pipeline.outbox (created_at, topic, event_id, source, type, content_type)
+SELECT '2020-01-01 12:00+00'::timestamptz + (n > 64)::integer * interval '1 day',
+       't', n, '/s', 'x', 'y'
+  FROM generate_series(1, 128) AS n
+"""
+_SHARDS = """
+SELECT count(DISTINCT shard) FROM pipeline.outbox GROUP BY tableoid::regclass::text
+ ORDER BY tableoid::regclass::text
+"""
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["new", "of version 1.0.0"])
+async def test_events_without_a_key_are_spread_over_the_shards(
+    url: str, config: Config, is_old: bool
+) -> None:
+    """Of an older database those of later days, if its server can change the column."""
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    (first, first_day), (second, second_day) = _DAYS.items()
+    create = "CREATE TABLE pipeline.{} PARTITION OF pipeline.outbox {}".format
+    try:
+        await connection.execute("SET timezone = 'UTC'")
+        await upgrade(config, "pipeline_0001")
+        if is_old:
+            for table in ("outbox", "outbox_rejected"):
+                await connection.execute(_OLD_DAY.format(table=table))
+            await connection.execute(create(first, first_day))
+        await upgrade(config)
+        if not is_old:
+            await connection.execute(create(first, first_day))
+        await connection.execute(create(second, second_day))
+        await connection.execute(_WITHOUT_A_KEY)
+        shards = [row[0] for row in await connection.fetch(_SHARDS)]
+        can_change = connection.get_server_version().major >= 17
+        assert shards == [1 if is_old else 64, 64 if can_change or not is_old else 1]
+        await connection.execute("UPDATE pipeline.outbox SET key = 'ada'")
+        of_key = await connection.fetchval("SELECT array_agg(DISTINCT shard) FROM pipeline.outbox")
+        assert of_key == [sha256(b"ada").digest()[0] % schema.SHARDS]
+    finally:
+        await connection.close()

@@ -771,7 +771,7 @@ async def test_metrics_count_the_events_that_wait_and_the_dead_ones(
 ) -> None:
     counted: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        metrics, "observe_rejected", lambda waiting, dead: counted.append((waiting, dead))
+        metrics, "observe_rejected", lambda waiting, dead, paused: counted.append((waiting, dead))
     )
     topic = await new_topic(**{"max.message.bytes": "4000"})
     await stage(db, [event(topic, "x", payload=LARGE), *numbered(missing, range(3))])

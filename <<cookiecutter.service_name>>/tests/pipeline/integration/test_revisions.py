@@ -279,7 +279,9 @@ async def test_a_database_of_an_older_first_revision_is_named_before_anything_is
         await connection.execute(
             "ALTER TABLE pipeline.backlog ADD deaths integer, ADD losses integer,"
             " ADD is_redriven boolean;"
-            " ALTER TABLE pipeline.outbox_cluster ADD database_oid oid, ADD kafka_cluster text"
+            " ALTER TABLE pipeline.outbox_cluster ADD database_oid oid, ADD kafka_cluster text;"
+            " CREATE TABLE pipeline.backlog_count (singleton boolean, counted_at timestamptz,"
+            " counts json)"
         )
         await connection.execute(ADOPT)
         await connection.execute("CREATE TABLE alembic_version (version_num text PRIMARY KEY)")

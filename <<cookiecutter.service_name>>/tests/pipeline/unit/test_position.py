@@ -8,7 +8,8 @@ import pytest
 from aiokafka import ConsumerRecord, TopicPartition
 
 from pipeline.apply.positions import Anchor, Slot
-from pipeline.consume.position import Blocked, PartitionPosition
+from pipeline.consume.blockage import Blocked
+from pipeline.consume.position import PartitionPosition
 from pipeline.servers.record_batches import FetchedBatches
 
 from .test_record_batches import batch
