@@ -10,7 +10,7 @@ from dataclasses import replace
 import asyncpg  # type: ignore[import-untyped]
 
 from benchmarks.payments import SERVICE
-from chaos import brokers, copies, payments
+from chaos import brokers, copies, payments, stops
 from chaos.memory import AUDIT, END_AUDIT, Memory
 from chaos.pressure import crowded, stood_still
 from chaos.proxy import Proxy
@@ -64,6 +64,7 @@ class Breaker:
         self._renaming = asyncio.Lock()
         self._copying = asyncio.Lock()
         self._auditing = asyncio.Lock()
+        self._stopping = asyncio.Lock()
 
     async def run(self, schedule: Sequence[Fault], note: Callable[[str], None]) -> None:
         """Carry it out, counting from now, and tell of it; return when all is healed."""
@@ -138,6 +139,8 @@ class Breaker:
                 await self.audit()
                 await asyncio.sleep(fault.seconds)
                 await self._change(END_AUDIT)
+            case "stopped":
+                acted = await stops.stop(self._system, fault)
         ended = Ended(fault.kind, began, time.time(), under_way, self._lanes_lost(fault))
         return ended if acted else None
 
@@ -156,6 +159,8 @@ class Breaker:
                 return self._outside_busy
             case "audit":
                 return self._auditing
+            case "stopped":
+                return self._stopping
         return nullcontext()
 
     def _lanes_lost(self, fault: Fault) -> int:

@@ -322,7 +322,7 @@ def _stored(row: asyncpg.Record) -> Stored:
         consumer=row["consumer"],
         place=(row["partition"], row["offset"]),
         key=row["record_key"],
-        identity=(row["source"], row["id"]) if row["consumer"] else None,
+        identity=None if row["id"] is None else (row["source"], row["id"]),
         reason=row["reason"],
         attempts=row["attempts"],
         is_dead=row["is_dead"],

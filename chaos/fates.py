@@ -108,7 +108,9 @@ def judge(books: Books) -> Judgement:
             message.partitions.add(given.place[0])
             if given.value != message.first.value:
                 message.impostors.add(given.value)
-    findings = list(_illegible(illegible, [row for row in books.backlog if not row.consumer]))
+    undecoded = [row for row in books.backlog if not row.consumer and row.identity is None]
+    findings = list(_illegible(illegible, undecoded))
+    findings += _other_payloads(messages, books.backlog)
     unread = {given.identity for given in illegible} - messages.keys()
     spent = _Spent(books.calls)
     counts: dict[str, Counts] = {}
@@ -167,14 +169,12 @@ class _Consumer:
         self._spent = spent
         self._marked = Counter(books.markers[name])
         self._rows: defaultdict[Identity, list[Stored]] = defaultdict(list)
-        self._impostors: defaultdict[Identity, list[Stored]] = defaultdict(list)
         self._holding: defaultdict[bytes, list[tuple[int, int]]] = defaultdict(list)
         """Places of the dead letters that hold their key."""
         for row in books.backlog:
-            if row.consumer != name or row.identity is None:
+            if row.consumer != name or row.identity is None or row.reason == MISMATCH:
                 continue
-            where = self._impostors if row.reason == MISMATCH else self._rows
-            where[row.identity].append(row)
+            self._rows[row.identity].append(row)
             if row.is_dead and row.holds:
                 self._holding[row.key].append(row.place)
         self.counts = Counter(applied=0, waiting=0, dead=0, skipped=0)
@@ -196,7 +196,6 @@ class _Consumer:
 
     def _message(self, message: _Message, held: set[bytes]) -> tuple[Fate, list[Finding]]:
         identity = message.first.identity
-        found = list(self._other_payloads(message))
         rows, markers = self._rows.get(identity, []), self._marked[identity]
         became = [Fate("applied")] * markers + [
             Fate("dead" if row.is_dead else "waiting", row.reason, row.attempts) for row in rows
@@ -210,28 +209,21 @@ class _Consumer:
             must = Fate("waiting")
         name = f"{self._name}: {identity[1]} of {identity[0]} ({message.first.poison or 'sound'})"
         if len(became) > 1:
-            return must, [*found, Finding("doubled", f"{name} has become {_told(became)}")]
+            return must, [Finding("doubled", f"{name} has become {_told(became)}")]
         is_ = became[0] if became else Fate("skipped")
         is_dead = is_.state == "dead"
         unearned = self._spent.count(self._name, identity, is_.attempts) if is_dead else 0
         if _agree(is_, must, unearned):
-            return (is_ if is_dead else must), found
+            return (is_ if is_dead else must), []
         kind: Literal["lost", "misjudged"] = "lost" if is_.state == "skipped" else "misjudged"
-        return must, [*found, Finding(kind, f"{name} is {_told([is_])}, not {_told([must])}")]
+        return must, [Finding(kind, f"{name} is {_told([is_])}, not {_told([must])}")]
 
     def _is_behind(self, row: Stored) -> bool:
         return any(place < row.place for place in self._holding.get(row.key, ()))
 
-    def _other_payloads(self, message: _Message) -> Iterator[Finding]:
-        identity, must = message.first.identity, len(message.impostors)
-        if (got := len(self._impostors.get(identity, ()))) != must:
-            kind: Literal["lost", "doubled"] = "lost" if got < must else "doubled"
-            text = f"{self._name}: {identity} came with {must} other payloads, {got} of them stored"
-            yield Finding(kind, text)
-
     def _strangers(self) -> Iterator[Finding]:
         known = self._messages.keys()
-        for identity in {*self._marked, *self._rows, *self._impostors} - known:
+        for identity in {*self._marked, *self._rows} - known:
             yield Finding("doubled", f"{self._name}: {identity} has a trace, and nobody sent that")
 
 
@@ -253,6 +245,19 @@ def _told(fates: Sequence[Fate]) -> str:
         f"{one.state} ({one.reason}, attempts {one.attempts})" if one.reason else one.state
         for one in fates
     )
+
+
+def _other_payloads(
+    messages: Mapping[Identity, _Message], rows: Sequence[Stored]
+) -> Iterator[Finding]:
+    """Find other payloads of an identity that are not one dead letter each, for all consumers."""
+    stored = Counter(row.identity for row in rows if row.reason == MISMATCH and row.identity)
+    for identity in {*messages, *stored}:
+        must = len(messages[identity].impostors) if identity in messages else 0
+        if (got := stored[identity]) != must:
+            kind: Literal["lost", "doubled"] = "lost" if got < must else "doubled"
+            text = f"{identity} came with {must} other payloads, {got} of them stored"
+            yield Finding(kind, text)
 
 
 def _illegible(given: Sequence[Given], rows: Sequence[Stored]) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from chaos.proxy import HOST
 from demo.processes import Service
 
 CLIENTS = 1_000
-FILES = 512
+FILES = 256
 """Descriptors that a process may have whose port so many clients crowd."""
 UNFINISHED = b"GET /health/live HTTP/1.1\r\nX-Nothing: "
 """A request that never ends."""

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import payments
+from chaos import doctor
 from chaos.breaker import Breaker
 from chaos.errands import OUTSIDE, WORK
 from chaos.memory import AUDIT, CLOCK, MARKERS, VERSIONS, Memory
@@ -90,6 +91,10 @@ class Round:
                     await breaker.audit()  # what came since the last one is known to it
                 checker.tell(f"audit {json.dumps(ended)}")
                 await checking
+                if not (stuck or checker.said["findings"]):
+                    has_effects = "effects" in self._plan.work
+                    say(self._console, "doctor", "asked while no process runs, and then")
+                    stuck = await doctor.examine(system, members, has_effects=has_effects)
                 outside.tell("end")
                 await serving
         except ExceptionGroup as failures:

@@ -12,7 +12,16 @@ from chaos.errands import Work
 from chaos.plan import Plan
 from chaos.poison import LATE, TALLY
 from chaos.round import CONSUMERS, RELAYS
-from chaos.schedule import EVERYBODY, MODES, Fault
+from chaos.schedule import (
+    EVERYBODY,
+    MODES,
+    PAUSED_CONSUMER,
+    PAUSED_EVENTS,
+    PAUSED_KEY,
+    PAUSED_TOPIC,
+    THROTTLED_TOPIC,
+    Fault,
+)
 from demo.witness import TOPIC
 
 PATIENCE = 15.0
@@ -334,6 +343,23 @@ LOADS: Mapping[str, Load] = {
         seconds=40,
         schedule=[Fault(4, "tail", "kafka", 4.0)],
     ),
+    # The feed goes on until it is resumed.
+    **{
+        stopped: Load(
+            events=3_000,
+            seconds=40,
+            schedule=[Fault(3, "stopped", stopped, 10.0)],
+            parcels=40,
+            strays=0.0,
+        )
+        for stopped in (
+            PAUSED_TOPIC,
+            THROTTLED_TOPIC,
+            PAUSED_CONSUMER,
+            PAUSED_EVENTS,
+            PAUSED_KEY,
+        )
+    },
 }
 
 NO_IDEMPOTENCE = (
@@ -873,6 +899,73 @@ from pipeline.handlers.staging import StagedEvent, copy
                 "consume/position.py",
                 "if (found or is_due) and found != [(anchor.offset, anchor.hash)]:",
                 "if False:",
+            )
+        ],
+    ),
+    Sabotage(
+        "a topic that is paused is read",
+        PAUSED_TOPIC,
+        [
+            Edit(
+                "consume/limits.py",
+                'is_paused = self._throttles.left("topic", self._topic) == math.inf',
+                "is_paused = False",
+            )
+        ],
+    ),
+    Sabotage(
+        "a process does not know what others have taken",
+        THROTTLED_TOPIC,
+        [
+            Edit(
+                "apply/throttles.py",
+                "AND subject = $2 AND per_second > 0",
+                "AND subject = $2 AND per_second < 0",
+            )
+        ],
+    ),
+    Sabotage(
+        "a consumer that is paused is called where others are",
+        PAUSED_CONSUMER,
+        [
+            Edit(
+                "consume/partition_source.py",
+                """\
+            if item.handler.mode == "deferred" or item.consumer in self.stored
+""",
+                """\
+            if item.handler.mode == "deferred"
+""",
+            )
+        ],
+    ),
+    Sabotage(
+        "events that are paused are published",
+        PAUSED_EVENTS,
+        [Edit("relay/rejected.py", ' or topic in self._throttles.asked("events")', "")],
+    ),
+    Sabotage(
+        "a key that is paused is overtaken",
+        PAUSED_KEY,
+        [
+            Edit(
+                "apply/backlog.py",
+                "WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds))",
+                "WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds)"
+                " AND b.reason <> 'paused')",
+            )
+        ],
+    ),
+    Sabotage(
+        "a key that is resumed forgets what waits",
+        PAUSED_KEY,
+        [
+            Edit(
+                "apply/stopping.py",
+                "UPDATE pipeline.backlog SET due_at = clock_timestamp()\n"
+                " WHERE key = ANY ($1::bytea[]) AND topic = '{PAUSES}'",
+                "DELETE FROM pipeline.backlog\n"
+                " WHERE key = ANY ($1::bytea[]) AND topic = '{PAUSES}'",
             )
         ],
     ),

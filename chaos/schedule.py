@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from demo.witness import TOPIC
+from chaos.poison import TALLY
+from demo import feed
+from demo.witness import CONSUMER, TOPIC
 
 Kind = Literal[
     "kill",
@@ -39,6 +41,7 @@ Kind = Literal[
     "effects",
     "scheduled",
     "audit",
+    "stopped",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SERVERS = ("postgres", "kafka")
@@ -46,6 +49,21 @@ EVERYBODY = "all"
 MODES = ("refuses", "hangs", "hangs up", "stammers")
 """How the outside fails: it takes nothing; or takes what comes, and does not answer, for long or at
 once, or answers twice."""
+BUSIEST = "busiest"
+"""Stands for the key of which most has come by then."""
+PAUSED_TOPIC, THROTTLED_TOPIC = f"topic {feed.TOPIC}", f"topic {feed.TOPIC} 20"
+PAUSED_CONSUMER, PAUSED_EVENTS = f"consumer {CONSUMER}", f"events {TOPIC}"
+PAUSED_KEY = f"key {BUSIEST}"
+STOPS = (
+    PAUSED_TOPIC,
+    THROTTLED_TOPIC,
+    PAUSED_CONSUMER,
+    f"consumer {TALLY}",
+    f"consumer {TALLY} 20",
+    PAUSED_EVENTS,
+    PAUSED_KEY,
+)
+"""What people pause, as the command names it, or throttle to so many in a second."""
 
 BETWEEN = 5.0
 """Seconds from one fault to the next, about."""
@@ -83,6 +101,7 @@ LASTS: dict[Kind, tuple[float, float]] = {
     "effects": (2.0, 5.0),
     "scheduled": (2.0, 5.0),
     "audit": (4.0, 8.0),
+    "stopped": (1.0, 6.0),
 }
 SINGLE: tuple[Kind, ...] = ("kill", "pause", "cut", "delay", "halfopen", "partition")
 """Kinds that hit any process of a service, by itself or with all."""
@@ -99,7 +118,8 @@ class Fault:
     """Seconds after the first scan."""
     kind: Kind
     target: str
-    """A process of the service, everybody, a server, or a topic; or how the outside fails."""
+    """A process of the service, everybody, a server, or a topic; or how the outside fails, or what
+    people stop."""
     seconds: float = 0.0
     """How long it lasts; of a replay, how far it goes back; of a tail, how much is lost; of a
     rollout, the pause between two processes."""
@@ -208,6 +228,8 @@ def _fault(
             return Fault(at, kind, TOPIC, seconds)
         case "replay" | "unread":
             return Fault(at, kind, chance.choice(consumers), seconds)
+        case "stopped":
+            return Fault(at, kind, chance.choice(STOPS), seconds)
         case "effects":
             return Fault(at, kind, chance.choice(MODES), seconds)
         case "rollout":

@@ -227,7 +227,7 @@ class System:
             await member.prepare(settings)
         await self.members[members[0]].service.prepare(self.setup_log)
         await self.servers.execute(TALLY_TABLE, *afterwards)
-        await self._run(members)
+        await self.run(members)
 
     async def start_beside(
         self, members: Sequence[str], project: Path, module: str, database: str, rows: Sequence[str]
@@ -243,7 +243,7 @@ class System:
             await member.prepare({}, database)
         await self.members[members[0]].service.prepare(self.setup_log)
         await self.servers.execute(*rows, database=database)
-        await self._run(members)
+        await self.run(members)
 
     @asynccontextmanager
     async def running(self, names: Sequence[str], database: str) -> AsyncIterator[list[Member]]:
@@ -263,7 +263,8 @@ class System:
             for member in members:
                 await member.close()
 
-    async def _run(self, members: Sequence[str]) -> None:
+    async def run(self, members: Sequence[str]) -> None:
+        """Start members; return when all are ready."""
         for name in members:
             await self.members[name].service.start()
         for name in members:

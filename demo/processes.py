@@ -49,10 +49,12 @@ async def run(
     log: Path | None = None,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
+    codes: Sequence[int] = (0,),
 ) -> str:
     """Run a command to its end with all its output in the log; without one, return what it prints.
 
-    Raises `ProcessFailed` if it does. Cancelled, it lets the command clean up first.
+    Raises `ProcessFailed` for other exit codes than these. Cancelled, it lets the command clean up
+    first.
     """
     with log.open("ab") if log else nullcontext() as output:
         process = await asyncio.create_subprocess_exec(
@@ -70,7 +72,7 @@ async def run(
         _signal(process, signal.SIGTERM)
         await process.wait()
         raise
-    if process.returncode:
+    if process.returncode not in codes:
         raise ProcessFailed(
             f"this failed with exit code {process.returncode}:\n{shlex.join(map(str, command))}"
             + (f"\n{last_lines(log)}" if log else "")
@@ -179,9 +181,10 @@ class Service:
         command = [*self._module, *words]
         await run(command, log=log, cwd=folder or self._project, env=self._environment)
 
-    async def ask(self, *words: str) -> str:
+    async def ask(self, *words: str, codes: Sequence[int] = (0,)) -> str:
         """Run another command of it to its end; return what it prints."""
-        return await run([*self._module, *words], cwd=self._project, env=self._environment)
+        command = [*self._module, *words]
+        return await run(command, cwd=self._project, env=self._environment, codes=codes)
 
     async def start(self) -> None:
         """Start the process; it is not ready yet."""

@@ -21,6 +21,7 @@ PACKAGES = (
         "contracts",
         "debezium",
         "effects",
+        "history",
         "http_api",
         "http_server",
         "object_store",
@@ -41,11 +42,11 @@ OF_A_REPOSITORY = {
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder."""
+    """Delete a file or a folder, unless it is gone with the folder that had it."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def remove_requirement(name: str) -> None:

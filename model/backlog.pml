@@ -1,11 +1,11 @@
 /*
  * The backlog: parking in the consume transaction, the workers of lanes, and operators' commands on
- * dead letters.
+ * dead letters and keys.
  *
  * Two processes consume two partitions, as in consume.pml. Two workers compete for the lane that
  * all keys belong to. Each process may pause for any time between two steps, also beyond its lease.
  * A record may be undecodable, a handler may fail at every call, and commands redrive and discard
- * dead letters.
+ * dead letters, and pause the key of the first record.
  *
  * The rows of the backlog are sets of records. A statement reads what is committed at its start;
  * a transaction's writes become visible at its commit. The due time of a row may come at any
@@ -27,6 +27,9 @@
 #endif
 #ifndef SEEKS
 #define SEEKS      0  /* times a command moves a partition to its start */
+#endif
+#ifndef PAUSES
+#define PAUSES     0  /* times a command pauses a key, or prolongs that */
 #endif
 #ifndef BATCH
 #define BATCH      2  /* most records */
@@ -68,6 +71,9 @@ byte waiting, dead, holding;                  /* pipeline.backlog; a holding row
                                                  key waits */
 byte due, come;                               /* rows with a due time; rows whose time has come */
 
+bool has_pause, is_pause_due;                 /* the row of a pause, at the head of its key */
+bool is_pause_locked;                         /* a worker that ends it has deleted it */
+
 byte lane_token = NOBODY;                     /* pipeline.lane: the worker that raised it last */
 byte lane_locked_by = NOBODY;
 bool is_lease_over;
@@ -78,7 +84,8 @@ bool is_lease_over;
 #define is_decided(event) (markers[event] == ABSENT || markers[event] == COMMITTED)
 #define is_all_read       (position[0] == end_of(0) && position[1] == end_of(1))
 #define may_run(record)   (first(blocking & key_of(record)) & waiting)
-#define is_worked_off     (!may_run(0) && !may_run(1) && !may_run(2) && !may_run(3))
+#define pause_is_head_of(key) (has_pause && (key) == key_of(0))
+#define is_worked_off     (!has_pause && !may_run(0) && !may_run(1) && !may_run(2) && !may_run(3))
 
 /* ---- State that only the promises read ---- */
 
@@ -86,7 +93,7 @@ byte handled;                                 /* records whose handlers had an e
 byte released;                                /* records that were dead without holding their key */
 byte applied, discarded;                      /* events */
 
-byte failures = FAILURES, mishaps = MISHAPS, decisions = DECISIONS, seeks = SEEKS;
+byte failures = FAILURES, mishaps = MISHAPS, decisions = DECISIONS, seeks = SEEKS, pauses = PAUSES;
 bool has_begun;
 byte ended;
 
@@ -149,6 +156,30 @@ byte i, j, places;                            /* scratch, within one step */
 #define born_due 0
 #else
 #define born_due (first(park & ASIDE) | first(park & below(LENGTH) & ~ASIDE) | park & only(LENGTH))
+#endif
+
+#ifdef NO_LOOK_UP_OF_PAUSES
+#define is_paused false
+#else
+#define is_paused pause_is_head_of(key_of(i))
+#endif
+
+#ifdef HEADS_AS_READ
+#define is_overtaken false
+#else
+#define is_overtaken pause_is_head_of(key)
+#endif
+
+#ifdef PROLONGED_PAUSE_ENDS
+#define is_still_due true
+#else
+#define is_still_due is_pause_due
+#endif
+
+#ifdef PAUSE_ENDS_ALONE
+#define stays_behind pause_is_head_of(key)
+#else
+#define stays_behind (pause_is_head_of(key) && !ends)
 #endif
 
 #ifdef RUN_FROM_THE_DUE_ROW
@@ -223,7 +254,8 @@ inline check()
         }
         promise(NO_DOUBLE, places < 2);
         promise(NO_LOSS, places > 0 || i >= position[partition_of(i)]);
-        promise(NO_ORPHAN, !(first(blocking & key_of(i)) & waiting & ~due))
+        promise(NO_ORPHAN, pause_is_head_of(key_of(i))
+                           || !(first(blocking & key_of(i)) & waiting & ~due))
     }
     i = 0; j = 0; places = 0
 }
@@ -330,7 +362,8 @@ inline look_up()
             new = without(new, event_of(i));
             if
             :: has_row_of_event -> printf("consumer %d: record %d is parked already\n", me, i)
-            :: !has_row_of_event && birth == FOLLOWER && !is_behind ->
+            :: !has_row_of_event && birth == FOLLOWER && !is_behind && !is_paused ->
+                promise(PAUSED, !pause_is_head_of(key_of(i)));
                 printf("consumer %d runs record %d\n", me, i);
                 taken = with(taken, i)
             :: else ->
@@ -437,23 +470,26 @@ proctype Consumer(byte me)
 
 /* ---- Workers of lanes ---- */
 
-/* Lock the lane and read a due row's key: the rows from its first one on, up to one that holds. */
+/* Lock the lane and read a due row's key: the rows from its first one on, up to one that holds. If
+   a pause is its head, the transaction only ends that, and only when it is due. */
 inline take_up()
 {
     lane_locked_by = lane_lock;
     if
+    :: is_pause_due -> key = key_of(0)
     :: has(waiting & due, 0) -> found = only(0); key = key_of(0)
     :: has(waiting & due, 1) -> found = only(1); key = key_of(1)
     :: has(waiting & due, 2) -> found = only(2); key = key_of(2)
     :: has(waiting & due, 3) -> found = only(3); key = key_of(3)
     fi;
-    head = the_head;
+    head = (pause_is_head_of(key) -> 0 : the_head);
     read = blocking & key;
     come = come | found;
     if
+    :: pause_is_head_of(key) -> ends = is_pause_due
     :: head & waiting & due -> taken = head
     :: RUN == 2 && (head & waiting & due) && (the_second & waiting) -> taken = head | the_second
-    :: !(head & come)  /* the head holds, or its time has not come */
+    :: !pause_is_head_of(key) && !(head & come)  /* the head holds, or its time has not come */
     fi;
     come = come | taken;
     printf("worker %d takes up %d of key %d\n", me, taken, key);
@@ -472,7 +508,7 @@ inline demote()
         fi
     }
     i = 0;
-    at = (taken -> MARKING : DONE)
+    at = (taken || ends -> MARKING : DONE)
 }
 
 /* The same rows once more, if they are as they were read: what was decided has no marker. */
@@ -492,10 +528,22 @@ inline repeat()
     fi
 }
 
+/* Look at the head again: whether the key is paused meanwhile, or its pause prolonged. */
+inline compare_head()
+{
+    if
+    :: ends && is_still_due -> is_pause_locked = true
+    :: ends && !is_still_due -> ends = false
+    :: !ends && is_overtaken -> taken = 0
+    :: else
+    fi;
+    promise(PAUSED, !(taken && pause_is_head_of(key)))
+}
+
 /* The next row of the key is due. */
 inline promote()
 {
-    promoted = first(next_row) & waiting;
+    promoted = (stays_behind -> 0 : first(next_row) & waiting);
     at = DONE
 }
 
@@ -528,6 +576,13 @@ inline commit_run()
     :: death == HOLDING -> holding = holding | failed & rows
     :: else
     fi;
+    if
+    :: ends ->
+        promise(PAUSED, is_pause_due);
+        printf("the pause ends\n");
+        has_pause = false; is_pause_due = false
+    :: else
+    fi;
     waiting = waiting & ~(failed && death == WAITING -> 0 : taken);
     come = (come & ~demoted & ~failed | promoted) & waiting;
     due = (due & ~demoted | promoted) & waiting;
@@ -540,6 +595,10 @@ inline end_of_run()
     unmark();
     if
     :: lane_locked_by == me -> lane_locked_by = NOBODY
+    :: else
+    fi;
+    if
+    :: ends -> ends = false; is_pause_locked = false
     :: else
     fi;
     head = 0; taken = 0; read = 0; demoted = 0; promoted = 0
@@ -558,6 +617,7 @@ proctype Worker(byte me)
     byte to_mark, new;            /* events */
     byte failed;                  /* a row */
     mtype death = WAITING;        /* and its next state */
+    bool ends;                    /* a pause */
 
     do
     :: d_step {
@@ -574,14 +634,17 @@ proctype Worker(byte me)
            at = IDLE
        }
     :: atomic {
-           at == LEASED && can_lock_lane && is_owner && !failed && (waiting & due) -> take_up()
+           at == LEASED && can_lock_lane && is_owner && !failed
+           && (waiting & due || is_pause_due) ->
+           take_up()
        }
     :: d_step { at == LEASED && can_lock_lane && is_owner && failed -> bury() }
     :: d_step { at == READ -> demote() }
     :: d_step { at == MARKING && to_mark && is_decided(next_event) -> mark() }
-    :: d_step { at == MARKING && !to_mark -> promote() }
+    :: d_step { at == MARKING && !to_mark -> compare_head(); promote() }
     :: atomic {
-           at == MARKING && !to_mark && failures > 0 && (taken == head) && new ->
+           at == MARKING && !to_mark && failures > 0 && (taken == head) && new
+           && !pause_is_head_of(key) ->
            failures--;
            printf("row %d fails\n", head);
            failed = head;
@@ -655,7 +718,8 @@ inline decide(record)
     fi
 }
 
-/* `service dead redrive`, `service dead discard`, and `service topics seek` to the start. */
+/* `service dead redrive`, `service dead discard`, `service topics seek` to the start, and `service
+   pause key`. `service resume` makes the pause due; so does the end of its time. */
 proctype Person(byte me)
 {
     mtype at = IDLE;
@@ -706,7 +770,18 @@ proctype Person(byte me)
            position[0] = start_of(0);
            printf("partition 0 is sent back\n")
        }
-    :: at == IDLE -> seeks = 0; break
+    :: d_step {
+           at == IDLE && pauses > 0 && !is_pause_locked ->
+           pauses--;
+           has_pause = true; is_pause_due = false;
+           printf("key %d is paused\n", key_of(0))
+       }
+    :: d_step {
+           at == IDLE && has_pause && !is_pause_due ->
+           is_pause_due = true;
+           printf("the pause is over\n")
+       }
+    :: at == IDLE && (!has_pause || is_pause_due) -> seeks = 0; pauses = 0; break
     od;
     ended++
 }

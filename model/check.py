@@ -92,7 +92,7 @@ class Outcome:
         return f"{self.run.breaks}, {self.depth} steps" if self.run.fault else "yes"
 
 
-PROMISES = ("NO_LOSS", "NO_DOUBLE", "IN_ORDER", "FENCED", "NO_ORPHAN", "NOT_BLAMED")
+PROMISES = ("NO_LOSS", "NO_DOUBLE", "IN_ORDER", "FENCED", "NO_ORPHAN", "NOT_BLAMED", "PAUSED")
 BROKEN_PROMISE = r"assertion violated \(\((\d)!=\1\)"  # the one that was asked for by BREAKS
 ERRORS = {"DEADLOCK": "invalid end state", "LIVELOCK": "non-progress cycle"}
 
@@ -105,6 +105,7 @@ QUICK = (
     Run("relay", "MISHAPS=1"),
     Run("relay", "MISHAPS=0", is_for_cycles=True),
     Run("backlog", "MISHAPS=0"),
+    Run("backlog", "MISHAPS=0 DECISIONS=0 PAUSES=1"),
     Run("backlog", "MISHAPS=0 DECISIONS=0", is_for_cycles=True),
 )
 FULL = (
@@ -124,7 +125,10 @@ FULL = (
     Run("backlog", "FAILURES=2 MISHAPS=0 ASIDE=2"),
     Run("backlog", "FAILURES=2 MISHAPS=0 LAST_EVENT=0"),
     Run("backlog", "MISHAPS=0 SEEKS=1"),
+    Run("backlog", "MISHAPS=0 PAUSES=2"),
+    Run("backlog", "DECISIONS=0 PAUSES=1"),
     Run("backlog", "MISHAPS=0", is_for_cycles=True),
+    Run("backlog", "MISHAPS=0 DECISIONS=0 PAUSES=2", is_for_cycles=True),
 )
 # The comments: what the counter-example shows, and the trap of tests/pipeline/unit/test_traps.py.
 FAULTS = (
@@ -231,6 +235,14 @@ FAULTS = (
     Run("backlog", "MISHAPS=0", "DECISION_WITHOUT_LANE_LOCK", "NO_ORPHAN"),
     # A discarded event arrives again and is applied.
     Run("backlog", "MISHAPS=0", "DISCARDED_WITHOUT_MARKER", "NO_DOUBLE"),
+    # No row of the key waits, and the record is applied beside its pause.
+    Run("backlog", "FAILURES=0 MISHAPS=0 PAUSES=1", "NO_LOOK_UP_OF_PAUSES", "PAUSED"),
+    # A worker has read the row, then its key is paused.
+    Run("backlog", "MISHAPS=0 DECISIONS=0 PAUSES=1", "HEADS_AS_READ", "PAUSED"),
+    # A worker has read that the pause is over, then it is prolonged.
+    Run("backlog", "FAILURES=0 MISHAPS=0 PAUSES=2", "PROLONGED_PAUSE_ENDS", "PAUSED"),
+    # A record was parked behind the pause, and demoted.
+    Run("backlog", "FAILURES=0 MISHAPS=0 PAUSES=1", "PAUSE_ENDS_ALONE", "NO_ORPHAN"),
 )
 
 

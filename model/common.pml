@@ -9,6 +9,7 @@
 #define FENCED    4  /* a process without its partition, shard or lane changes nothing */
 #define NO_ORPHAN 5  /* the first row of a key is due, or is dead and holds the key */
 #define NOT_BLAMED 6 /* an attempt is spent only by a message that fails alone */
+#define PAUSED     7 /* a key that is paused waits until its pause is over */
 
 #ifndef BREAKS
 #define promise(which, is_kept) assert(is_kept)

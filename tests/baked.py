@@ -28,6 +28,7 @@ DEFAULTS = {
     "schema_registry": "no",
     "personal_data": "no",
     "operations_page": "yes",
+    "history": "yes",
     "http_api": "no",
     "debezium": "no",
     "engine_tests": "no",

@@ -89,7 +89,8 @@ def trigger_parameters(scaler: str) -> dict[str, Parameter]:
             frozenset(places.split(";")), frozenset(filter(None, (values or "").split(";")))
         )
         for name, places, values in re.findall(
-            r'`keda:"name=(\w+),order=([\w;]+)(?:,(?!enum)\w+(?:=[^,"]*)?)*(?:,enum=([^,"]+))?',
+            r'`keda:"name=(\w+),\s*order=([\w;]+)'
+            r'(?:,\s*(?!enum)\w+(?:=[^,"]*)?)*(?:,\s*enum=([^,"]+))?',
             source,
         )
     }

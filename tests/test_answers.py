@@ -126,7 +126,7 @@ NO_AUTHOR = [
 
 HIDING = [
     *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
-    *("pipeline", "operate", "archive", "claims", "contracts", "debezium", "effects"),
+    *("pipeline", "operate", "archive", "claims", "contracts", "debezium", "effects", "history"),
     *("object_store", "page", "personal", "oidc", "schema_registry", "grpc_tools", "attr"),
     *(
         "tests",

@@ -45,10 +45,10 @@ from tests.programs import require
 
 COPIED = (
     *("src/archive", "src/claims", "src/contracts", "src/debezium", "src/effects"),
-    *("src/http_api", "src/http_server", "src/object_store", "src/oidc", "src/operate"),
-    *("src/page", "src/pipeline", "src/schema_registry"),
+    *("src/history", "src/http_api", "src/http_server", "src/object_store", "src/oidc"),
+    *("src/operate", "src/page", "src/pipeline", "src/schema_registry"),
     *("tests/archive", "tests/claims", "tests/contracts", "tests/debezium", "tests/effects"),
-    *("tests/http_api", "tests/page", "tests/pipeline", "tests/schema_registry"),
+    *("tests/history", "tests/http_api", "tests/page", "tests/pipeline", "tests/schema_registry"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
 )
@@ -256,6 +256,7 @@ def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_
     for feature, command in (
         ("object_store", "service (archive|claims)"),
         ("operations_page", "service page"),
+        ("history", "service (timeline|affected|correct )"),
         ("http_api", "service api"),
         ("debezium", "service debezium"),
     ):

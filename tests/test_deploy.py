@@ -51,6 +51,7 @@ class Stage:
     files: Path
     """What lies in the stage's /opt."""
     environment: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)
     folder: str = "/"
     words: dict[str, str] = field(default_factory=dict)
     """Instructions that only say something, such as CMD."""
@@ -84,10 +85,14 @@ class Image:
                 files = self.home / f"stage-{len(self.stages)}"
                 files.mkdir()
                 self.stages[name] = Stage(files, self._base())
+            case "ARG":
+                name, _, default = rest.partition("=")
+                self.last.arguments[name] = default
             case "ENV":
+                known = {**self.last.arguments, "PATH": self.last.environment["PATH"]}
                 for name, value in re.findall(r"(\w+)=(\S+)", rest):
-                    known = self.last.environment["PATH"]
-                    self.last.environment[name] = value.replace("$PATH", known)
+                    text = re.sub(r"\$(\w+)", lambda found: known[found[1]], value)
+                    self.last.environment[name] = text
             case "WORKDIR":
                 self.last.folder = rest
                 self.at(self.last, rest).mkdir(parents=True, exist_ok=True)
@@ -359,7 +364,7 @@ def production(default_project: BakedProject) -> list[dict[str, Any]]:
     return built(default_project, "deploy/kubernetes/production")
 
 
-REPLICAS = "  - name: consumer\n    count: 3\n"
+REPLICAS = "  - name: consumer\n    count: 3\n  - name: relay\n    count: 2\n"
 """What the component keda says to take out of the overlay."""
 
 
@@ -660,7 +665,7 @@ def test_the_autoscaler_asks_for_the_lag_of_the_group_and_never_scales_to_zero(
 ) -> None:
     scaled = of_kind(with_components, "ScaledObject", "consumer")["spec"]
     deployment = of_kind(with_components, "Deployment", scaled["scaleTargetRef"]["name"])["spec"]
-    [trigger] = scaled["triggers"]
+    trigger, *queries = scaled["triggers"]
     [settings] = [each["data"] for each in with_components if each["kind"] == "ConfigMap"]
     told = trigger["metadata"]
 
@@ -673,13 +678,37 @@ def test_the_autoscaler_asks_for_the_lag_of_the_group_and_never_scales_to_zero(
     assert told["bootstrapServersFromEnv"] in settings
     assert told["consumerGroup"] == "parcel-tracker"
     assert told["offsetResetPolicy"] == setting("consumer_start")
+    assert [one["type"] for one in queries] == ["postgresql"] * len(queries)
+
+
+@pytest.mark.parametrize("name", ["consumer", "relay"])
+def test_the_autoscaler_counts_what_waits_in_postgresql_as_the_operator(
+    with_components: list[dict[str, Any]], name: str
+) -> None:
+    known = trigger_parameters("postgresql")
+    scaled = of_kind(with_components, "ScaledObject", name)["spec"]
+    deployment = of_kind(with_components, "Deployment", scaled["scaleTargetRef"]["name"])["spec"]
+    asked = [one for one in scaled["triggers"] if one["type"] == "postgresql"]
+
+    assert asked
+    assert "replicas" not in deployment, "a release would set them"
+    assert 1 < scaled["minReplicaCount"] < scaled["maxReplicaCount"]
+    for trigger in asked:
+        told, reference = trigger["metadata"], trigger["authenticationRef"]["name"]
+        for parameter in told:
+            assert "triggerMetadata" in known[parameter].places, parameter
+        assert int(told["targetQueryValue"]) < int(re.findall(r"LIMIT (\d+)", told["query"])[-1])
+        given = of_kind(with_components, "TriggerAuthentication", reference)["spec"]
+        [secret] = given["secretTargetRef"]
+        assert "authParams" in known[secret["parameter"]].places
+        assert f"The secret `{secret['name']}` has the key `{secret['key']}`" in DEPLOYING
 
 
 def test_the_autoscaler_connects_as_the_consumers_do(
     with_components: list[dict[str, Any]], default_project: BakedProject, tmp_path: Path
 ) -> None:
     known = trigger_parameters("kafka")
-    [trigger] = of_kind(with_components, "ScaledObject", "consumer")["spec"]["triggers"]
+    [trigger, *_] = of_kind(with_components, "ScaledObject", "consumer")["spec"]["triggers"]
     reference = trigger["authenticationRef"]["name"]
     given = of_kind(with_components, "TriggerAuthentication", reference)["spec"]
     pod = workloads(with_components)["consumer"]["spec"]
@@ -706,7 +735,7 @@ def test_the_autoscaler_connects_as_the_consumers_do(
     assert authority["name"] in mounted
 
     alone = with_component(default_project, "keda", tmp_path)
-    [trigger] = of_kind(alone, "ScaledObject", "consumer")["spec"]["triggers"]
+    [trigger, *_] = of_kind(alone, "ScaledObject", "consumer")["spec"]["triggers"]
     assert not {"tls", "sasl"} & trigger["metadata"].keys()
 
 

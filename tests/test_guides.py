@@ -448,6 +448,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "sequences",
         "settings",
         "shared-rows",
+        "stopping",
         "testing",
         "updating",
         "writer",
@@ -464,6 +465,8 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         names |= {"schema-registry"}
     if answers["operations_page"] == "yes":
         names |= {"operations-page"}
+    if answers["history"] == "yes":
+        names |= {"history"}
     if answers["http_api"] == "yes":
         names |= {"http"}
     if answers["debezium"] == "yes":
@@ -590,8 +593,10 @@ def test_the_fields_for_scripts_are_some_of_those_that_the_commands_write() -> N
 @pytest.mark.parametrize(
     ("threshold", "alert", "line"),
     [
+        ("CONSUMER_DELAY", "ConsumerDelay", "> {:.0f}"),
         ("OUTBOX_LAG", "OutboxLag", "> {:.0f}"),
         ("BACKLOG_AGE", "BacklogAge", "> {:.0f}"),
+        ("PAUSED", "Paused", "> {:.0f}"),
         ("NO_PARTITION_AHEAD", "NoPartitionAhead", "< {} * 86400"),
         ("EVENTS_REJECTED", "EventsRejected", "for: {:.0f}m"),
     ],

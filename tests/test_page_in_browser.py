@@ -25,7 +25,10 @@ from tests.programs import require
 pytestmark = [pytest.mark.full, pytest.mark.integration]
 
 TOKEN = "a token of the tests"
-PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention", "/doctor", "/words"]
+PAGES = [
+    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops"),
+    *("/retention", "/doctor", "/words", "/timeline?key=account+2", "/affected", "/correct"),
+]
 SCROLLS = """
 [...document.querySelectorAll(".wide")]
   .filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText)
@@ -90,6 +93,19 @@ def execute(url: str, statement: str) -> None:
         await connection.close()
 
     asyncio.run(run())
+
+
+def check_layout(page: Page, name: str) -> None:
+    """See that nothing is cut off or faint, and take a screenshot for who wants to look."""
+    size = page.viewport_size
+    assert size is not None
+    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], name
+    assert page.evaluate(SCROLLS) == [], name
+    assert page.evaluate(FAINT) == [], name
+    if SHOTS:
+        is_dark = page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
+        shot = f"{name}-{size['width']}-{'dark' if is_dark else 'light'}.png"
+        page.screenshot(path=Path(SHOTS) / shot)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +232,7 @@ def test_a_dead_letter_is_redriven_by_the_keyboard(page: Page) -> None:
         if page.evaluate("document.activeElement.innerText") == "Redrive":
             break
     page.keyboard.press("Enter")
-    page.get_by_role("status").filter(has_text="was redriven").wait_for()
+    page.get_by_role("status").filter(has_text="Redriven: 1.").wait_for()
 
 
 def test_a_dead_letter_is_edited_and_a_search_discarded(page: Page) -> None:
@@ -227,12 +243,31 @@ def test_a_dead_letter_is_edited_and_a_search_discarded(page: Page) -> None:
     payload.fill(re.sub(r'"amount": \d+', '"amount": 100', payload.input_value()))
     page.get_by_label("Why it is changed").fill("a test")
     page.get_by_role("button", name="Redrive the copy").click()
-    page.get_by_role("status").filter(has_text="A copy of").wait_for()
+    page.get_by_role("status").filter(has_text="Redriven: 1.").wait_for()
     page.goto("/dead?key=account+5")
     page.get_by_role("link", name="Redrive or discard all").click()
     page.get_by_label("Reason to discard them").fill("a test")
     page.get_by_role("button", name="Discard 1").click()
     page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
+
+
+def test_a_topic_is_paused_and_resumed(page: Page) -> None:
+    page.get_by_role("link", name="Paused", exact=True).first.click()
+    choices = page.get_by_label("What")
+    options = choices.locator("option").all_text_contents()
+    topic = next(one for one in options if one.startswith("topic "))
+    choices.select_option(topic)
+    page.get_by_label("Minutes").fill("5")
+    page.get_by_label("Why", exact=True).fill("a test")
+    page.get_by_role("button", name="Pause").click()
+    row = page.get_by_role("row").filter(has_text=f"{topic} is paused")
+    row.get_by_text("Resume …").click()
+    for width in (360, 1_200):
+        page.set_viewport_size({"width": width, "height": 660})
+        check_layout(page, "paused")
+    row.get_by_label("Why it may go on").fill("it is over")
+    row.get_by_role("button", name="Resume it").click()
+    page.get_by_text("Nothing is paused.").wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -248,18 +283,13 @@ def test_every_page_fits_the_screen(page: Page, width: int, scheme: str) -> None
         page.evaluate(
             "document.querySelectorAll('.edit').forEach(one => one.parentNode.open = true)"
         )
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
-        assert page.evaluate(SCROLLS) == [], path
-        assert page.evaluate(FAINT) == [], path
         assert (page.evaluate(back) < 100) == (scheme == "dark")
-        if SHOTS:
-            name = "hostile" if path == letter else path.strip("/").replace("/", "-") or "overview"
-            page.screenshot(path=Path(SHOTS) / f"{name}-{width}-{scheme}.png")
-    if SHOTS:
-        page.goto("/dead?key=account+2")
-        page.locator("tbody a").first.click()
-        page.get_by_role("button", name="Redrive").wait_for()
-        page.screenshot(path=Path(SHOTS) / f"letter-{width}-{scheme}.png")
+        name = "hostile" if path == letter else path.partition("?")[0].strip("/").replace("/", "-")
+        check_layout(page, name or "overview")
+    page.goto("/dead?key=account+2")
+    page.locator("tbody a").first.click()
+    page.get_by_role("button", name="Redrive").wait_for()
+    check_layout(page, "letter")
 
 
 def test_the_pictures_in_the_guide_are_of_the_page_as_it_is_now() -> None:

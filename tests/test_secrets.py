@@ -93,6 +93,7 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError
 
 from archive.commands import group as archive_commands
 from claims.commands import app as claims_commands
+from history.commands import app as history_commands
 from page.commands import group as page_commands
 from page.settings import PageSettings
 from pipeline import Event, Handlers, Policy, Transaction
@@ -169,9 +170,10 @@ service = replace(
 )
 main = command_line(
     service,
+    history_commands,
     archive=archive_commands(archive),
     claims=claims_commands,
-    page=page_commands(service),
+    page=page_commands(service, "history.views"),
 )
 
 
@@ -532,11 +534,13 @@ async def look_at_page(run: Run, ids: Sequence[str]) -> None:
     async with run.serving("log of the page", "page"):
         port = await run.port("log of the page", r"http://127\.0\.0\.1:(\d+)/")
         origin = f"http://127.0.0.1:{port}"
-        async with httpx2.AsyncClient(base_url=origin, headers={"origin": origin}) as client:
+        async with httpx2.AsyncClient(
+            base_url=origin, headers={"origin": origin}, timeout=WITHIN
+        ) as client:
             for token in (secret("wrong page token"), secret("page token")):
                 answer = await client.post("/login", data={"name": "ann", "token": token})
                 run.written[f"page after a login, {answer.status_code}"] = answer.text
-            for path in (*PAGES, *(f"/dead/{id}" for id in ids)):
+            for path in (*PAGES, "/timeline?key=payment-text", *(f"/dead/{id}" for id in ids)):
                 answer = await client.get(path)
                 run.written[f"page {path}"] = f"{answer.status_code} {answer.text}"
 
@@ -592,6 +596,7 @@ async def everything(project: BakedProject, folder: Path) -> Run:
             *(["status"], ["doctor"], ["dead", "list"], ["dead", "list", "--waiting"]),
             *(["dead", "events", "list"], ["inbox", "show", "1"], ["scheduled", "list"]),
             *(["dead", "show", key] for key in keys),
+            *(["timeline", key] for key in ("payment-text", "invalid", "undecodable")),
         ]
         asked += [*([*one, "--json"] for one in asked), ["archive", "list"], ["claims", "sweep"]]
         await asyncio.gather(
@@ -677,7 +682,9 @@ def test_the_outside_has_got_its_secret(run: Run, place: str) -> None:
         ("/metrics", "pipeline_messages"),
         ("commands", "the object store at s3://parcels/archive"),
         ("commands", '"how": "text"'),
+        ("commands", "arrived"),
         ("page /dead", "attempts used up"),
+        ("page /timeline?key=payment-text", "arrived"),
         ("page after a login, 403", "The token is wrong"),
         ("wrong starts", "password authentication failed"),
         ("wrong starts", "Connection refused"),

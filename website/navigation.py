@@ -92,9 +92,11 @@ SECTIONS: dict[str, list[Page]] = {
     "Operate": [
         _service("monitoring", "alerts, metrics, log, a topic of dead letters, readiness"),
         _service("runbook", "causes and remedies for each alert"),
-        _service("incidents", "falling behind, a hot key, a full disk, a restored database"),
+        _service("incidents", "a hot key, a wrong release, a full disk, a restored database"),
+        _service("stopping", "pausing and resuming topics, consumers, events, keys"),
         _service("dead-letters", "commands, reasons, the breaker"),
         _service("dead-events", "events that Kafka rejects: reasons and commands"),
+        _service("history", "what happened to a key, what a release did; corrections"),
         _service("operations-page", "the state of the service and its dead letters in a browser"),
         _service("replay", "reading a topic again; new and renamed consumers"),
         _service("retention", "what is kept, and for how long"),

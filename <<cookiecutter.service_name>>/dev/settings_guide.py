@@ -84,7 +84,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.default
-    if value in (None, frozenset()):
+    if value in (None, "", frozenset()):
         return "unset"
     if isinstance(value, bool):
         value = str(value).lower()

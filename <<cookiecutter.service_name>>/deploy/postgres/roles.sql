@@ -70,29 +70,32 @@ GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.inbox, pipeline.backlog, pipeline.scheduled TO :"service";
 GRANT SELECT, INSERT, UPDATE ON pipeline.position TO :"service";
 GRANT SELECT, INSERT, DELETE ON pipeline.guarded_transaction TO :"service";
-GRANT SELECT, INSERT ON pipeline.inbox_consumer TO :"service";
-GRANT SELECT, UPDATE ON pipeline.backlog_lane TO :"service";
+GRANT SELECT, INSERT ON pipeline.inbox_consumer, pipeline.release TO :"service";
+GRANT SELECT, UPDATE ON pipeline.backlog_lane, pipeline.backlog_count TO :"service";
+GRANT SELECT, UPDATE (next_at) ON pipeline.throttle TO :"service";
 GRANT SELECT ON pipeline.inbox_generation, pipeline.inbox_closed, pipeline.outbox_cluster
    TO :"service";
 GRANT UPDATE (kafka_cluster) ON pipeline.outbox_cluster TO :"service", :"relay";
 GRANT SELECT, UPDATE (archives) ON pipeline.retention_round TO :"service";
-GRANT INSERT ON pipeline.claim TO :"service";
+GRANT INSERT ON pipeline.claim, pipeline.audit TO :"service";
 GRANT USAGE ON SEQUENCE pipeline.backlog_call_seq TO :"service";
 GRANT INSERT (topic, key, payload, event_id, source, type, subject, sequence, content_type,
               traceparent, tracestate, baggage, headers, dataref, datalength, datachecksum)
    ON pipeline.outbox TO :"service";
 
--- relay: reads and publishes the outbox, and inserts scheduled events into it.
+-- relay: reads and publishes the outbox, and inserts scheduled events into it, each with the
+-- release that has scheduled it.
 
 GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.outbox_rejected, pipeline.outbox_relay TO :"relay";
 GRANT SELECT, DELETE, UPDATE (scheduled_at) ON pipeline.scheduled TO :"relay";
 GRANT SELECT, UPDATE ON pipeline.outbox_cursor TO :"relay";
 GRANT SELECT ON pipeline.inbox_generation, pipeline.outbox_cluster TO :"relay";
+GRANT SELECT, UPDATE (next_at) ON pipeline.throttle TO :"relay";
 GRANT SELECT, UPDATE (archives) ON pipeline.retention_round TO :"relay";
 GRANT SELECT,
       INSERT (topic, key, payload, event_id, source, type, subject, sequence, content_type,
-              traceparent, tracestate, baggage, headers, dataref, datalength, datachecksum)
+              traceparent, tracestate, baggage, headers, dataref, datalength, datachecksum, release)
    ON pipeline.outbox TO :"relay";
 GRANT SELECT ON SEQUENCE pipeline.outbox_id_seq TO :"relay";
 
@@ -108,19 +111,22 @@ SELECT to_regclass('pipeline.personal_key') IS NOT NULL AS has_keys \gset
     GRANT INSERT, UPDATE (keys) ON pipeline.personal_forgotten TO :"operator";
 \endif
 
--- operator: reads the engine's tables and later partitions, and redrives or discards dead letters.
+-- operator: reads the engine's tables and later partitions, redrives or discards dead letters, pauses
+-- and resumes. The server numbers the rows of the audit: nobody needs pipeline.audit_id_seq.
 
 GRANT SELECT ON ALL TABLES IN SCHEMA pipeline TO :"operator";
 GRANT SELECT ON ALL SEQUENCES IN SCHEMA pipeline TO :"operator";
 ALTER DEFAULT PRIVILEGES FOR ROLE :"owner", :"retention" IN SCHEMA pipeline
 GRANT SELECT ON TABLES TO :"operator";
 GRANT INSERT, UPDATE (reason, attempts, died_at, discarded_at, discarded_by, discarded_why,
-              waited, due_at, holds) ON pipeline.backlog TO :"operator";
+              waited, due_at, holds, error, received_at) ON pipeline.backlog TO :"operator";
 GRANT UPDATE (reason, died_at, discarded_at, discarded_by, discarded_why,
               parked_at, error) ON pipeline.outbox_rejected TO :"operator";
 GRANT UPDATE (token, owner, lease_until, starts) ON pipeline.backlog_lane TO :"operator";
 GRANT UPDATE (owner) ON pipeline.outbox_cursor TO :"operator";
 GRANT DELETE ON pipeline.scheduled TO :"operator";
+GRANT INSERT, UPDATE, DELETE ON pipeline.throttle TO :"operator";
+GRANT INSERT ON pipeline.audit TO :"operator";
 
 -- retention, in tables of other owners: rotates generations, and deletes rows discarded long ago.
 

@@ -13,6 +13,9 @@ from debezium.commands import app as debezium_commands
 # <% if cookiecutter.outside_calls == "yes" %>
 from effects import EffectSettings, EffectWorkers
 # <% endif %>
+# <% if cookiecutter.history == "yes" %>
+from history.commands import app as history_commands
+# <% endif %>
 # <% if cookiecutter.http_api == "yes" %>
 from http_api.commands import group as api_commands
 # <% endif %>
@@ -82,6 +85,9 @@ service = Service(
 )
 main = command_line(
     service,
+    # <% if cookiecutter.history == "yes" %>
+    history_commands,
+    # <% endif %>
     # <% if cookiecutter.http_api == "yes" %>
     api=api_commands(service, f"{__package__}.api"),
     # <% endif %>
@@ -93,7 +99,12 @@ main = command_line(
     debezium=debezium_commands,
     # <% endif %>
     # <% if cookiecutter.operations_page == "yes" %>
-    page=page_commands(service),
+    page=page_commands(
+        service,
+        # <% if cookiecutter.history == "yes" %>
+        "history.views",
+        # <% endif %>
+    ),
     # <% endif %>
     # <% if cookiecutter.personal_data == "yes" %>
     personal=personal_commands(personal),

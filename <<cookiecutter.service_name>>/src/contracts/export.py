@@ -24,7 +24,7 @@ def taken(service: Service) -> dict[str, dict[str, list[Handler]]]:
     """Return the handlers by topic and type."""
     found: dict[str, dict[str, list[Handler]]] = {}
     topics = service.handlers.topics
-    for one in service.handlers:
+    for one in service.handlers.takers:
         if one.topic in topics:
             of_topic = found.setdefault(one.topic, {})
             of_topic.setdefault(one.event.__event_type__, []).append(one)

@@ -42,11 +42,12 @@ class FollowingRelay(Relay):
 
     It publishes by itself what was committed before it found the slot, and everything while there
     is none. So events may be sent twice then, and none is skipped. Scheduled events, and those that
-    wait for a topic or were redriven, stay the relay's.
+    wait for a topic or were redriven, stay the relay's. None waits because people have paused its
+    topic: the connector would publish later ones of its key before it.
     """
 
     def __init__(self, *arguments: Any, slot: str, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+        super().__init__(*arguments, **named | {"throttles": None})
         self._slot = slot
         self._covered: dict[int, Progress] = {}
         """Shards whose events are all published, or decoded from the slot, with their progress."""

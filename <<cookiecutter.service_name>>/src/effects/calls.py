@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from pipeline.apply.calls import result_as_json
 from pipeline.apply.item import Item
 from pipeline.errors import describe_error, is_of_the_database
-from pipeline.handlers.policy import NOT_DONE, UNKNOWN, as_decision
+from pipeline.handlers.policy import NOT_DONE, UNKNOWN, Park, Reject, as_decision
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.transaction import Transaction
 from pipeline.observe import metrics
@@ -101,13 +101,16 @@ class Caller:
         limit = asyncio.timeout(handler.timeout)
         current = self._spans.of(item.message, handler.consumer, item.trace)
         called = CallResult(item, context=current.context)
+        outcome: str | None = None
         begun = perf_counter()
+        metrics.call_began(handler.consumer)
         try:
             with current:
                 async with limit:
                     call = Call(item.message, item.history.attempts + 1)
                     if may_have_happened(item):
                         if await _has_happened(item, call):
+                            outcome = "done"
                             return called
                         if now() >= (
                             limit.when() or math.inf
@@ -117,15 +120,26 @@ class Caller:
                     result = await call_service(handler.function(item.event, call))
                     if isawaitable(result):
                         raise TypeError("the function has returned a coroutine or a task: await it")
+            outcome = "done"
             return replace(called, result=result, kept=_kept(result, item))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit() too, and the panic of a library
+            outcome = _outcome(error, limit)
             return replace(called, error=_as_handlers_own(error, handler, limit))
         finally:
-            key = handler.consumer, handler.event.__event_type__
-            metrics.handled({key: perf_counter() - begun})
+            key, seconds = (handler.consumer, handler.event.__event_type__), perf_counter() - begun
+            metrics.handled({key: seconds})
+            metrics.call_ended(handler.consumer, outcome, seconds)
             del CALLS[task]
+
+
+def _outcome(error: BaseException, limit: asyncio.Timeout) -> str:
+    """Return what a metric counts a call as that has raised an error."""
+    if limit.expired():
+        return "late"
+    # By these the function says what to do about an answer.
+    return "done" if isinstance(as_decision(error), Reject | Park) else "failed"
 
 
 def may_have_happened(item: Item) -> bool:

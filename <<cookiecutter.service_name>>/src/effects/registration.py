@@ -8,6 +8,7 @@ from pipeline.apply.item import Item
 from pipeline.events.event import Event
 from pipeline.events.message import Message
 from pipeline.handlers.aggregate import Declared
+from pipeline.handlers.checks import check_function, check_options
 from pipeline.handlers.policy import (
     NOT_DONE,
     UNKNOWN,
@@ -17,7 +18,7 @@ from pipeline.handlers.policy import (
     as_decision,
     dead,
 )
-from pipeline.handlers.registry import Handler, Handlers, check_function, check_options
+from pipeline.handlers.registry import Handler, Handlers
 from pipeline.handlers.staging import CALLS
 from pipeline.handlers.transaction import Transaction
 

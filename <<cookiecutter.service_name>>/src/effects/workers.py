@@ -6,6 +6,7 @@ transaction like that of any other row.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +14,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import asyncpg
-from aiolimiter import AsyncLimiter
 
 from pipeline.apply.batch import validated
 from pipeline.apply.breaker import BreakerOpen
@@ -69,12 +69,14 @@ class EffectWorkers(BacklogWorkers):
         self.number = LANES
         self._most = EffectSettings().calls
         self._caller = Caller(consume.group)
-        self._limiters: dict[str, AsyncLimiter] = {}
         self._alone = asyncio.Lock()
         self._connection = asyncio.Semaphore(1)
         """Held for each query: there are as many workers as lanes, and they share a connection."""
         self._under_way: dict[bytes, str] = {}
         """Consumers of the calls that have begun, or are about to, by marker key."""
+        for one in consume.handlers:
+            if isinstance(one, Effect) and one.per_second is not None:
+                self._throttles.limit("consumer", one.consumer, one.per_second)
 
     @property
     def consumers(self) -> set[str]:
@@ -86,10 +88,9 @@ class EffectWorkers(BacklogWorkers):
         under_way = {*self._under_way.values()}
         # Slow ones leave a place for each of those that have no call under way.
         full = under_way if left <= len(callers - under_way) else set()
-        spent = {name for name, one in self._limiters.items() if not one.has_capacity()}
         # Where the breaker is open, one call at a time probes.
         probing = self._breaker.open & under_way
-        return callers - self._breaker.resting - spent - probing - full
+        return callers - self._throttles.resting("consumer") - probing - full
 
     async def serve(self, lease: Lease) -> int:
         """Make the calls that are due in the lane: many at once, those of a key one by one."""
@@ -104,7 +105,10 @@ class EffectWorkers(BacklogWorkers):
                         return 1
                     await asyncio.wait(
                         {keeper, *calls.values()},
-                        timeout=self._settings.backlog_poll_max,  # more rows may be due by then
+                        # More rows may be due by then, or more calls allowed.
+                        timeout=min(
+                            self._settings.backlog_poll_max, self._throttles.soonest("consumer")
+                        ),
                         return_when=asyncio.FIRST_COMPLETED,
                     )
                     await asyncio.sleep(_GATHERING)
@@ -143,8 +147,11 @@ class EffectWorkers(BacklogWorkers):
         for item in source.items:
             of_keys.setdefault(item.order_key, []).append(item)
         heads = [items[0] for key, items in of_keys.items() if key not in calls]
-        chosen = [item for item in heads if await self._has_room_for(item)]
+        begun_now = Counter[str]()
+        chosen = [item for item in heads if self._has_room_for(item, begun_now)]
         try:
+            for consumer, number in begun_now.items():
+                await self._throttles.took("consumer", consumer, number)
             # Or rows behind calls that are under way fill the page, and hide others that are due.
             hides = not chosen and any(len(items) > 1 for items in of_keys.values())
             if source.unhandleable or hides or source.keys != list(of_keys):
@@ -179,21 +186,17 @@ class EffectWorkers(BacklogWorkers):
         if not decisions:
             # After a long stop the lane may be another worker's. Storing a decision checks it, too.
             await self._hold(lease)
-        there = await self._note(lease, chosen, decisions)
+        there = await self._note(lease, chosen, decisions, compares=True)
         return {key: key in there and not decision.is_dead for key, decision in decisions.items()}
 
-    async def _has_room_for(self, item: Item) -> bool:
-        """Take a place for a call, if there is one for this effect."""
+    def _has_room_for(self, item: Item, begun: Counter[str]) -> bool:
+        """Take a place for a call, if there is one for this effect; count it as begun."""
         consumer = item.consumer
-        if consumer not in self.consumers:
+        at_once = max(1.0, _BURST * self._throttles.most("consumer", consumer))
+        if consumer not in self.consumers or begun[consumer] >= at_once:
             return False
-        rate = Effect.of(item).per_second
-        if rate is not None:
-            if consumer not in self._limiters:
-                burst = max(1.0, rate * _BURST)
-                self._limiters[consumer] = AsyncLimiter(burst, burst / rate)
-            await self._limiters[consumer].acquire()  # at once: it has room
         self._under_way[item.key] = consumer
+        begun[consumer] += 1
         return True
 
     def _is_risky(self, lease: Lease, item: Item) -> bool:
@@ -205,9 +208,15 @@ class EffectWorkers(BacklogWorkers):
         is_risky = self._is_risky(lease, item)
         # Those that may kill the process are called one at a time.
         async with self._alone if is_risky else nullcontext():
+            if is_risky:
+                # Not `Resting`, which would end the lane's other calls.
+                await self._throttles.fresh()
+                if item.consumer in self._throttles.paused("consumer"):
+                    return None
             if is_risky and (decision := self._beforehand(item, is_risky=True)):
                 key, noted_at = item.key, asyncio.get_running_loop().time()
-                if key not in await self._note(lease, [item], {key: decision}) or decision.is_dead:
+                there = await self._note(lease, [item], {key: decision}, compares=True)
+                if key not in there or decision.is_dead:
                     return None
             if noted_at is not None and self._is_late(noted_at):
                 # It was delayed for longer than the lane's lease. If the lane is ours still, no
@@ -274,13 +283,22 @@ class EffectWorkers(BacklogWorkers):
             return {item.key for item in items}
 
     async def _note(
-        self, lease: Lease, items: Sequence[Item], decisions: Mapping[bytes, Decision]
+        self,
+        lease: Lease,
+        items: Sequence[Item],
+        decisions: Mapping[bytes, Decision],
+        *,
+        compares: bool = False,
     ) -> set[bytes]:
-        """Store decisions without a call; return the keys of the rows that are there."""
+        """Store decisions without a call; return the keys of the rows that are there.
+
+        With `compares`, of those that are as they were read, and still due.
+        """
         noted = [item for item in items if item.key in decisions]
         if not noted:
             return set()
-        results = await self._apply(self._consume, LaneSource.of(lease, noted, decisions))
+        source = replace(LaneSource.of(lease, noted, decisions), compares=compares)
+        results = await self._apply(self._consume, source)
         return {item.key for one in results for item, _ in one.decided}
 
 

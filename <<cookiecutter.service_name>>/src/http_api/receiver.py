@@ -5,6 +5,7 @@ Nothing here is HTTP: a server of another protocol, or a job, can use it as well
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pipeline.apply.failures import RolledBack
 from pipeline.apply.item import Item, StoredRecord
 from pipeline.apply.ladder import BATCH
 from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.throttles import Resting, Throttles
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.errors import (
     UNSTORABLE,
@@ -55,6 +57,8 @@ log = logging.getLogger(__name__)
 _OF_VALUES = ("22", "23", "44", "54", "P0001")
 """Errors of PostgreSQL that the values of a request cause: data exceptions, violated constraints
 and check options, limits such as that of an index, and what a trigger raises."""
+_PAUSED_SECONDS = 5.0
+"""After which a request of a paused consumer is to be repeated, and of a throttled one at most."""
 _NOT_ACCEPTED = (
     "the database does not accept a value of the request, such as a text that is too long or a time"
     " that is out of range; nothing was stored, and a repeat is rejected as well: send other values"
@@ -97,13 +101,19 @@ async def open_receiver(
     """
     settings = settings or WriterSettings()
     async with service.publishing(settings) as engine:
-        yield Receiver(service, engine, settings)
+        yield Receiver(service, engine, settings, Throttles(engine))
 
 
 class Receiver(ConsumeTransactions):
     """Applies requests, each in its own transaction, `PIPELINE_CONCURRENCY` of them at once."""
 
-    def __init__(self, service: Service, engine: AsyncEngine, settings: Settings) -> None:
+    def __init__(
+        self,
+        service: Service,
+        engine: AsyncEngine,
+        settings: Settings,
+        throttles: Throttles | None = None,
+    ) -> None:
         """See `open_receiver`, which makes one."""
         super().__init__(
             engine,
@@ -111,7 +121,7 @@ class Receiver(ConsumeTransactions):
             source=service.source,
             settings=settings,
             # It never opens: all requests of a consumer have one order key.
-            breaker=Breaker(keys=2, pause=0, health=Health(stall_after=0)),
+            breaker=Breaker(keys=2, pause=0, health=Health(stall_after=0), throttles=throttles),
             # One key is looked up at once in all generations.
             handlers=service.handlers,
             signals=Signals(),
@@ -143,12 +153,13 @@ class Receiver(ConsumeTransactions):
         make it another event.
 
         Raises `KeyReused` if the key has come with another event, `UnderWay` while another call
-        with it is applied, and `Unavailable` if servers fail, or the handler takes too long or
-        raises `Retry` or `Park`, and after `seconds` in any case. Raises `Reject` for values that
-        the database does not accept, and for an event that can't be written as JSON. Other errors
-        of the handler, such as its own `Reject`, are raised as they are. None of these stores
-        anything. Raises `TypeError` if no handler of the consumer takes the event, and `InvalidKey`
-        for a key or scope that can't be stored.
+        with it is applied, and `Unavailable` if the consumer is paused, or has taken as many as it
+        is throttled to, if servers fail, or the handler takes too long or raises `Retry` or `Park`,
+        and after `seconds` in any case. Raises `Reject` for values that the database does not
+        accept, and for an event that can't be written as JSON. Other errors of the handler, such as
+        its own `Reject`, are raised as they are. None of these stores anything. Raises `TypeError`
+        if no handler of the consumer takes the event, and `InvalidKey` for a key or scope that
+        can't be stored.
         """
         source = self._source_of(event, key, consumer, scope, sent)
         reasons = [f"it has taken longer than {seconds:g} s"]
@@ -159,6 +170,10 @@ class Receiver(ConsumeTransactions):
         try:
             async with limit:
                 outcome = await self._receive(source, retrying)
+        except Resting:
+            left = self.throttles.left("consumer", consumer)
+            why = "paused" if left == math.inf else "throttled"
+            raise Unavailable(f"{consumer} is {why}", after=min(left, _PAUSED_SECONDS)) from None
         except KeyReused as error:
             metrics.processed(REQUESTS, consumer, "identity mismatch", 1, self.group)
             log.warning("%s: %s", source.item.name, error)
@@ -251,7 +266,8 @@ class Receiver(ConsumeTransactions):
         if made.fault is not None:
             raise made.fault
         # In the trace of the request, without a span of its own.
-        return RequestSource(made._replace(was_young=True, called=get_current()), event_hash)
+        item = made._replace(was_young=True, called=get_current())
+        return RequestSource(item, event_hash, self.throttles)
 
 
 def _is_of_values(error: BaseException) -> bool:

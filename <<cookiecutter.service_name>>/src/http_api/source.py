@@ -4,6 +4,7 @@ It has no position, and is never parked: if it is not applied nothing is stored,
 the error.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -15,6 +16,7 @@ from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, SourceLost
+from pipeline.apply.throttles import Resting, Throttles
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.sessions import GUARD_COMMIT
 
@@ -57,10 +59,12 @@ class RequestSource:
     item: Item
     event_hash: bytes
     """Hash of its event, which version 1.0.0 has stored in place of that of what was sent."""
+    throttles: Throttles
     answer: str | None = None
     """The stored result of a repeated request, as JSON."""
     has_lease: ClassVar[bool] = False
     _generations: list[int] = field(default_factory=list)
+    _is_taken: bool = False
 
     @property
     def items(self) -> Sequence[Item]:
@@ -81,6 +85,17 @@ class RequestSource:
     def patience(self) -> float:
         """A few seconds, as a client waits for the answer."""
         return 4.0
+
+    async def check(self) -> None:
+        """Take the request, once. Raises `Resting` if its consumer is paused, or took too many."""
+        consumer = "consumer", self.item.consumer
+        await self.throttles.look()
+        left = self.throttles.left(*consumer)
+        if left == math.inf or (left and not self._is_taken):
+            raise Resting
+        if not self._is_taken:
+            self._is_taken = True
+            await self.throttles.took(*consumer, 1)
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Lock the key until the transaction ends. Raises `UnderWay` if another request has it.

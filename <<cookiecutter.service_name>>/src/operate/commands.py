@@ -1,21 +1,26 @@
 """The command line `service`."""
 
+from contextlib import suppress
+from datetime import datetime
 from typing import Annotated
 
 import asyncpg
 import typer
+from aiokafka.errors import KafkaError
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
+from pipeline.consume import stamps
 from pipeline.errors import is_of_a_server, sqlstate_of, summarize_error
 from pipeline.relay import scheduled
-from pipeline.retention.maintenance import make_ahead
+from pipeline.retention import archive, maintenance
+from pipeline.retention.partitions import PartitionStatus
 from pipeline.runtime import Part, run
-from pipeline.servers import cluster, revisions
+from pipeline.servers import cluster, revisions, topics
 from pipeline.service import Service
 
-from . import dead_commands, inbox_commands, retention_commands, status_commands, topic_commands
+from . import dead_commands, inbox_commands, status_commands, throttle_commands, topic_commands
 from .errors import ACCESS_DENIED, Refused
 from .output import format_time, print_json, print_table, write
 from .terminal import (
@@ -31,10 +36,8 @@ from .terminal import (
     run_to_end,
     service_of,
     serving,
+    user_name,
 )
-
-_NO_SCHEMA = "3F000"
-"""PostgreSQL's error code if no schema of the search path exists."""
 
 _UNPUBLISHABLE = asyncpg.ObjectNotInPrerequisiteStateError, asyncpg.InvalidColumnReferenceError
 """Errors of an update of a table whose rows a publication can't identify."""
@@ -42,22 +45,23 @@ _UNPUBLISHABLE = asyncpg.ObjectNotInPrerequisiteStateError, asyncpg.InvalidColum
 app = typer.Typer()
 relay_app = typer.Typer(invoke_without_command=True)
 scheduled_app = typer.Typer(help="Events to be published later.", no_args_is_help=True)
+retention_app = typer.Typer(help="What is kept, and until when.", no_args_is_help=True)
 
 GROUPS = {
     "topics": topic_commands.app,
     "inbox": inbox_commands.app,
     "dead": dead_commands.app,
-    "retention": retention_commands.app,
+    "retention": retention_app,
     "scheduled": scheduled_app,
     "relay": relay_app,
 }
-WITHOUT_GROUP = (app, status_commands.app, topic_commands.replay_app)
+WITHOUT_GROUP = (app, status_commands.app, throttle_commands.app, topic_commands.replay_app)
 
 
-def command_line(service: Service, **groups: typer.Typer) -> Program:
+def command_line(service: Service, *apps: typer.Typer, **groups: typer.Typer) -> Program:
     """Return the command line `service`, whose console script is its `run_process`.
 
-    `groups` are commands of other packages, by the name of their group.
+    `apps` are commands of other packages; `groups` are those with the name of a group before.
     """
     program = Program(
         name="service",
@@ -66,7 +70,7 @@ def command_line(service: Service, **groups: typer.Typer) -> Program:
         pretty_exceptions_enable=False,
         context_settings={"obj": service},
     )
-    for one in WITHOUT_GROUP:
+    for one in (*WITHOUT_GROUP, *apps):
         program.add_typer(one)
     for name, group in (GROUPS | groups).items():
         program.add_typer(group, name=name)
@@ -116,6 +120,11 @@ async def adopt(
         await revisions.check(connection, revisions.load_migrations())
         if not yes:
             calls, due, again = await cluster.count(connection, keep_progress=keep_progress)
+            with suppress(KafkaError, OSError, ValueError):  # which may not be known
+                reading = await topics.readers(settings, invocation.service.name)
+                for one in sorted({one for one, _ in reading.values()}):
+                    text = f"{one} reads topics of the service: if for another database, end it"
+                    invocation.say(f"{text} before, or give this one other brokers")
             work = f"make {calls:,} calls, publish {due:,} scheduled events, {again:,} events again"
             invocation.confirm(f"At {settings.postgresql} and {settings.kafka}: {work}?")
         try:
@@ -126,10 +135,8 @@ async def adopt(
                 " event, which a publication (CREATE PUBLICATION) prevents: exclude updates from it"
                 " for this time, ALTER PUBLICATION … SET (publish = 'insert, delete, truncate')"
             ) from None
-    if invocation.as_json:
-        print_json({"published_again": renewed})
-    else:
-        write("The database is the service's now: its processes go on, and relays publish it.")
+    done = "The database is the service's now: its processes go on, and relays publish it."
+    invocation.answer({"published_again": renewed}, lines=[done])
 
 
 @operation(scheduled_app, "list", example="service scheduled list --limit 10")
@@ -155,14 +162,75 @@ async def cancel(
 ) -> None:
     """Cancel scheduled events, so that they are never published."""
     async with invocation.connected() as connection:
-        cancelled = await scheduled.cancel(connection, names)
-    if invocation.as_json:
-        print_json(*({"name": name} for name in cancelled))
-    else:
-        for name in cancelled:
-            write(f"cancelled {name}")
+        cancelled = await scheduled.cancel(connection, names, operator=user_name())
+    lines = (f"cancelled {name}" for name in cancelled)
+    invocation.answer(*({"name": name} for name in cancelled), lines=lines)
     if missing := set(names).difference(cancelled):
         raise Refused(f"not scheduled, or published already: {', '.join(sorted(missing))}")
+
+
+@operation(retention_app, "run", example="service retention run --json")
+async def run_retention(invocation: Invocation) -> None:
+    """Create partitions and drop old ones, as a running service does every hour."""
+    async with invocation.connected() as connection:
+        service, settings = invocation.service, invocation.settings
+        await revisions.check(connection, revisions.load_migrations())
+        await maintenance.make_ahead(connection, settings)
+        if service.archive and service.archive.is_on:  # a copy would archive into its original's
+            await stamps.check(connection, settings, service.name, service.handlers.topics)
+        await maintenance.begin_round(connection, 0)  # so that no service begins one now
+        done = await maintenance.run_retention(
+            connection, settings, archive=service.archive, report=invocation.say
+        )
+    lines = [f"dropped  {name}" for name in done.dropped]
+    lines += [f"held     {one.name}  {_kept(one)}" for one in done.held]
+    if done.discarded:
+        lines.append(f"deleted  {done.discarded:,} dead letters that were discarded")
+    invocation.answer(done, lines=lines or ["Nothing is old enough to be dropped."])
+
+
+@operation(retention_app, "status", example="service retention status --json")
+async def list_partitions(invocation: Invocation) -> None:
+    """List days of the outbox and generations of the inbox; changes nothing."""
+    async with invocation.connected(revisions.check_database) as connection:
+        found = [one async for one in maintenance.list_partitions(connection, invocation.settings)]
+    if invocation.as_json:
+        print_json(*found)
+    else:
+        print_table(("name", "kept"), ([one.name, _kept(one)] for one in found))
+
+
+@operation(retention_app, example="service retention skip-archive 2026-11-20")
+async def skip_archive(
+    invocation: Invocation,
+    days: Annotated[
+        list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="all days, also those to come")] = False,
+) -> None:
+    """Drop days of the outbox without archiving them, in the next round of retention.
+
+    --all ends archiving: remove the archive from the settings before.
+    """
+    if bool(days) == everything:
+        raise typer.BadParameter("give either days or --all")
+    chosen = [day.date() for day in days or ()]
+    async with invocation.connected() as connection:
+        skipped = await archive.skip(connection, chosen or None)
+    lines = (f"{day} is dropped without being archived" for day in skipped)
+    invocation.answer(*({"day": day} for day in skipped), lines=lines)
+    if missing := [day for day in chosen if day not in skipped]:
+        raise Refused(f"{', '.join(map(str, missing))}: the outbox has no such day that is over")
+
+
+def _kept(one: PartitionStatus) -> str:
+    """Return until when a partition is kept, and why."""
+    if one.due_at is None:
+        return "created ahead" if one.is_ahead else "takes new markers"
+    since = f"{one.due_at:%Y-%m-%d %H:%M}Z"
+    if not one.is_due:
+        return f"until {since}"
+    return f"due since {since}: {one.needed_by or 'dropped in the next round'}"
 
 
 @app.command(epilog="For example: service migrate")
@@ -190,11 +258,6 @@ def _upgrade(invocation: Invocation) -> None:
             state = sqlstate_of(error) or ""
             if is_of_a_server(error) or state.startswith(ACCESS_DENIED):
                 raise
-            if state == _NO_SCHEMA:
-                raise Refused(
-                    "no schema of the role's search_path exists, so that tables can't be created:"
-                    " create one, or ALTER ROLE … SET search_path = public"
-                ) from None
             if failure := revisions.describe_failure(error):
                 raise Refused(failure) from None
             raise
@@ -223,12 +286,11 @@ async def _is_newer(invocation: Invocation, migrations: ScriptDirectory | None) 
 async def _make_ahead(invocation: Invocation, migrations: ScriptDirectory | None) -> None:
     async with invocation.connected(revisions.check_database) as connection:
         await revisions.check(connection, migrations)
-        await make_ahead(connection, invocation.settings)
-        if invocation.as_json:
-            print_json({"revisions": await revisions.applied_revisions(connection)})
-            return
+        await maintenance.make_ahead(connection, invocation.settings)
+        applied = await revisions.applied_revisions(connection)
         is_newer = migrations and await revisions.unknown(connection, migrations)
     schema = "The tables are at the newest schema"
     if is_newer:
         schema = "The schema is newer than this code: nothing was migrated"
-    write(f"{schema}, and partitions are made for the days ahead.")
+    done = f"{schema}, and partitions are made for the days ahead."
+    invocation.answer({"revisions": applied}, lines=[done])

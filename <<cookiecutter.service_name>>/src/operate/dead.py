@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from functools import partial
 from time import monotonic
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import asyncpg
 
+from pipeline.apply import audit
 from pipeline.errors import MISSING
 from pipeline.handlers.policy import FORGOTTEN
+from pipeline.retry.copies import Copy
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -59,6 +61,7 @@ SELECT set_config('lock_timeout', $1, true),
 Entry = dict[str, Any]
 """A row as commands show it: values by the names of columns; bytes as `Content`."""
 Rows = Sequence[asyncpg.Record]
+_Changing = Callable[[Rows], Awaitable[Any]]
 Outcome = Literal["waiting", "dead", "sent", "applied", "duplicate", "gone"]
 """What became of an entry that was redriven.
 
@@ -101,7 +104,7 @@ class Became:
 class Store(ABC):
     """Entries of one table.
 
-    `patience` is the time in seconds that a chunk waits for a lock. If this process is stopped
+    A chunk waits for a lock for as long as a lease of its owner lasts. If this process is stopped
     while it holds one, PostgreSQL ends its connection after the same time.
     """
 
@@ -121,6 +124,8 @@ class Store(ABC):
     the lane or shard that a chunk locks), `waiting_since`, `why`, `consumer`, `event_id`,
     `record_key`."""
     key_type: ClassVar[str]
+    lowest: ClassVar[Any]
+    """A key below all keys."""
     entry: ClassVar[str]
     """Columns of an entry in short."""
     detail: ClassVar[str]
@@ -130,14 +135,12 @@ class Store(ABC):
     order: ClassVar[str]
     """The order in which rows with one lock are redriven."""
 
-    def __init__(self, connection: asyncpg.Connection, patience: float) -> None:
+    def __init__(
+        self, connection: asyncpg.Connection, service: Service, settings: Settings
+    ) -> None:
         self.connection = connection
-        self._patience = patience
-
-    @classmethod
-    @abstractmethod
-    def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
-        """Return the store of a service."""
+        self._service = service
+        self._patience = settings.backlog_lease
 
     @abstractmethod
     async def keys_of(self, ids: Sequence[str]) -> list[Any]:
@@ -148,7 +151,7 @@ class Store(ABC):
         """Lock a lane or shard until the transaction ends."""
 
     @abstractmethod
-    async def _redrive(self, rows: Rows) -> Sequence[Any]:
+    async def _redrive(self, rows: Rows, copy: Copy | None) -> Sequence[Any]:
         """Let a chunk of dead rows be tried again, and return what `_settle` needs for each."""
 
     @abstractmethod
@@ -163,17 +166,20 @@ class Store(ABC):
         """Return the selection without entries that must not be redriven."""
         return selection
 
-    @staticmethod
-    def why_left_out(group: Entry, redrivable: Selection) -> str:
-        """Return why a group of entries is not in this selection; empty if it is."""
-        consumer, reason = group["consumer"], group["reason"]
-        if redrivable.consumers is not None and consumer not in redrivable.consumers:
-            return f"this service has no consumer {consumer!r}: they would wait for ever"
-        if reason == FORGOTTEN:
-            return "nothing can decrypt them any more: discard them"
-        if reason in (redrivable.except_reasons or ()):
-            return "it is not known whether they were applied"
-        return ""
+    async def chosen(self, ids: Sequence[str], state: State) -> list[Any]:
+        """Return the primary keys of entries in a state. Raises `Refused` if one is in another."""
+        for id in ids:
+            found: State = (await self.show(id))["state"]
+            if found != state:
+                see = f"see `service {self.command} show {id}`"
+                raise Refused(f"{id} is not {state}, but {found}: {see}")
+        return await self.keys_of(ids)
+
+    async def preview(self, selection: Selection) -> list[tuple[Entry, str]]:
+        """Count dead entries as `count` does, each group with why a redrive leaves it out."""
+        redrivable = self.redrivable(selection)
+        groups = await self.count("dead", selection)
+        return [(one, _why_left_out(one, redrivable)) for one in groups]
 
     async def count(self, state: State, selection: Selection) -> list[Entry]:
         """Count entries by reason, consumer, type and topic, the largest group first."""
@@ -187,20 +193,31 @@ class Store(ABC):
         return [dict(row) for row in rows]
 
     async def chunks(
-        self, state: State, selection: Selection, limit: int
+        self, state: State, selection: Selection, limit: int | None = None
     ) -> AsyncIterator[list[Entry]]:
-        """Yield the newest entries in chunks, at most `limit`; 65 bytes of each are in memory."""
+        """Yield the newest entries in chunks, at most `limit`, of which 65 bytes are in memory.
+
+        Without a limit yield all, in the order of their keys: none is in memory.
+        """
         # No index has their order. A cursor's transaction would be open while the list is read.
         order = "ORDER BY <since> DESC, row_key DESC"
+        columns = f"SELECT {self.entry}, {STATE} AS state, <since> AS since"
+        fetch = partial(self.connection.fetch, timeout=SECONDS)
+        if limit is None:
+            page = f"AND row_key > $11 ORDER BY row_key LIMIT {CHUNK}"
+            following, after = self._statement(state, f"{columns}, row_key", page), self.lowest
+            while rows := await fetch(following, *selection.arguments, after):
+                yield [self._read(row) for row in rows]
+                after = rows[-1]["row_key"]
+            return
         newest = self._statement(state, "SELECT row_key", f"{order} LIMIT $11")
         found = await self.connection.fetchval(
             f"SELECT ARRAY({newest})", *selection.arguments, limit, timeout=SECONDS
         )
-        columns = f"SELECT {self.entry}, {STATE} AS state, <since> AS since"
         chunk = self._statement(state, columns, order)
         for start in range(0, len(found), CHUNK):
             some = replace(selection, keys=found[start : start + CHUNK])
-            rows = await self.connection.fetch(chunk, *some.arguments, timeout=SECONDS)
+            rows = await fetch(chunk, *some.arguments)
             yield [self._read(row) for row in rows]
 
     async def show(self, id: str) -> Entry:
@@ -228,21 +245,29 @@ class Store(ABC):
         return {
             name: content_of(value) if isinstance(value, bytes) else value
             for name, value in row.items()
+            if name != "row_key"
         }
 
-    def redrive(self, selection: Selection) -> AsyncIterator[Sequence[Any]]:
-        """Let dead entries be tried again, in the order of their keys; yields committed chunks."""
-        return self._in_chunks("dead", selection, self._redrive)
+    def redrive(
+        self, selection: Selection, copy: Copy | None = None, *, operator: str = ""
+    ) -> AsyncIterator[Sequence[Any]]:
+        """Let dead entries be tried again, in the order of their keys; yields committed chunks.
+
+        With a copy, let that take the place of a dead letter.
+        """
+        by = audit.Change(operator, "redrive")
+        by = audit.Change(copy.operator, "edit", copy.why) if copy else by
+        return self._in_chunks("dead", selection, partial(self._redrive, copy=copy), by)
 
     def discard(
         self, selection: Selection, *, operator: str, why: str, state: State = "dead"
     ) -> AsyncIterator[Rows]:
         """Discard entries, whose rows stay. Yields committed chunks."""
         change = partial(self._discard, operator=operator, why=why)
-        return self._in_chunks(state, selection, change)
+        return self._in_chunks(state, selection, change, audit.Change(operator, "discard", why))
 
     async def _in_chunks(
-        self, state: State, selection: Selection, change: Callable[[Rows], Awaitable[Any]]
+        self, state: State, selection: Selection, change: _Changing, by: audit.Change
     ) -> AsyncIterator[Any]:
         """Change rows in a state, one lock after the other, the rows of a key in their order."""
         connection = self.connection
@@ -251,17 +276,14 @@ class Store(ABC):
             is_done = False
             while not is_done:
                 async with connection.transaction():
-                    await self.limit_waiting()
+                    await connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
                     await self._lock(number)
                     arguments = *selection.arguments, number, CHUNK
                     rows = await connection.fetch(self.chunk_statement(state), *arguments)
                     changed = await change(rows)
+                    await audit.note_entries(connection, by, self.name, [row[0] for row in rows])
                 yield changed
                 is_done = len(rows) < CHUNK
-
-    async def limit_waiting(self) -> None:
-        """Limit how long this transaction waits for a lock, and how long it may be idle."""
-        await self.connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
 
     async def follow(self, redriven: Sequence[Any], seconds: float) -> Became:
         """Return what became of entries, as soon as none waits or the time in seconds is over."""
@@ -314,3 +336,15 @@ class Store(ABC):
    AND ($10::timestamptz IS NULL OR <since> <= $10)
 {rest}
 """.replace("<since>", since)
+
+
+def _why_left_out(group: Entry, redrivable: Selection) -> str:
+    """Return why a group of entries is not in this selection; empty if it is."""
+    consumer, reason = group["consumer"], group["reason"]
+    if redrivable.consumers is not None and consumer not in redrivable.consumers:
+        return f"this service has no consumer {consumer!r}: they would wait for ever"
+    if reason == FORGOTTEN:
+        return "nothing can decrypt them any more: discard them"
+    if reason in (redrivable.except_reasons or ()):
+        return f"it is not known whether they were applied: select the reason {reason!r}"
+    return ""

@@ -2,49 +2,43 @@
 
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import asyncpg
 import typer
 
-from pipeline.handlers.policy import FORGOTTEN
+from pipeline.retry.copies import Copy
 from pipeline.servers.revisions import check_database
 
 from .dead import Entry, Selection, State, Store
 from .dead_events import DeadEvents
 from .dead_letters import DeadLetters
-from .errors import Refused
 from .output import format_value, one_line, print_fields, print_json, print_table, write
 from .terminal import DryRun, Invocation, Yes, operation, user_name
 
-Kind = type[Store]
-
 PROGRESS = 10_000
 """Number of changes after which progress is reported on standard error."""
-_DEAD_AGAIN = 3
-"""Exit code if redriven entries are dead again."""
-_STILL_WAITING = 4
-"""Exit code if none is dead again, and some wait."""
-_IS: dict[State, str] = {
-    "waiting": "waits, and is tried again by itself",
-    "dead": "is dead",
-    "discarded": "was discarded",
-}
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
+_DONE = {"redrive": "redriven", "discard": "discarded"}
 
 
-def _span(text: str) -> timedelta:
-    match = re.fullmatch(r"(\d+)([smhd])", text)
-    if match is None:
+def span(text: str) -> timedelta:
+    """Return the time of an option such as 90s, 15m, 2h or 7d. Raises `typer.BadParameter`."""
+    match = re.fullmatch(r"([0-9]{1,9})([smhd])", text)
+    time = timedelta(**{_UNITS[match[2]]: int(match[1])}) if match else timedelta.max
+    if time > timedelta(days=36_525):
         raise typer.BadParameter(f"{text!r} is not a time such as 90s, 15m, 2h or 7d")
-    return timedelta(**{_UNITS[match[2]]: int(match[1])})
+    return time
 
 
-_Age = Annotated[timedelta | None, typer.Option(parser=_span, metavar="90s|15m|2h|7d")]
+_Age = Annotated[timedelta | None, typer.Option(parser=span, metavar="90s|15m|2h|7d")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
 Waiting = Annotated[bool, typer.Option("--waiting", help="waiting ones instead")]
+Wait = Annotated[float, typer.Option(min=0, help="seconds to wait for results")]
+Because = Annotated[str, typer.Option(help="reason to store")]
+Operator = Annotated[str | None, typer.Option(help="name to store", show_default="you")]
 
 
 async def ago(connection: asyncpg.Connection, time: timedelta) -> datetime:
@@ -70,15 +64,19 @@ class Filters:
         """Whether any option is set."""
         return any(getattr(self, one.name) not in (None, []) for one in fields(self))
 
-    async def select(self, store: Store, ids: Sequence[str] | None = None) -> Selection:
-        """Return the selection of the options and ids, as of now."""
-        for reason in self.reason or ():
-            if reason not in store.reasons:
-                known = ", ".join(store.reasons)
-                raise typer.BadParameter(f"--reason {reason!r} is none of: {known}")
+    async def select(
+        self, store: Store, ids: Sequence[str] | None = None, state: State = "dead"
+    ) -> Selection:
+        """Return the selection of the options and ids, as of now.
+
+        Raises `Refused` for the id of an entry in another state.
+        """
+        if unknown := set(self.reason or ()).difference(store.reasons):
+            known = ", ".join(store.reasons)
+            raise typer.BadParameter(f"--reason {min(unknown)!r} is none of: {known}")
         consumer = getattr(self, "consumer", None)  # events have none
         return Selection(
-            keys=await store.keys_of(ids) if ids else None,
+            keys=await store.chosen(ids, state) if ids else None,
             reasons=self.reason or None,
             consumers=None if consumer is None else [consumer],
             event_id=self.event_id,
@@ -95,9 +93,7 @@ class Filters:
 class LetterFilters(Filters):
     """Options that select dead letters."""
 
-    consumer: Annotated[
-        str | None, typer.Option(help="name; '' for records that no handler has seen")
-    ] = None
+    consumer: Annotated[str | None, typer.Option(help="name; '' for records of none")] = None
 
 
 @dataclass(frozen=True)
@@ -123,20 +119,26 @@ class Confirmation:
 
 async def list_entries(
     invocation: Invocation,
-    kind: Kind,
+    kind: type[Store],
     filters: Filters,
     waiting: Waiting = False,
     discarded: Annotated[bool, typer.Option("--discarded", help="discarded ones instead")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="only count, by groups")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="largest number")] = 50,
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, max=1_000_000, help="largest number; 50, and with --json all"),
+    ] = None,
 ) -> None:
     """List the newest dead entries, or with an option the waiting or discarded ones."""
     if waiting and discarded:
         raise typer.BadParameter("--waiting and --discarded exclude each other")
     state: State = "waiting" if waiting else "discarded" if discarded else "dead"
+    limit = limit or (None if invocation.as_json else 50)
     async with invocation.connected(check_database) as connection:
-        store = kind.of(connection, invocation.service, invocation.settings)
+        store = kind(connection, invocation.service, invocation.settings)
         selection = await filters.select(store)
+        if filters.older_than is None:  # the row of a paused key is as of the end of its pause
+            selection = replace(selection, until=None)
         if invocation.as_json and not summary:
             async for some in store.chunks(state, selection, limit):
                 print_json(*some)
@@ -159,12 +161,12 @@ async def list_entries(
 
 async def show(
     invocation: Invocation,
-    kind: Kind,
+    kind: type[Store],
     id: Annotated[str, typer.Argument(help="as `list` shows it")],
 ) -> None:
     """Show all that is stored of an entry, and what to do about it."""
     async with invocation.connected(check_database) as connection:
-        entry = await kind.of(connection, invocation.service, invocation.settings).show(id)
+        entry = await kind(connection, invocation.service, invocation.settings).show(id)
     if invocation.as_json:
         print_json(entry)
         return
@@ -175,118 +177,134 @@ async def show(
 
 async def redrive(
     invocation: Invocation,
-    kind: Kind,
+    kind: type[Store],
     filters: Filters,
     confirmation: Confirmation,
     ids: Ids = None,
-    wait: Annotated[float, typer.Option(min=0, help="seconds to wait for results")] = 30.0,
+    wait: Wait = 30.0,
+    copy: Copy | None = None,
 ) -> None:
     """Try them again, in order and with new attempts, and report what became of them.
 
     The exit code is 3 if some are dead again, else 4 if some wait.
     """
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
-    became = None
+    became, followed = None, list[Any]()
     async with invocation.connected() as connection:
-        store = kind.of(connection, invocation.service, invocation.settings)
-        await _check_state(store, "dead", ids)
+        store = kind(connection, invocation.service, invocation.settings)
         everything = await filters.select(store, ids)
-        selection = store.redrivable(everything)
-        groups = _without_excluded(await store.count("dead", everything), selection)
-        number, followed = 0, list[Any]()
-        if _is_confirmed(invocation, "Redrive", groups, confirmation, "dead"):
-            chunks = store.redrive(selection)
-            number = await _count_changes("redriven", groups, chunks, followed if wait else None)
-            became = await store.follow(followed, wait) if wait else None
+        previewed = await store.preview(everything)
+        for one, why in previewed:
+            if why:
+                left_out = one["count"], one["reason"], one["consumer"], one["topic"]
+                named = one_line("  ".join(map(format_value, left_out)))
+                write(f"left out: {named}; {why}", err=True)
+        groups = [one for one, why in previewed if not why]
+        chunks = store.redrive(store.redrivable(everything), copy, operator=user_name())
+        kept = followed if wait else None
+        number = await _change(invocation, "redrive", groups, confirmation, chunks, kept=kept)
+        if followed:
+            became = await store.follow(followed, wait)
     if invocation.as_json:
-        counts, died = (became.counts, became.died) if became else (None, None)
         done = {"found": _total(groups), "redriven": number}
-        print_json(done | {"became": counts, "died": died})
+        print_json(done | {"became": became and became.counts, "died": became and became.died})
     elif became:
         counted = [f"{number:,} {name}" for name, number in became.counts.items() if number]
-        if counted:
-            write(", ".join(counted))
+        write(", ".join(counted))
         for one in became.died:
             write(one_line(f"  {one['id']} is dead again: {one['reason']}: {one['error']}"))
         if became.counts["waiting"]:
             write(f"Some wait after {wait:g} s: {store.hint}")
     if became and (became.counts["dead"] or became.counts["waiting"]):
-        raise typer.Exit(_DEAD_AGAIN if became.counts["dead"] else _STILL_WAITING)
+        raise typer.Exit(3 if became.counts["dead"] else 4)
+
+
+async def edit(
+    invocation: Invocation,
+    id: Annotated[str, typer.Argument(help="as `list` shows it")],
+    payload: Annotated[typer.FileBinaryRead, typer.Option(help="file with the new one, or `-`")],
+    because: Because,
+    operator: Operator = None,
+    wait: Wait = 30.0,
+) -> None:
+    """Redrive a copy with another payload and id in the letter's place; the letter is discarded.
+
+    The exit codes are those of `redrive`.
+    """
+    copy = Copy(payload.read(), signed(because, operator), because)
+    one = LetterFilters(), Confirmation(yes=True)
+    await redrive(invocation, DeadLetters, *one, ids=[id], wait=wait, copy=copy)
 
 
 async def discard(
     invocation: Invocation,
-    kind: Kind,
+    kind: type[Store],
     filters: Filters,
     confirmation: Confirmation,
-    because: Annotated[str, typer.Option(help="reason to store")],
+    because: Because,
     ids: Ids = None,
-    operator: Annotated[str | None, typer.Option(help="name to store", show_default="you")] = None,
+    operator: Operator = None,
     waiting: Waiting = False,
 ) -> None:
     """Discard them: their rows stay, and what waits for them is no longer held."""
-    by = user_name() if operator is None else operator
-    for name, text in (("--because", because), ("--operator", by)):
-        if not text.strip():
-            raise typer.BadParameter(f"{name} is empty: it is stored, to be read later")
+    by = signed(because, operator)
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
     state: State = "waiting" if waiting else "dead"
     async with invocation.connected() as connection:
-        store = kind.of(connection, invocation.service, invocation.settings)
-        await _check_state(store, state, ids)
-        selection = await filters.select(store, ids)
+        store = kind(connection, invocation.service, invocation.settings)
+        selection = await filters.select(store, ids, state)
         groups = await store.count(state, selection)
-        number = 0
-        if _is_confirmed(invocation, "Discard", groups, confirmation, state):
-            chunks = store.discard(selection, operator=by, why=because, state=state)
-            number = await _count_changes("discarded", groups, chunks)
+        chunks = store.discard(selection, operator=by, why=because, state=state)
+        number = await _change(invocation, "discard", groups, confirmation, chunks, state=state)
     if invocation.as_json:
         print_json({"found": _total(groups), "discarded": number})
 
 
-async def _check_state(store: Store, state: State, ids: Sequence[str] | None) -> None:
-    """Raise `Refused` for an id of an entry in another state."""
-    for id in ids or ():
-        found: State = (await store.show(id))["state"]
-        if found != state:
-            see = f"see `service {store.command} show {id}`"
-            raise Refused(f"{id} is not {state}, it {_IS[found]}: {see}")
+def signed(because: str, operator: str | None) -> str:
+    """Return the name to store. Raises `typer.BadParameter` if it or the reason is empty."""
+    by = user_name() if operator is None else operator
+    for name, text in (("--because", because), ("--operator", by)):
+        if not text.strip():
+            raise typer.BadParameter(f"{name} is empty: it is stored, to be read later")
+    return by
 
 
-def _without_excluded(groups: Sequence[Entry], selection: Selection) -> list[Entry]:
-    """Return the groups that are redriven; report the others, with the reason."""
-    redriven = []
-    for one in groups:
-        why = Store.why_left_out(one, selection)
-        if not why:
-            redriven.append(one)
-            continue
-        reason = one["reason"]
-        if reason != FORGOTTEN and reason in (selection.except_reasons or ()):
-            why += f": see --reason {reason!r}"
-        values = one["count"], reason, one["consumer"], one["topic"]
-        named = "  ".join(map(format_value, values))
-        write(f"left out: {one_line(named)}; {why}", err=True)
-    return redriven
-
-
-def _is_confirmed(
+async def _change(
     invocation: Invocation,
     verb: str,
     groups: Sequence[Entry],
     confirmation: Confirmation,
-    state: State,
-) -> bool:
-    """Show what will be changed, and ask for confirmation. Raises `typer.Abort` without it."""
-    number = _total(groups)
+    chunks: AsyncIterator[Sequence[Any]],
+    *,
+    state: State = "dead",
+    kept: list[Any] | None = None,
+) -> int:
+    """Show what is to be changed, ask, and return how many rows the chunks have changed.
+
+    Progress is reported, and the chunks are appended to `kept`. Raises `typer.Abort` for a no.
+    """
+    changed, reported, found = 0, 0, _total(groups)
     if not invocation.as_json:
         _print_groups(groups)
-        write(f"{number:,} {state}")
-    if not number or confirmation.dry_run:
-        return False
+        write(f"{found:,} {state}")
+    if not found or confirmation.dry_run:
+        return 0
     if not confirmation.yes:
-        invocation.confirm(f"{verb} {number:,}?")
-    return True
+        invocation.confirm(f"{verb.capitalize()} {found:,}?")
+    done = _DONE[verb]
+    try:
+        async for some in chunks:
+            changed += len(some)
+            if kept is not None:
+                kept += some
+            if changed - reported >= PROGRESS:
+                reported = changed
+                write(f"{done} {reported:,} of {found:,}", err=True)
+    except BaseException:
+        write(f"{done} {changed:,} of {found:,}; run it again to continue", err=True)
+        raise
+    write(f"{done} {changed:,} of {found:,}", err=True)
+    return changed
 
 
 def _print_groups(groups: Sequence[Entry]) -> None:
@@ -296,38 +314,23 @@ def _print_groups(groups: Sequence[Entry]) -> None:
 
 
 def _print_columns(names: Sequence[str], entries: Sequence[Entry], **header: bool) -> None:
-    rows = ([format_value(one[name]) for name in names] for one in entries)
+    rows = ([_cell(one, name) for name in names] for one in entries)
     print_table(names, rows, right=("count", "attempts", "offset"), **header)
+
+
+def _cell(entry: Entry, name: str) -> str:
+    """Return the text of a column; of a letter that holds its key, how many messages it holds."""
+    held = entry.get("held") if name == "holds" else None
+    return "1,000+" if held == 1_001 else format_value(entry[name] if held is None else held)
 
 
 def _total(groups: Sequence[Entry]) -> int:
     return sum(one["count"] for one in groups)
 
 
-async def _count_changes(
-    verb: str,
-    groups: Sequence[Entry],
-    chunks: AsyncIterator[Sequence[Any]],
-    kept: list[Any] | None = None,
-) -> int:
-    """Return how many rows chunks have changed, and report it; append the chunks to `kept`."""
-    changed, reported, found = 0, 0, _total(groups)
-    try:
-        async for some in chunks:
-            changed += len(some)
-            if kept is not None:
-                kept += some
-            if changed - reported >= PROGRESS:
-                reported = changed
-                write(f"{verb} {reported:,} of {found:,}", err=True)
-    except BaseException:
-        write(f"{verb} {changed:,} of {found:,}; run it again to continue", err=True)
-        raise
-    write(f"{verb} {changed:,} of {found:,}", err=True)
-    return changed
-
-
-def _group(kind: Kind, id: str, filters: type[Filters], help: str, **discarded: Any) -> typer.Typer:
+def _group(
+    kind: type[Store], id: str, filters: type[Filters], help: str, **discarded: Any
+) -> typer.Typer:
     """Return the commands for a kind of entries; `discarded` are fixed arguments of `discard`."""
     group = typer.Typer(help=help, no_args_is_help=True)
     line = f"service {kind.command}"
@@ -335,7 +338,8 @@ def _group(kind: Kind, id: str, filters: type[Filters], help: str, **discarded: 
     changed = chosen | {"confirmation": Confirmation}
     operation(group, "list", example=f"{line} list --summary", **chosen)(list_entries)
     operation(group, example=f"{line} show {id}", kind=kind)(show)
-    operation(group, example=f"{line} redrive --topic orders --newer-than 2h", **changed)(redrive)
+    example = f"{line} redrive --topic orders --newer-than 2h"
+    operation(group, example=example, **changed, copy=None)(redrive)
     example = f"{line} discard {id} --because 'sent again by hand'"
     operation(group, example=example, **changed, **discarded)(discard)
     return group
@@ -343,4 +347,5 @@ def _group(kind: Kind, id: str, filters: type[Filters], help: str, **discarded: 
 
 _LETTERS = "Messages that need a person's decision."
 app = _group(DeadLetters, "7d0f2c5e", LetterFilters, _LETTERS, waiting=False)
+operation(app, example="service dead edit 7d0f2c5e --payload new.json --because typo")(edit)
 app.add_typer(_group(DeadEvents, "17", Filters, "Events that Kafka has rejected."), name="events")

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Self
 
 import asyncpg
 
 from pipeline.handlers.policy import FORGOTTEN
 from pipeline.relay import rejected
+from pipeline.retry.copies import Copy
 from pipeline.service import Service
 from pipeline.settings import Settings
 
@@ -57,6 +57,7 @@ SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text A
        key AS record_key, COALESCE(reason, 'follows another') AS why
   FROM pipeline.outbox_rejected) AS event"""
     key_type = "bigint"
+    lowest = -1
     entry = """id::text, why AS reason, error, type, source,
         event_id, topic, key, COALESCE(datalength, octet_length(payload)) AS size, created_at,
         parked_at, died_at, discarded_at"""
@@ -65,10 +66,12 @@ SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text A
     chunk = "id"
     order = "id"
 
-    @classmethod
-    def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
-        """Return the store; a relay that waits for its lock keeps two thirds of its lease."""
-        return cls(connection, patience=settings.relay_lease / 3)
+    def __init__(
+        self, connection: asyncpg.Connection, service: Service, settings: Settings
+    ) -> None:
+        """A relay that waits for the lock of a chunk keeps two thirds of its lease."""
+        super().__init__(connection, service, settings)
+        self._patience = settings.relay_lease / 3
 
     async def keys_of(self, ids: Sequence[str]) -> list[int]:
         """Return the numbers of events. Raises `Refused`."""
@@ -84,7 +87,7 @@ SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text A
     async def _lock(self, number: int) -> None:
         await rejected.hold_shard(self.connection, number)
 
-    async def _redrive(self, rows: Rows) -> Sequence[int]:
+    async def _redrive(self, rows: Rows, copy: Copy | None) -> Sequence[int]:
         ids = [row["id"] for row in rows]
         await rejected.redrive(self.connection, ids)
         return ids

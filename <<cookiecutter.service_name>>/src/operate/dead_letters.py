@@ -3,20 +3,14 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import asyncpg
 
 from pipeline.apply.backlog import mismatch_key
-from pipeline.apply.batch import items_of, prepare
-from pipeline.apply.encryption import Encryption
-from pipeline.apply.item import Item, Undecoded
 from pipeline.events.message import headers_of, marker_key, printable
-from pipeline.handlers.policy import FORGOTTEN, UNKNOWN, ProcessDied
-from pipeline.handlers.registry import Handlers
-from pipeline.retry import lane_source, lanes
-from pipeline.service import Service
-from pipeline.settings import Settings
+from pipeline.handlers.policy import FORGOTTEN, UNKNOWN
+from pipeline.retry import copies, lanes
+from pipeline.retry.copies import Copy
 
 from .dead import Entry, Outcome, Rows, Selection, Store
 from .errors import Refused
@@ -71,12 +65,12 @@ REASONS: Mapping[str, str] = {
     "connection lost": "nothing: it is tried again; the third loss counts as an attempt",
     "deferred": "nothing: it is handled in its turn",
     "redriven": "nothing: it is handled in its turn",
+    "paused": "`service resume key …` lets its key go on",
+    "correction": "nothing: it is handled in its turn",
 }
 """What a person should do about a message, by the reason for which it is in the backlog."""
 
 _KEYS = "SELECT key FROM pipeline.backlog WHERE key BETWEEN $1 AND $2 ORDER BY key LIMIT 2"
-
-_ROW = "SELECT * FROM pipeline.backlog WHERE key = $1"
 
 _MARKED = """
 SELECT key, topic, partition, "offset"
@@ -116,38 +110,21 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
        id AS event_id
   FROM pipeline.backlog) AS letter"""
     key_type = "bytea"
+    lowest = b""
     entry = """left(encode(key, 'hex'), 16) AS id, reason, error, attempts, consumer, type, source,
         event_id, topic, partition, "offset", record_key AS key, received_at, due_at, died_at,
-        discarded_at, holds"""
-    detail = """timestamp, round(waited) AS waited, deaths, losses, encode(hash, 'hex') AS hash,
-        traceparent, traceback, encode(remembered_hash, 'hex') AS remembered_hash, discarded_by,
-        discarded_why, headers, value, CASE WHEN holds THEN (
+        discarded_at, holds, CASE WHEN holds THEN (
             SELECT count(*) FROM (
                 SELECT FROM pipeline.backlog AS b
                  WHERE b.order_key = letter.order_key AND b.died_at IS NULL
                    AND (b.sequence, b.partition, b."offset")
                        > (letter.sequence, letter.partition, letter."offset")
-                 LIMIT 10001) AS few) END AS held"""
+                 LIMIT 1001) AS few) END AS held"""
+    detail = """timestamp, round(waited) AS waited, deaths, losses, encode(hash, 'hex') AS hash,
+        traceparent, traceback, encode(remembered_hash, 'hex') AS remembered_hash, discarded_by,
+        discarded_why, headers, value"""
     order = 'order_key, sequence, partition, "offset"'
     chunk = 'key, order_key, lane, consumer, source, id, topic, partition, "offset"'
-
-    def __init__(
-        self,
-        connection: asyncpg.Connection,
-        handlers: Handlers,
-        patience: float,
-        encryption: Encryption | None = None,
-    ) -> None:
-        super().__init__(connection, patience)
-        self._handlers = handlers
-        self._encryption = encryption
-
-    @classmethod
-    def of(cls, connection: asyncpg.Connection, service: Service, settings: Settings) -> Self:
-        """Return the store of a service."""
-        return cls(
-            connection, service.handlers, settings.backlog_lease, encryption=service.encryption
-        )
 
     async def keys_of(self, ids: Sequence[str]) -> list[bytes]:
         """Return the keys that begin with these hex digits. Raises `Refused`."""
@@ -170,7 +147,7 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         or a call with an unknown outcome, may have taken effect: it is redriven only if it is
         selected by id or by that reason. What can't be decrypted any more is never redriven.
         """
-        known = ["", *self._handlers.consumers]
+        known = ["", *self._service.handlers.consumers]
         chosen = [one for one in known if selection.consumers is None or one in selection.consumers]
         named = (TOO_OLD, UNKNOWN) if selection.keys is not None else selection.reasons or ()
         excluded = [reason for reason in (TOO_OLD, UNKNOWN) if reason not in named]
@@ -186,11 +163,19 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
     async def _lock(self, number: int) -> None:
         await lanes.fence_lane(self.connection, number)
 
-    async def _redrive(self, rows: Rows) -> Sequence[Redriven]:
+    async def _redrive(self, rows: Rows, copy: Copy | None) -> Sequence[Redriven]:
+        if copy is not None:
+            return [await self._replaced(row, copy) for row in rows]
         redriven = [await self._redriven(row) for row in rows]
         await lanes.redrive(self.connection, [row["key"] for row in rows])
         await self._schedule_heads(rows)
         return redriven
+
+    async def _replaced(self, row: asyncpg.Record, copy: Copy) -> Redriven:
+        handlers, encryption = self._service.handlers, self._service.encryption
+        items = await copies.redrive(self.connection, handlers, encryption, row["key"], copy)
+        keys = [one.key for one in items]
+        return Redriven(keys, keys, _place(row))
 
     async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
         keys = [row["key"] for row in rows]
@@ -204,19 +189,11 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
 
     async def _redriven(self, row: asyncpg.Record) -> Redriven:
         key, place = row["key"], _place(row)
-        if row["consumer"]:
+        if row["consumer"] and row["source"] is not None:
             return Redriven([key], [marker_key(row["consumer"], row["source"], row["id"])], place)
-        # A record that no handler has seen becomes a message to each of its handlers.
-        stored = await self.connection.fetchrow(_ROW, key)
-        if self._encryption is not None:
-            (stored,) = await self._encryption.decrypt(self.connection, [stored], "value")
-        record = lane_source.stored_record(stored, stored_for=0.0)
-        # Without items its markers are not known, and it counts as waiting or gone.
-        items: Sequence[Item] = ()
-        has_killed = (stored["error"] or "").startswith(ProcessDied.__name__)
-        if not has_killed and not await prepare(self._handlers, [record]):
-            found = items_of(self._handlers, record, validates=False)
-            items = () if isinstance(found, Undecoded) else found
+        # What belongs to no consumer becomes a message to each handler.
+        handlers, encryption = self._service.handlers, self._service.encryption
+        items = await copies.messages_of(self.connection, handlers, encryption, key)
         markers = [item.key for item in items]
         return Redriven([key, *markers, *map(mismatch_key, items)], markers, place)
 

@@ -3,20 +3,21 @@
 A check that can't be made is reported as a finding, and the others are still made.
 """
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import asyncpg
 from aiokafka.errors import KafkaError
 
-from pipeline.consume import stamps
+from pipeline.consume import inbox_coverage, stamps
 from pipeline.errors import describe_error, summarize_error
 from pipeline.servers import cluster, revisions, topics
+from pipeline.servers.topics import MAY_NOT_DESCRIBE, Topics
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import CLOCK_MARGIN, Settings
 
-from . import health, status, topic_checks
+from . import health, status
 from .health import Finding, Level, named
 
 CLOCKS_APART = 2.0
@@ -25,6 +26,8 @@ LONG = timedelta(minutes=5)
 BLOATED = 10_000
 """A table is bloated with more dead rows than this, if they are ten times as many as its others."""
 OLDEST_POSTGRESQL = 14
+_ENVELOPE = 10_000
+"""Bytes of a record beside the payload, at most: its headers, and Kafka's own."""
 _HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position", "scheduled"]
 """Tables whose rows are updated and deleted; the others are dropped as a whole."""
 
@@ -135,25 +138,22 @@ Findings = AsyncIterator[Finding]
 
 async def examine(
     connection: asyncpg.Connection | None, service: Service, settings: Settings
-) -> Findings:
+) -> list[Finding]:
     """Make all checks, one after the other; without a connection those without PostgreSQL."""
     described = None
     try:
-        described = await topics.describe(settings, topic_checks.used(service, settings))
-        yield Finding("ok", f"{settings.kafka} answers", check="kafka")
+        described = await topics.describe(settings, used_topics(service, settings))
+        found = [Finding("ok", f"{settings.kafka} answers", check="kafka")]
     except (KafkaError, OSError) as error:
-        found = f"{settings.kafka}: {describe_error(error)}; checks of topics and lag can't be made"
+        text = f"{settings.kafka}: {describe_error(error)}; checks of topics and lag can't be made"
         advice = "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
-        yield Finding("wrong", found, advice, check="kafka")
-    for one in named("settings", _settings(service, settings)):
-        yield one
+        found = [Finding("wrong", text, advice, check="kafka")]
+    found += named("settings", _settings(service, settings))
     if described is not None:
-        for check in topic_checks.CHECKS:
-            made = check(service, settings, described)
-            for one in named(check.__name__.replace("_", " "), made):
-                yield one
+        for name, check in TOPIC_CHECKS.items():
+            found += named(name, check(service, settings, described))
     if connection is None:
-        return
+        return found
     checks: dict[str, Findings] = {
         **({"group": _group(connection, service, settings)} if described is not None else {}),
         "schema": _schema(connection),
@@ -168,16 +168,16 @@ async def examine(
         try:
             of_database = [one async for one in findings]
         except (asyncpg.InvalidSchemaNameError, asyncpg.UndefinedTableError) as error:
-            found = f"not migrated: {describe_error(error)}"
-            of_database = [Finding("wrong", found, "run `service migrate`")]
+            text = f"not migrated: {describe_error(error)}"
+            of_database = [Finding("wrong", text, "run `service migrate`")]
         except (asyncpg.PostgresError, KafkaError, OSError) as error:
             if connection.is_closed():
                 raise  # without PostgreSQL no further check can be made
-            found = f"the check can't be made: {describe_error(error)}"
+            text = f"the check can't be made: {describe_error(error)}"
             advice = "correct the cause, and run `service doctor` again"
-            of_database = [Finding("warning", found, advice)]
-        for one in named(name, of_database):
-            yield one
+            of_database = [Finding("warning", text, advice)]
+        found += named(name, of_database)
+    return found
 
 
 async def _status(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:
@@ -189,6 +189,70 @@ async def _server(connection: asyncpg.Connection, check: ServerCheck) -> Finding
     for row in await connection.fetch(check.statement, *check.arguments):
         level = row.get("level", check.level)
         yield Finding(level, check.found.format(**row), check.advice.format(**row))
+
+
+def used_topics(service: Service, settings: Settings) -> set[str]:
+    """Return the topics that a service reads, declares events for, or sends dead letters to."""
+    return {*service.topics, *filter(None, [settings.dead_letter_topic])}
+
+
+def _topics(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
+    """Every topic that the service uses exists, and its configuration can be read."""
+    for name in sorted(used_topics(service, settings).difference(described, described.hidden)):
+        found = f"there is no topic {name}"
+        yield Finding("wrong", found, "create it, in development by `service topics create`")
+    for name in sorted(described.hidden):
+        found, _, advice = MAY_NOT_DESCRIBE.partition(": ")
+        yield Finding("wrong", f"topic {name} {found}", advice)
+    for topic in described.values():
+        if topic.unreadable:
+            found = f"the configuration of {topic.name} can't be read: {topic.unreadable}"
+            advice = f"allow this user its DescribeConfigs: {topic.name} (docs/security.md)"
+            yield Finding("warning", found, advice)
+
+
+def _topic_retention(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
+    """The inbox remembers for as long as a topic keeps its records."""
+    consumed = {name: described[name] for name in described if name in service.handlers.topics}
+    level: Level = "wrong" if settings.inbox_must_cover_topics else "warning"
+    for found in inbox_coverage.exceeding(settings, consumed):
+        yield Finding(level, *found)
+
+
+def _compaction(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
+    """No topic is compacted, which deletes events."""
+    for name, topic in described.items():
+        if "compact" in topic.configs.get("cleanup.policy", ""):
+            yield Finding(
+                "warning",
+                f"{name} is compacted: it rejects events without a key, and may lose all but the"
+                " last event of each key",
+                f"set cleanup.policy=delete for {name}, if every event is needed",
+            )
+
+
+def _message_size(service: Service, settings: Settings, described: Topics) -> Iterator[Finding]:
+    """Topics that the service publishes to accept its largest event."""
+    needed = settings.max_event_bytes + _ENVELOPE
+    published = service.declared_topics | {settings.dead_letter_topic}
+    for topic in (described[name] for name in sorted(described.keys() & published)):
+        largest = int(topic.configs.get("max.message.bytes", needed))
+        if largest < needed:
+            yield Finding(
+                "wrong",
+                f"{topic.name} accepts records of {largest:,} bytes, and PIPELINE_MAX_EVENT_BYTES"
+                f" allows events of {settings.max_event_bytes:,}",
+                f"set max.message.bytes={needed} for {topic.name},"
+                " or lower PIPELINE_MAX_EVENT_BYTES",
+            )
+
+
+TOPIC_CHECKS: Mapping[str, Callable[[Service, Settings, Topics], Iterator[Finding]]] = {
+    "topics": _topics,
+    "topic retention": _topic_retention,
+    "compaction": _compaction,
+    "message size": _message_size,
+}
 
 
 def _settings(service: Service, settings: Settings) -> Iterable[Finding]:

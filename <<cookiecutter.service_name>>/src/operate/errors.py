@@ -1,8 +1,6 @@
 """Errors that end a command with one sentence."""
 
-
-class Refused(Exception):
-    """The request can't be carried out; the text says why, and what can be."""
+from pipeline.errors import Refused as Refused
 
 
 class OutputFailed(Exception):

@@ -6,24 +6,27 @@ parentheses is also that of the alert of this name in `deploy/prometheus/alerts.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.servers.cluster import NotAdopted
 
-from .status import STALLED, UNSERVED, Reading, Status, format_count
+from .output import format_span
+from .status import STALLED, Kind, Status, format_count
 
 Level = Literal["ok", "warning", "wrong"]
 
+CONSUMER_DELAY: float = 300.0
+"""Seconds that a record may wait in Kafka (ConsumerDelay)."""
 OUTBOX_LAG: float = 300.0
 """Seconds that an event may wait for its relay (OutboxLag)."""
 BACKLOG_AGE: float = 3_600.0
 """Seconds that a message may wait in the backlog (BacklogAge)."""
+PAUSED: float = 3_600.0
+"""Seconds that a pause without an end may last (Paused)."""
 EVENTS_REJECTED: float = 900.0
 """Seconds that an event may wait until its topic accepts it (EventsRejected)."""
 NO_PARTITION_AHEAD: int = 2
 """Days for which the outbox must have partitions (NoPartitionAhead)."""
-SCHEDULED_LATE = 60.0
-"""Seconds after which a scheduled event that is due must be in the outbox."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,33 @@ class Finding:
     found: str
     advice: str = ""
     check: str = field(default="", kw_only=True)
+
+
+class _Rule(NamedTuple):
+    """What is said of work that waits: whose it is, the command that takes it, the seconds that it
+    may wait if one does, the alert, and where to look."""
+
+    what: str
+    command: str
+    limit: float
+    alert: str
+    look: str
+    level: Level = "warning"
+
+
+_READY = "the /health/ready of the relay"
+_LIST = "`service dead list --waiting --summary`"
+_EVENTS = "`service dead events list --waiting --summary`, and correct what it names"
+_RULES: Mapping[Kind, _Rule] = {
+    "reads": _Rule("records of {}", "consume", CONSUMER_DELAY, "ConsumerDelay", "`service status`"),
+    "backlog": _Rule("messages of consumer {}", "consume", BACKLOG_AGE, "BacklogAge", _LIST),
+    "calls": _Rule("calls of consumer {}", "consume", BACKLOG_AGE, "BacklogAge", _LIST),
+    "outbox": _Rule("events of the outbox", "relay", OUTBOX_LAG, "OutboxLag", _READY),
+    "rejected": _Rule(
+        "events for topic {}", "relay", EVENTS_REJECTED, "EventsRejected", _EVENTS, "wrong"
+    ),
+    "scheduled": _Rule("scheduled events", "relay", OUTBOX_LAG, "OutboxLag", _READY),
+}
 
 
 def named(check: str, findings: Iterable[Finding]) -> list[Finding]:
@@ -60,98 +90,51 @@ def cluster(status: Status) -> Iterator[Finding]:
         yield Finding("wrong", str(NotAdopted()), "run `service adopt` as that page says")
 
 
-def outbox(status: Status) -> Iterator[Finding]:
-    """Events are published soon."""
-    if status.outbox_seconds > OUTBOX_LAG:
-        is_unknown = "relays" in status.unknown
-        shards = is_unknown or status.shards_without_relay
-        relays = f"{shards} shards have no relay"
-        if is_unknown:
-            relays = "it is not known whether they have relays"
-        yield Finding(
-            "wrong" if shards else "warning",
-            f"{format_count(status.outbox_events)} events wait, one for"
-            f" {status.outbox_seconds:,.0f} seconds; {relays}",
-            "start `service relay`, or `service run` (NoRelayOwner in the runbook)"
-            if shards
-            else "see `/health/ready` of the relay (OutboxLag in the runbook)",
-        )
-
-
-def scheduled(status: Status) -> Iterator[Finding]:
-    """Scheduled events are moved into the outbox when they are due."""
-    late = (status.at - status.next_due).total_seconds() if status.next_due else 0.0
-    if late > SCHEDULED_LATE:
-        found = f"scheduled events are not published: one is due for {late:,.0f} seconds"
-        advice = "start `service relay`, or `service run`; if one runs, see its /health/ready"
-        yield Finding("wrong", found, advice)
-
-
-def rejected_events(status: Status) -> Iterator[Finding]:
-    """No topic rejects all events for long."""
-    for one in status.rejected:
-        if one.oldest > EVENTS_REJECTED:
-            yield Finding(
-                "wrong",
-                f"Kafka accepts no events for topic {one.topic} ({one.reasons}):"
-                f" {format_count(one.count)} wait, one for {one.oldest:,.0f} seconds",
-                "see `service dead events list --waiting --summary`, and correct what it names:"
-                " they are published then (EventsRejected in the runbook)",
-            )
-
-
-def dead_events(status: Status) -> Iterator[Finding]:
-    """No event needs a person's decision."""
-    yield from _undecided("events", status.dead_events, "service dead events list")
-
-
-def dead_letters(status: Status) -> Iterator[Finding]:
-    """No message needs a person's decision."""
-    dead = sum(one.dead for one in status.backlog.values())
-    yield from _undecided("messages", dead, "service dead list")
-
-
-def _undecided(what: str, count: int, command: str) -> Iterator[Finding]:
-    if count:
-        found = f"dead {what} need a decision: {format_count(count)}"
-        advice = f"see `{command}`, correct the cause, and redrive or discard them"
+def paused(status: Status) -> Iterator[Finding]:
+    """Nothing is paused or throttled."""
+    for one in status.stops:
+        found = f"{one.subject} is {one.state} for {format_span(one.seconds)}: {one.who}: {one.why}"
+        advice = f"`service resume {one.subject}` lets it go on (Paused in the runbook)"
         yield Finding("warning", found, advice)
 
 
-def backlog(status: Status) -> Iterator[Finding]:
-    """No message waits for long."""
-    for name, one in status.backlog.items():
-        if one.waiting and one.oldest > BACKLOG_AGE:
-            yield Finding(
-                "warning",
-                f"messages wait for consumer {name or '(none)'}: {format_count(one.waiting)},"
-                f" one for {one.oldest:,.0f} seconds",
-                "see `service dead list --waiting --summary` (BacklogAge in the runbook)",
-            )
+def stages(status: Status) -> Iterator[Finding]:
+    """No work is due for a minute while no process takes it, and none waits for long."""
+    for one in status.stages:
+        if status.is_paused(one):
+            continue
+        rule = _RULES[one.kind]
+        what = rule.what.format(one.subject or "(none)") + (f" ({one.why})" if one.why else "")
+        advice = f"see {rule.look} ({rule.alert} in the runbook)"
+        if one.unserved > STALLED:
+            found = f"no process has taken {what} for {one.unserved:,.0f} seconds"
+            start = f"start `service {rule.command}`, or `service run`; if one runs, see its"
+            yield Finding("wrong", found, f"{start} /health/ready", check=one.kind)
+        elif one.waiting and one.oldest > rule.limit:
+            found = f"{what} wait: {format_count(one.waiting)}, one for {one.oldest:,.0f} seconds"
+            yield Finding(rule.level, found, advice, check=one.kind)
         if one.is_full:
-            yield Finding(
-                "wrong",
-                f"full of due messages of consumer {name}: partitions wait before they store"
-                " another one to be tried alone",
-                "see `service dead list --waiting --summary` (PartitionBlocked in the runbook)",
-            )
+            found = f"full of due {what}: partitions wait before they store another one to be tried"
+            yield Finding("wrong", f"{found} alone", advice, check=one.kind)
 
 
-def workers(status: Status) -> Iterator[Finding]:
-    """Workers take what is due."""
-    for name, one in status.backlog.items():
-        if one.unserved > UNSERVED and name in {*status.consumers, ""}:
-            what = "calls" if one.has_calls else "messages"
-            found = f"no worker takes {what} of consumer {name or '(none)'}: one is due for"
-            advice = "start `service run` or `service consume`; if one runs, see its /health/ready"
-            yield Finding("wrong", f"{found} {one.unserved:,.0f} seconds", advice)
+def dead(status: Status) -> Iterator[Finding]:
+    """Nothing needs a person's decision."""
+    for what, check, count, command in (
+        ("events", "dead events", status.dead("rejected"), "service dead events list"),
+        ("messages", "dead letters", status.dead("backlog", "calls"), "service dead list"),
+    ):
+        if count:
+            found = f"dead {what} need a decision: {format_count(count)}"
+            advice = f"see `{command}`, correct the cause, and redrive or discard them"
+            yield Finding("warning", found, advice, check=check)
 
 
 def consumers(status: Status) -> Iterator[Finding]:
     """Messages wait only for consumers that the service has."""
-    for name, one in status.backlog.items():
-        if one.waiting and name not in {*status.consumers, ""}:
-            found = f"this service has no consumer {name}, for which messages wait:"
+    for one in status.of("backlog", "calls"):
+        if one.waiting and one.subject not in {*status.consumers, ""}:
+            found = f"this service has no consumer {one.subject}, for which messages wait:"
             advice = "deploy it again; to drop them, with a handler that ignores them"
             yield Finding("warning", f"{found} {format_count(one.waiting)}", advice)
 
@@ -203,33 +186,26 @@ def positions(status: Status) -> Iterator[Finding]:
             )
 
 
-def _stalled(status: Status, *, has_reader: bool) -> Iterator[Reading]:
-    for one in status.readings:
-        is_without = status.are_readers_known and one.reader is None
-        since = (status.at - one.behind_since).total_seconds() if one.behind_since else 0.0
-        if one.position is not None and one.lag and since > STALLED and has_reader != is_without:
-            yield one
-
-
 def readers(status: Status) -> Iterator[Finding]:
-    """Every partition that has records to read has a reader, which is the service."""
+    """No other program reads partitions of the service."""
     for who in sorted({one.stranger for one in status.readings if one.stranger}):
         places = (f"{one.topic}/{one.partition}" for one in status.readings if one.stranger == who)
         found = f"{who} reads {', '.join(places)}, and is no process of the service"
         yield Finding("wrong", found, "end that program, or give it a group of its own")
-    for one in _stalled(status, has_reader=False):
-        found = f"{one.topic}/{one.partition} has no reader, and has not moved for over a minute"
-        advice = "start `service run`, or `service consume` (NoConsumer in the runbook)"
-        yield Finding("wrong", f"{found}, {one.lag:,} offsets before the end", advice)
 
 
 def lag(status: Status) -> Iterator[Finding]:
-    """Every partition that has records to read moves, and no producer's transaction holds it."""
-    for one in _stalled(status, has_reader=True):
+    """Every partition that has a reader moves, and no producer's transaction holds it."""
+    for one in status.readings:
+        is_unread = status.are_readers_known and not one.reader
+        is_still = one.age(one.behind_since, status.at) > STALLED
+        if is_unread or one.topic in status.paused_topics or not is_still:
+            continue
         topic, partition, start = one.topic, one.partition, one.open_transaction
         if start is None:
             found = f"{topic}/{partition} has not moved for over a minute, {one.lag:,} offsets"
-            advice = "see `/health/ready` of the service"
+            where = f"its reader, {one.reader}" if one.reader else "the service"
+            advice = f"see `/health/ready` of {where}; end one that has a copy of the database"
             yield Finding("warning", f"{found} before the end", advice)
             continue
         yield Finding(
@@ -246,12 +222,14 @@ def lag(status: Status) -> Iterator[Finding]:
         )
 
 
+_WORK = ("positions", "topics", "readers", "backlog", "outbox", "relays", "rejected", "scheduled")
+
 CHECKS: Mapping[Sequence[str], Sequence[Callable[[Status], Iterator[Finding]]]] = {
+    ("stops",): (paused,),
     ("outbox",): (cluster,),
-    ("outbox", "relays"): (outbox,),
-    ("scheduled",): (scheduled,),
-    ("rejected",): (rejected_events, dead_events),
-    ("backlog",): (dead_letters, backlog, workers, consumers),
+    _WORK: (stages,),
+    ("backlog", "rejected"): (dead,),
+    ("backlog",): (consumers,),
     ("memory",): (partitions_ahead,),
     ("retention",): (held_partitions,),
     ("positions", "topics"): (partitions, positions),

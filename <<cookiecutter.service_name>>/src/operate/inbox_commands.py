@@ -1,8 +1,10 @@
 """The command `service inbox show`: the inbox markers and events of a handled message."""
 
+from collections.abc import Sequence
 from shlex import quote
 from typing import Annotated
 
+import asyncpg
 import typer
 from pydantic_core import from_json
 
@@ -18,7 +20,7 @@ from .terminal import Invocation, operation
 _SECONDS = 86_400.0
 """Time limit: without a source the statement reads all markers."""
 
-_ORDINALS = 1_000
+ORDINALS = 1_000
 """Largest number of events of one message that are searched in the outbox."""
 
 _MARKERS = """
@@ -32,7 +34,7 @@ SELECT consumer, source, id, type, topic, partition, "offset", created_at AS app
 """
 
 _EVENTS = """
-SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key
+SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key, sequence
   FROM pipeline.outbox
  WHERE xid = ANY (ARRAY[$1::xid8, (SELECT reset_xid FROM pipeline.outbox_cluster)])
    AND event_id = ANY ($2)
@@ -45,6 +47,18 @@ SELECT DISTINCT {STATE} AS state FROM pipeline.backlog
 """
 
 app = typer.Typer(help="Messages that the service has handled.", no_args_is_help=True)
+
+
+async def events_of(
+    connection: asyncpg.Connection, key: bytes, hash: bytes, transaction: object
+) -> Sequence[asyncpg.Record]:
+    """Return the events that a message's handler has published, as far as the outbox has them.
+
+    They are found by key, hash and transaction of its marker.
+    """
+    ids = [event_id(key, hash, ordinal) for ordinal in range(ORDINALS)]
+    rows: Sequence[asyncpg.Record] = await connection.fetch(_EVENTS, transaction, ids)
+    return rows
 
 
 @operation(app, example="service inbox show 7d0f2c5e --source /scanners/7")
@@ -62,8 +76,7 @@ async def show(
     async with invocation.connected(check_database) as connection:
         for row in await connection.fetch(_MARKERS, id, keys, timeout=_SECONDS):
             key = marker_key(row["consumer"], row["source"], row["id"])
-            ids = [event_id(key, row["hash"], ordinal) for ordinal in range(_ORDINALS)]
-            events = await connection.fetch(_EVENTS, row["transaction"], ids)
+            events = await events_of(connection, key, row["hash"], row["transaction"])
             found.append((dict(row), [dict(event) for event in events]))
         rows = await connection.fetch(_STATES, id, source, timeout=_SECONDS)
         states = [row["state"] for row in rows]

@@ -12,12 +12,11 @@ from time import monotonic
 from typing import Literal
 
 import asyncpg
-from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from pipeline.apply import positions
 from pipeline.apply.positions import Slot
-from pipeline.servers import clients
-from pipeline.settings import CLOCK_MARGIN
+from pipeline.servers import topics
+from pipeline.settings import CLOCK_MARGIN, Settings
 
 from .errors import Refused
 from .terminal import Invocation
@@ -92,31 +91,26 @@ async def plan_moves(
     if topic not in service.handlers.topics:
         known = ", ".join(sorted(service.handlers.topics)) or "none"
         raise Refused(f"the service does not read topic {topic}; it reads {known}")
-    async with clients.admin_client(settings) as admin:
-        (described,) = await admin.describe_topics([topic])
-    numbers = sorted(one["partition"] for one in described["partitions"])
-    if not numbers:
+    described = (await topics.describe(settings, [topic])).get(topic)
+    if described is None:
         raise Refused(f"there is no topic {topic}: create it, or run `service topics create`")
-    if partition is None and isinstance(to, int) and len(numbers) > 1:
-        raise Refused(f"{topic} has {len(numbers)} partitions: name one by --partition")
-    if partition is not None and partition not in numbers:
-        raise Refused(f"{topic} has the partitions {numbers[0]} to {numbers[-1]}")
-    chosen = [TopicPartition(topic, n) for n in numbers if partition in (None, n)]
-    async with clients.offsets_client(settings) as client:
-        first = await client.beginning_offsets(chosen)
-        end = await client.end_offsets(chosen)
-        if isinstance(to, datetime):
-            places: Mapping[TopicPartition, int] = await _offsets_since(client, end, to)
-        else:
-            places = {"earliest": first, "latest": end}.get(str(to), dict.fromkeys(chosen, to))
+    first, end = described.first, described.end
+    if partition is None and isinstance(to, int) and len(end) > 1:
+        raise Refused(f"{topic} has {len(end)} partitions: name one by --partition")
+    if partition is not None and partition not in end:
+        raise Refused(f"{topic} has the partitions {min(end)} to {max(end)}")
+    if isinstance(to, datetime):
+        places: Mapping[int, int] = await _offsets_since(settings, topic, end, to)
+    elif isinstance(to, int):
+        places = dict.fromkeys(end, to)
+    else:
+        places = {"earliest": first, "latest": end}[to]
     found = []
-    for one in chosen:
+    for one in sorted(end) if partition is None else [partition]:
         new = places[one]
         if not first[one] <= new <= end[one]:
-            raise Refused(
-                f"{topic}/{one.partition} has the offsets {first[one]} to {end[one]}: not {new}"
-            )
-        slot = Slot(service.name, topic, one.partition)
+            raise Refused(f"{topic}/{one} has the offsets {first[one]} to {end[one]}: not {new}")
+        slot = Slot(service.name, topic, one)
         stored = await positions.position(connection, slot)
         old = stored.next_offset if stored else None
         found.append(Move(slot, old, new, first[one], end[one]))
@@ -124,12 +118,11 @@ async def plan_moves(
 
 
 async def _offsets_since(
-    client: AIOKafkaConsumer, end: Mapping[TopicPartition, int], time: datetime
-) -> dict[TopicPartition, int]:
+    settings: Settings, topic: str, end: Mapping[int, int], time: datetime
+) -> dict[int, int]:
     """Return the offsets of the first records since a time; the end, if all are older."""
-    milliseconds = max(0, round(time.timestamp() * 1_000))
-    found = await client.offsets_for_times(dict.fromkeys(end, milliseconds))
-    return {one: found[one].offset if found[one] else end[one] for one in end}
+    found = await topics.first_since(settings, {(topic, one): time for one in end})
+    return {one: found.get((topic, one), (beyond, time))[0] for one, beyond in end.items()}
 
 
 @dataclass(frozen=True)
@@ -166,26 +159,19 @@ async def plan_replay(
         raise Refused(
             f"nothing of {topic} was read after {to}: to go forward, `service topics seek`"
         )
-    memory = await connection.fetchrow(
-        _MEMORY,
-        timedelta(seconds=settings.inbox_age * (1 - _MARGIN)),
-        CLOCK_MARGIN,
-        sorted(
-            {one.consumer for one in service.handlers if one.topic == topic and not one.takes_old}
-        ),
-        service.name,
-        topic,
-        [one.slot.partition for one in back],
-    )
+    kept = timedelta(seconds=settings.inbox_age * (1 - _MARGIN))
+    its = (one for one in service.handlers if one.topic == topic and not one.takes_old)
+    readers, numbers = {one.consumer for one in its}, [one.slot.partition for one in back]
+    arguments = kept, CLOCK_MARGIN, sorted(readers), service.name, topic, numbers
+    memory = await connection.fetchrow(_MEMORY, *arguments)
     since, forgotten = memory["since"], 0
     if since is not None:
         # Rounded up to a second, as messages name it: given as `--from`, it must be late enough.
         since = since.replace(microsecond=0) + timedelta(seconds=bool(since.microsecond))
-        ends = {TopicPartition(topic, one.slot.partition): one.end for one in back}
-        async with clients.offsets_client(settings) as client:
-            first = await _offsets_since(client, ends, since)
-        for one, offset in zip(back, first.values(), strict=True):
-            forgotten += max(0, min(offset, one.old or 0) - one.new)
+        ends = {one.slot.partition: one.end for one in back}
+        first = await _offsets_since(settings, topic, ends, since)
+        for one in back:
+            forgotten += max(0, min(first[one.slot.partition], one.old or 0) - one.new)
     return Replay(back, memory, since, forgotten)
 
 
@@ -214,16 +200,11 @@ async def outcome(connection: asyncpg.Connection, replay: Replay) -> asyncpg.Rec
     `applied`: took effect now; `known`: duplicates; `waiting`: in the backlog, to take effect
     later; `buried`: became dead letters, as too old.
     """
-    found, memory = replay.moves, replay.memory
+    slot, memory = replay.moves[0].slot, replay.memory
+    again = ((one.slot.partition, one.new, one.old) for one in replay.moves)
     return await connection.fetchrow(
         _OUTCOME,
-        [one.slot.partition for one in found],
-        [one.new for one in found],
-        [one.old for one in found],
-        found[0].slot.topic,
-        found[0].slot.group,
-        memory["begun_at"],
-        memory["generation"],
-        memory["duplicates"],
+        *map(list, zip(*again, strict=True)),
+        *(slot.topic, slot.group, memory["begun_at"], memory["generation"], memory["duplicates"]),
         timeout=_COUNT_SECONDS,
     )

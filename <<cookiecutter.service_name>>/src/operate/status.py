@@ -5,17 +5,20 @@ can't be measured is named with the reason, and the others are still measured.
 """
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
+from typing import Literal
 
 import asyncpg
 from aiokafka.errors import KafkaError
 
-from pipeline.apply import backlog, positions
+from pipeline.apply import backlog, positions, stopping
+from pipeline.apply.stopping import Stop
 from pipeline.errors import describe_error
 from pipeline.relay import cursor, rejected, scheduled, window
-from pipeline.retention import maintenance, partitions
+from pipeline.retention import days, generations, maintenance, partitions
 from pipeline.retention.partitions import State
 from pipeline.retry import lanes
 from pipeline.servers import cluster, topics
@@ -26,13 +29,10 @@ AT_MOST = 10_000
 """The largest exact count; a larger one means that there are more."""
 
 STALLED = 60.0
-"""Seconds for which the position of a partition with records to read may stay the same."""
-UNSERVED = 300.0
-"""Seconds for which a due row of the backlog may wait while no worker holds a lane."""
+"""Seconds for which work may be due while no process takes it, and for which the position of a
+partition with records to read may stay the same."""
 
 _SECONDS = 5.0
-
-_MEMORY = "SELECT since FROM pipeline.inbox_generation"
 
 
 @dataclass
@@ -47,10 +47,12 @@ class Reading:
     """The first offset that the brokers have."""
     end: int | None = None
     lag: int | None = None
-    """Offsets from the position to the end of the topic; None also if it lies beyond the end."""
+    """Offsets from the position to the end; None also if the position lies beyond the end."""
     moved_at: datetime | None = None
     behind_since: datetime | None = None
     """When it moved, or when the first record since was written, by the record's timestamp."""
+    written_at: datetime | None = None
+    """When the first record to read was written, or the one before it, by the timestamp."""
     duplicates: int = 0
     """Duplicates since the partition was first read."""
     open_transaction: int | None = None
@@ -67,31 +69,40 @@ class Reading:
             return False
         return not self.first <= self.position <= self.end
 
+    def age(self, since: datetime | None, now: datetime) -> float:
+        """Return the seconds since a time; 0 if no record is behind the position."""
+        is_behind = self.lag and self.position is not None
+        return max(0.0, (now - since).total_seconds()) if is_behind and since else 0.0
+
+
+Kind = Literal["reads", "backlog", "calls", "outbox", "rejected", "scheduled"]
+"""What waits: records of a topic; messages and calls of a consumer; events that are not published;
+those that their topic rejects; those that are not due."""
+
 
 @dataclass
-class Backlog:
-    """The backlog of a consumer; the empty name stands for records that no handler has seen."""
+class Stage:
+    """A place where work waits until a process takes it."""
 
-    waiting: int = 0
+    kind: Kind
+    subject: str = ""
+    """The topic or consumer; the empty name of a consumer stands for records that no handler has
+    seen."""
+    waiting: int | None = 0
+    """None: not known."""
     dead: int = 0
+    """What waits for a person's decision."""
+    failing: int = 0
+    """Messages or calls among those waiting that have failed before; all events of a topic that
+    rejects them."""
     oldest: float = 0.0
-    """Seconds since the oldest waiting message was received."""
+    """Seconds for which the oldest has waited: since it was received, stored or rejected."""
+    unserved: float = 0.0
+    """Seconds for which some is due, if no process is known to have taken such work since."""
+    why: str | None = None
+    """What is known of the cause."""
     is_full: bool = False
     """Whether partitions wait before they store another message to be tried alone."""
-    unserved: float = 0.0
-    """Seconds for which a row is due, if no worker has held a lane for `UNSERVED` seconds."""
-    has_calls: bool = False
-
-
-@dataclass
-class Rejected:
-    """Events that wait until their topic accepts them."""
-
-    topic: str
-    reasons: str | None
-    count: int
-    oldest: float
-    """Seconds for which the oldest has waited."""
 
 
 @dataclass
@@ -114,25 +125,22 @@ class Status:
     """By the database's clock, in UTC."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Parts that could not be measured, and why."""
+    stages: list[Stage] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     are_readers_known: bool = False
+    stops: list[Stop] = field(default_factory=list)
+    """What people have paused or throttled, as `stopping.listed` returns it."""
+    paused_topics: set[str] = field(default_factory=set)
+    """Topics that are paused, or all of whose consumers are."""
     consumers: frozenset[str] = frozenset()
     """Those that have a handler in this service."""
-    backlog: dict[str, Backlog] = field(default_factory=dict)
-    """By consumer."""
-    outbox_events: int = 0
-    """Events that are not published yet."""
-    outbox_seconds: float = 0.0
-    """The age of the oldest of them."""
     is_this_cluster: bool = True
     """Whether the database was filled where it is; otherwise it has to be adopted."""
     relays: dict[str, Relay] = field(default_factory=dict)
     """By owner of shards."""
     shards_without_relay: int = 0
-    rejected: list[Rejected] = field(default_factory=list)
-    dead_events: int = 0
-    scheduled: int = 0
     next_due: datetime | None = None
+    """When the first scheduled event is due."""
     remembered_since: datetime | None = None
     """Inbox markers from before may be deleted; None: none is."""
     ahead_until: date | None = None
@@ -140,20 +148,42 @@ class Status:
     held: dict[str, str] = field(default_factory=dict)
     """Partitions that are due to be dropped, and why they are kept."""
 
-    @property
-    def is_waiting_cut_off(self) -> bool:
-        """Whether more messages wait than are counted, of all consumers together."""
-        return sum(one.waiting for one in self.backlog.values()) > AT_MOST
+    def is_paused(self, stage: Stage) -> bool:
+        """Whether people have paused all that waits there, or its consumer may rest for minutes."""
+        if stage.kind == "rejected":
+            return not stage.failing
+        stopped = {one.name for one in self.stops if one.kind == "consumer"}
+        return stage.subject in (self.paused_topics if stage.kind == "reads" else stopped)
+
+    def of(self, *kinds: Kind) -> list[Stage]:
+        """Return the stages of these kinds, those in which most waits first."""
+        found = [one for one in self.stages if one.kind in kinds]
+        return sorted(found, key=lambda one: -(one.waiting or 0) - one.dead)
+
+    def waiting(self, kind: Kind) -> int | None:
+        """Return how much waits in the stages of a kind; None: not known."""
+        known = [one.waiting for one in self.of(kind) if one.waiting is not None]
+        is_known = kind not in self.unknown and (known or kind != "reads")
+        return sum(known) if is_known else None
+
+    def dead(self, *kinds: Kind) -> int | None:
+        """Return how much is dead in the stages of these kinds; None: not known."""
+        is_known = self.unknown.keys().isdisjoint(kinds)
+        return sum(one.dead for one in self.of(*kinds)) if is_known else None
+
+    def oldest(self, kind: Kind) -> float:
+        """Return for how many seconds the oldest of a kind has waited."""
+        return max((one.oldest for one in self.of(kind)), default=0.0)
 
     @property
-    def waiting_events(self) -> int:
-        """Events that wait until their topics accept them."""
-        return sum(one.count for one in self.rejected)
+    def is_cut_off(self) -> bool:
+        """Whether more messages and calls wait than are counted, of all consumers together."""
+        return sum(one.waiting or 0 for one in self.of("backlog", "calls")) > AT_MOST
 
 
-def format_count(number: int) -> str:
+def format_count(number: int | None) -> str:
     """Return a count of a status as text, with a plus sign if there are more."""
-    return f"{min(number, AT_MOST):,}{'+' if number > AT_MOST else ''}"
+    return "not known" if number is None else f"{min(number, AT_MOST):,}{'+' * (number > AT_MOST)}"
 
 
 async def look(connection: asyncpg.Connection, service: Service, settings: Settings) -> Status:
@@ -163,16 +193,11 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
     consumers = frozenset(service.handlers.consumers)
     found = Status(service.name, now.astimezone(UTC), consumers=consumers)
     measure = _Measure(connection, service, settings, found)
-    for part in (
-        measure.positions,
-        measure.backlog,
-        measure.outbox,
-        measure.relays,
-        measure.rejected,
-        measure.scheduled,
-        measure.memory,
-        measure.retention,
-    ):
+    of_database = (
+        *(measure.stops, measure.positions, measure.backlog, measure.outbox, measure.relays),
+        *(measure.rejected, measure.scheduled, measure.memory, measure.retention),
+    )
+    for part in of_database:
         try:
             async with asyncio.timeout(_SECONDS):
                 await part()
@@ -186,7 +211,26 @@ async def look(connection: asyncpg.Connection, service: Service, settings: Setti
         except (KafkaError, OSError, ValueError) as error:
             found.unknown[part.__name__] = f"{settings.kafka}: {describe_error(error)}"
             break  # without brokers the next part would only wait for its time limit
+    found.stages += topic_stages(found)
     return found
+
+
+def topic_stages(found: Status) -> Iterator[Stage]:
+    """Yield what waits in each topic. While nobody reads any, what comes next has no reader."""
+    moved = max((one.moved_at for one in found.readings if one.moved_at), default=found.at)
+    nobody = found.are_readers_known and not any(one.reader for one in found.readings)
+    idle = (found.at - moved).total_seconds() if nobody else 0.0
+    for name in sorted({one.topic for one in found.readings}):
+        its = [one for one in found.readings if one.topic == name]
+        lags = [one.lag for one in its if one.lag is not None]
+        stage = Stage("reads", name, sum(lags) if lags else None)
+        stage.oldest = max(one.age(one.written_at or one.behind_since, found.at) for one in its)
+        unread = [one for one in its if one.reader is None and (one.lag or nobody)]
+        if unread and found.are_readers_known:
+            numbers = ", ".join(str(one.partition) for one in unread)
+            stage.why = f"no reader of partitions {numbers}"
+            stage.unserved = max([idle, *(one.age(one.behind_since, found.at) for one in unread)])
+        yield stage
 
 
 @dataclass
@@ -198,55 +242,68 @@ class _Measure:
     settings: Settings
     found: Status
 
+    async def stops(self) -> None:
+        self.found.stops = stops = await stopping.listed(self.connection)
+        self.found.paused_topics = stopping.paused_topics(self.service.handlers, stops)
+
     async def positions(self) -> None:
         rows = await positions.of_group(self.connection, self.service.name)
-        self.found.readings = [
-            Reading(**row, behind_since=row["moved_at"])
-            for row in rows
-            if row["topic"] in self.service.handlers.topics
-        ]
+        own = (row for row in rows if row["topic"] in self.service.handlers.topics)
+        self.found.readings = [Reading(**row, behind_since=row["moved_at"]) for row in own]
 
     async def backlog(self) -> None:
-        names = sorted(self.service.handlers.consumers)
-        rows = await lanes.count_some(self.connection, AT_MOST + 1, names)
-        self.found.backlog = {name: Backlog() for name in names}
-        self.found.backlog |= {name: Backlog(*counts) for name, *counts in rows}
-        for row in await lanes.count_due(self.connection, UNSERVED):
-            one = self.found.backlog.setdefault(row["consumer"], Backlog())
-            one.waiting = max(one.waiting, row["waiting"])
-            one.oldest = max(one.oldest, row["oldest"])
-            one.unserved, one.has_calls = row["unserved"], row["has_calls"]
-        for name in names if self.found.is_waiting_cut_off else ():
-            self.found.backlog[name].is_full = await backlog.is_full(self.connection, [name])
+        handlers = self.service.handlers
+        rows = await lanes.waiting(self.connection, AT_MOST + 1, STALLED)
+        found = {(one.has_calls, one.consumer): one for one in rows}
+        own = {(name in handlers.callers, name) for name in handlers.consumers}
+        for has_calls, name in sorted({*found, *own}):
+            stage = Stage("calls" if has_calls else "backlog", name)
+            if one := found.get((has_calls, name)):
+                stage.waiting, stage.dead, stage.failing, stage.oldest = one[2:6]
+                stage.unserved = one.unserved if name in {*handlers.consumers, ""} else 0.0
+            self.found.stages.append(stage)
+        for stage in self.found.of("backlog") if self.found.is_cut_off else ():
+            if stage.subject in handlers.consumers:
+                stage.is_full = await backlog.is_full(self.connection, [stage.subject])
 
     async def outbox(self) -> None:
         self.found.is_this_cluster = await cluster.is_ours(self.connection)
-        counted = await window.count(self.connection, AT_MOST + 1)
-        self.found.outbox_events, self.found.outbox_seconds = counted
+        count, oldest = await window.count(self.connection, AT_MOST + 1)
+        why = "it is not known whether they have relays"
+        stage = Stage("outbox", "", count, oldest=oldest, unserved=oldest, why=why)
+        self.found.stages.append(stage)
 
     async def relays(self) -> None:
+        """Requires the outbox."""
         for owner, *relay in await cursor.relays(self.connection):
             if owner is None:
                 self.found.shards_without_relay = len(relay[0])
             else:
                 self.found.relays[owner] = Relay(*relay)
+        shards = self.found.shards_without_relay
+        for one in self.found.of("outbox"):
+            one.unserved = one.oldest if shards else 0.0
+            one.why = f"{shards} shards have no relay" if shards else None
 
     async def rejected(self) -> None:
-        rows, self.found.dead_events = await rejected.count(self.connection, AT_MOST + 1)
-        self.found.rejected = [Rejected(**row) for row in rows]
+        rows, dead = await rejected.count(self.connection, AT_MOST + 1)
+        self.found.stages.append(Stage("rejected", dead=dead))
+        self.found.stages += [
+            Stage("rejected", topic, count, failing=count * rejects, oldest=oldest, why=reasons)
+            for topic, reasons, count, oldest, rejects in rows
+        ]
 
     async def scheduled(self) -> None:
-        counted = await scheduled.count(self.connection, AT_MOST + 1)
-        self.found.scheduled, self.found.next_due = counted
+        count, next_due = await scheduled.count(self.connection, AT_MOST + 1)
+        late = max(0.0, (self.found.at - next_due).total_seconds()) if next_due else 0.0
+        self.found.stages.append(Stage("scheduled", "", count, oldest=late, unserved=late))
+        self.found.next_due = next_due
 
     async def memory(self) -> None:
-        self.found.remembered_since = await self.connection.fetchval(_MEMORY)
-        days = [
-            one.name.removeprefix("outbox_p")
-            for one in await partitions.like(self.connection, "outbox_p[0-9]{8}")
-            if one.state is State.ATTACHED
-        ]
-        self.found.ahead_until = date.fromisoformat(max(days)) if days else None
+        self.found.remembered_since = (await generations.read(self.connection))["since"]
+        found = await partitions.like(self.connection, days.PATTERN)
+        attached = [day for one in found if one.state is State.ATTACHED and (day := days.of(one))]
+        self.found.ahead_until = max(attached, default=None)
 
     async def retention(self) -> None:
         async for one in maintenance.list_partitions(self.connection, self.settings):
@@ -263,7 +320,8 @@ class _Measure:
                 one.first, one.end = topic.first[partition], end
                 begins = one.first if one.position is None else one.position
                 one.open_transaction = topic.blocked_at(partition, begins)
-                one.lag = None if begins > end else end - begins
+                is_known = begins <= end and "positions" not in self.found.unknown
+                one.lag = end - begins if is_known else None
         self.found.readings = [known[place] for place in sorted(known)]
         since = timedelta(seconds=STALLED)
         idle = {
@@ -279,11 +337,13 @@ class _Measure:
                 # One that was read before the position moved has the time of a wrong clock.
                 if offset >= (known[place].position or 0) and time < self.found.at + since:
                     known[place].behind_since = time
+                    if offset == known[place].position:
+                        known[place].written_at = time
 
     async def readers(self) -> None:
         """Requires the topics."""
         readers = await topics.readers(self.settings, self.service.name)
         self.found.are_readers_known = True
         for one in self.found.readings:
-            place = one.topic, one.partition
-            one.reader, one.stranger = readers.get(place, (None, None))
+            who = readers.get((one.topic, one.partition), (None, None))
+            one.reader, one.stranger = who

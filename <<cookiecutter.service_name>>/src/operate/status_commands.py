@@ -5,16 +5,16 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated
 
-import asyncpg
 import typer
 
+from pipeline.apply.stopping import Stop
 from pipeline.errors import StoreUnavailable, summarize_error
 from pipeline.servers.revisions import WrongDatabase, check_database
 
 from . import doctor, status
 from .health import Finding, judge
-from .output import format_span, format_time, print_json, print_table, write
-from .status import AT_MOST, Backlog, Reading, Status, format_count
+from .output import format_span, format_time, one_line, print_json, print_table, write
+from .status import AT_MOST, Kind, Stage, Status, format_count
 from .terminal import Invocation, operation
 
 _WATCH_SECONDS = 2.0
@@ -62,14 +62,15 @@ async def examine(
 
     The exit code is 1 if something is wrong.
     """
+    service, settings = invocation.service, invocation.settings
     try:
         async with invocation.connected(check_database) as connection:
-            found = await _findings(connection, invocation)
+            found = await doctor.examine(connection, service, settings)
     except (StoreUnavailable, WrongDatabase) as error:
         advice = "start the server, or correct PIPELINE_DATABASE_URL, for the other checks"
         check = "database" if isinstance(error, WrongDatabase) else "postgresql"
         wrong = Finding("wrong", summarize_error(error), advice, check=check)
-        found = [wrong, *await _findings(None, invocation)]
+        found = [wrong, *await doctor.examine(None, service, settings)]
     if invocation.as_json:
         print_json(*found)
     else:
@@ -77,11 +78,6 @@ async def examine(
     levels = {one.level for one in found}
     if "wrong" in levels or (strict and "warning" in levels):
         raise typer.Exit(1)
-
-
-async def _findings(connection: asyncpg.Connection | None, invocation: Invocation) -> list[Finding]:
-    examined = doctor.examine(connection, invocation.service, invocation.settings)
-    return [one async for one in examined]
 
 
 def _rows(finding: Finding) -> Iterator[tuple[str, str, str]]:
@@ -92,18 +88,15 @@ def _rows(finding: Finding) -> Iterator[tuple[str, str, str]]:
 
 def screen(found: Status) -> list[str]:
     """Return lines for a screen of 80 columns and 24 lines."""
-    topics: dict[str, list[Reading]] = {}
-    for one in found.readings:
-        topics.setdefault(one.topic, []).append(one)
-    # Those with the largest lag come first: a screen has room for five.
-    behind = sorted(topics.values(), key=lambda some: -max(one.lag or 0 for one in some))
-    busy = sorted(found.backlog.items(), key=lambda item: -item[1].waiting - item[1].dead)
-    lines = [f"{found.service}  {format_time(found.at)}", ""]
-    lines += _lines("reads", [_topic(found, some) for some in behind], 5)
-    lines += _lines("backlog", [_consumer(found, *item) for item in busy], 5)
+    lines = [f"{found.service}  {format_time(found.at)}"]
+    stops = one_line("; ".join(map(_stop, found.stops)))
+    lines.append(f"{'paused':<10} {stops}" if stops else "")
+    lines += _lines("reads", [_topic(found, one) for one in found.of("reads")], 5)
+    lines += _lines("backlog", [_consumer(found, one) for one in found.of("backlog", "calls")], 5)
     for name, part, text in _parts(found):
         lines += _lines(name, ["not known, see below" if part in found.unknown else text], 1)
-    findings = [one for one in judge(found) if one.check not in found.unknown]
+    shown = found.unknown.keys() | {"paused"}
+    findings = [one for one in judge(found) if one.check not in shown]
     for level in ("wrong", "warning"):
         texts = [f"{one.check}: {one.found}" for one in findings if one.level == level]
         lines += _lines(level, texts, 2)
@@ -120,8 +113,7 @@ def _lines(name: str, texts: list[str], at_most: int) -> list[str]:
 
 def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     """Yield a line's name, the part of the status that it needs, and its text."""
-    age = f", oldest {format_span(found.outbox_seconds)}" if found.outbox_events else ""
-    to_publish = f"{format_count(found.outbox_events)} to publish{age}"
+    to_publish = f"{format_count(found.waiting('outbox'))} to publish{_age(found, 'outbox')}"
     other = "of a copy, nothing is published: `service adopt`"
     yield "outbox", "outbox", to_publish if found.is_this_cluster else other
     shards = sum(len(one.shards) for one in found.relays.values())
@@ -129,34 +121,46 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
     alone = f", {without} shards without one" if without else ""
     relays = f"{len(found.relays)} with {shards} shards{alone}"
     yield "relays", "relays", relays if found.relays else "none: run `service relay`"
-    waiting = format_count(found.waiting_events)
-    dead = format_count(found.dead_events)
-    yield "rejected", "rejected", f"{waiting} waiting, {dead} dead"
+    waiting, dead = format_count(found.waiting("rejected")), format_count(found.dead("rejected"))
+    yield "rejected", "rejected", f"{waiting} waiting, {dead} dead{_age(found, 'rejected')}"
     due = f", next {format_time(found.next_due)}" if found.next_due else ""
-    yield "scheduled", "scheduled", f"{format_count(found.scheduled)}{due}"
+    yield "scheduled", "scheduled", f"{format_count(found.waiting('scheduled'))}{due}"
     since = found.remembered_since
     yield "remembers", "memory", f"all since {format_time(since)}" if since else "everything"
     yield "ahead", "memory", f"partitions until {found.ahead_until}"
 
 
-def _topic(found: Status, readings: list[Reading]) -> str:
-    topic = readings[0].topic
-    moved = max((one.moved_at for one in readings if one.moved_at), default=None)
+def _age(found: Status, kind: Kind) -> str:
+    return f", oldest {format_span(found.oldest(kind))}" if found.waiting(kind) else ""
+
+
+def _topic(found: Status, stage: Stage) -> str:
+    its = [one for one in found.readings if one.topic == stage.subject]
+    moved = max((one.moved_at for one in its if one.moved_at), default=None)
     ago = f"moved {format_span((found.at - moved).total_seconds())} ago" if moved else "never read"
-    lags = [one.lag for one in readings if one.lag is not None]
-    if not lags:
-        return f"{topic}  {len(readings)} partitions, lag not known, {ago}"
-    worst = max(readings, key=lambda one: one.lag or 0)
-    where = f" (partition {worst.partition}: {worst.lag:,})" if worst.lag and len(lags) > 1 else ""
-    readers = {one.reader for one in readings} - {None}
+    if stage.waiting is None:
+        return f"{stage.subject}  {len(its)} partitions, lag not known, {ago}"
+    worst = max(its, key=lambda one: one.lag or 0)
+    where = f" (partition {worst.partition}: {worst.lag:,})" if worst.lag and len(its) > 1 else ""
+    readers = {one.reader for one in its} - {None}
     by = f", {len(readers) or 'no'} reader{'s' * (len(readers) > 1)}"
-    return f"{topic}  lag {sum(lags):,}{where}, {ago}{by if found.are_readers_known else ''}"
+    known_by = by if found.are_readers_known else ""
+    age = f", oldest {format_span(stage.oldest)}" if stage.oldest >= 1 else ""
+    return f"{stage.subject}  lag {stage.waiting:,}{where}{age}, {ago}{known_by}"
 
 
-def _consumer(found: Status, name: str, one: Backlog) -> str:
-    waiting = f"{min(one.waiting, AT_MOST):,}{'+' if found.is_waiting_cut_off else ''}"
-    is_dead_cut_off = sum(each.dead for each in found.backlog.values()) > AT_MOST
-    dead = f"{min(one.dead, AT_MOST):,}{'+' if is_dead_cut_off else ''}"
-    least = "at least " if found.is_waiting_cut_off else ""  # only some were counted
-    age = f", oldest {least}{format_span(one.oldest)}" if one.waiting else ""
-    return f"{name or '(none)'}  {waiting} waiting, {dead} dead{age}"
+def _consumer(found: Status, stage: Stage) -> str:
+    # Only some were counted, if there are more of all consumers together.
+    more, least = ("+", "at least ") if found.is_cut_off else ("", "")
+    what = "calls: " if stage.kind == "calls" else ""
+    waiting = f"{what}{min(stage.waiting or 0, AT_MOST):,}{more} waiting"
+    failing = f", {stage.failing:,}{more} failing" if stage.failing else ""
+    more_dead = "+" if (found.dead("backlog", "calls") or 0) > AT_MOST else ""
+    dead = f"{min(stage.dead, AT_MOST):,}{more_dead} dead"
+    age = f", oldest {least}{format_span(stage.oldest)}" if stage.waiting else ""
+    return f"{stage.subject or '(none)'}  {waiting}{failing}, {dead}{age}"
+
+
+def _stop(one: Stop) -> str:
+    state = f" {one.state}" if one.per_second else ""
+    return f"{one.subject}{state}, {format_span(one.seconds)}, {one.who}: {one.why}"

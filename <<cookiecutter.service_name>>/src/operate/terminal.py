@@ -7,13 +7,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import Parameter
-from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import asyncpg
@@ -45,7 +44,7 @@ from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
 from .errors import ACCESS_DENIED, OutputFailed, Refused
-from .output import standard_streams, write
+from .output import print_json, standard_streams, write
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class Program(typer.Typer):
             logging.captureWarnings(True)
             guard.watch_coroutines()
             logs.configure(level="WARNING", json=False)
-            if path := _unreadable():
+            if path := revisions.unreadable():
                 user = f"the user {os.geteuid()}, who runs this"
                 write(f"{path} can't be read by {user}: chmod -R a+rX {path}", err=True)
                 sys.exit(1)
@@ -112,15 +111,6 @@ class Program(typer.Typer):
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             threading.Thread(target=watchdog.end_late, args=(code,), daemon=True).start()
             raise
-
-
-def _unreadable() -> Path | None:
-    """Return a file or folder of the migrations that Alembic would pass over or find empty."""
-    folder = revisions.ALEMBIC.with_name("migrations")
-    for path in (revisions.ALEMBIC, folder, *folder.rglob("*")):
-        if path.exists() and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
-            return path
-    return None
 
 
 @dataclass(frozen=True)
@@ -150,6 +140,14 @@ class Invocation:
     def say(self, text: str) -> None:
         """Write a line for people: to standard output, with `--json` to standard error."""
         write(text, err=self.as_json)
+
+    def answer(self, *values: object, lines: Iterable[str]) -> None:
+        """Write values as JSON with `--json`, else lines for people."""
+        if self.as_json:
+            print_json(*values)
+        else:
+            for line in lines:
+                write(line)
 
     def confirm(self, question: str) -> None:
         """Ask a question. Raises `typer.Abort` unless the answer is yes, and `Refused` without a
@@ -203,21 +201,17 @@ def operation(
             invocation = Invocation(service, read_settings(service), as_json)
             run_to_end(function(invocation, **options, **values))
 
-        options = [one for one in parameters if one.name not in given]
-        for kind in groups.values():
-            options += [
-                Parameter(
-                    one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type
-                )
-                for one in fields(kind)
-            ]
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [
-                Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context),
-                *(one.replace(kind=Parameter.KEYWORD_ONLY) for one in options),
-                Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json),
-            ]
-        )
+        keyword = Parameter.KEYWORD_ONLY
+        options = [one.replace(kind=keyword) for one in parameters if one.name not in given]
+        options += [
+            Parameter(one.name, keyword, default=one.default, annotation=one.type)
+            for kind in groups.values()
+            for one in fields(kind)
+        ]
+        first = Parameter("context", keyword, annotation=typer.Context)
+        last = Parameter("as_json", keyword, default=False, annotation=Json)
+        signature = inspect.Signature([first, *options, last])
+        run.__signature__ = signature  # type: ignore[attr-defined]
         called = name or function.__name__.replace("_", "-")
         app.command(called, help=inspect.getdoc(function), epilog=f"For example: {example}")(run)
         return function

@@ -10,11 +10,11 @@ from aiokafka.errors import for_code
 from pipeline.apply import positions
 from pipeline.servers import clients
 
-from . import moves, topic_checks
+from . import doctor, moves
 from .errors import Refused
 from .moves import Move, Place, Replay
 from .output import print_json, write
-from .terminal import DryRun, Invocation, naming_servers, operation
+from .terminal import DryRun, Invocation, naming_servers, operation, user_name
 
 _REPLICAS = 3
 """Replicas with as many brokers: acknowledged records survive the loss of one."""
@@ -62,7 +62,7 @@ async def create(
     In production give the number of partitions: changing it later breaks the order of keys.
     """
     settings = invocation.settings
-    names = topic_checks.used(invocation.service, settings)
+    names = doctor.used_topics(invocation.service, settings)
     with naming_servers(settings):
         async with clients.admin_client(settings) as admin:
             if replicas is None:
@@ -95,7 +95,7 @@ async def seek(
         found = await moves.plan_moves(connection, invocation, topic, partition, place)
         for one in found:
             if not dry_run:
-                await positions.seek(connection, one.slot, one.new)
+                await positions.seek(connection, one.slot, one.new, operator=user_name())
             invocation.say(_moved(one, "would go" if dry_run else "goes"))
     if invocation.as_json:
         print_json(*found)
@@ -119,7 +119,7 @@ async def replay(
         if planned.forgotten and not too_old:
             raise Refused(_forgotten(planned))
         for one in planned.moves:
-            await positions.rewind(connection, one.slot, one.new)
+            await positions.rewind(connection, one.slot, one.new, operator=user_name())
             invocation.say(_moved(one, "goes"))
         if wait:
             before = -1

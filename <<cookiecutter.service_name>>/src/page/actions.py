@@ -14,13 +14,14 @@ from operate.dead import Selection, Store
 from operate.dead_letters import DeadLetters
 from operate.errors import Refused
 from pipeline import Service
+from pipeline.apply import stopping
 from pipeline.errors import describe_error
 from pipeline.relay import scheduled
+from pipeline.retry.copies import Copy
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
 from . import parameters
-from .copies import redrive_copy
 from .rendering import Templates
 from .sessions import Operator
 
@@ -33,7 +34,7 @@ _FOLLOWED = 1_000
 
 
 class Actions:
-    """Redrive, discard and cancel."""
+    """Redrive, discard, cancel, pause and resume."""
 
     def __init__(
         self, service: Service, settings: Settings, engine: AsyncEngine, templates: Templates
@@ -44,69 +45,30 @@ class Actions:
         self._templates = templates
 
     async def redrive(
-        self, kind: type[Store], request: Request, operator: Operator, _: object
+        self,
+        kind: type[Store],
+        request: Request,
+        operator: Operator,
+        form: Mapping[str, str],
+        copy: Copy | None = None,
     ) -> Response:
-        """Redrive a dead letter or event."""
+        """Redrive a dead letter or event, or all that a preview has counted; or a letter's copy."""
+        more = {} if copy is None else {"copy": "edited", "why": copy.why}
         async with autocommitting(self._engine) as connection:
-            store = kind.of(connection, self._service, self._settings)
-            id, selection = await _dead_entry(store, request)
-            with _logged(f"redrive {store.name}", operator, id):
-                chunks = store.redrive(store.redrivable(selection))
-                redriven = [one async for some in chunks for one in some]
-                if not redriven:
-                    raise Refused(
-                        f"{id} was not redriven: it is not dead any more, or this service does not"
-                        " have its consumer"
-                    )
-            became = await store.follow(redriven, _REDRIVE_SECONDS)
-        counts = ", ".join(f"{name}: {number}" for name, number in became.counts.items() if number)
-        return self._templates.note(operator, f"{id} was redriven; result so far: {counts}.")
-
-    async def redrive_copy(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Redrive a copy of a dead letter with the payload of the form; the letter is discarded."""
-        why, id = parameters.why(form), request.path_params["id"]
-        value = parameters.payload(form)
-        async with autocommitting(self._engine) as connection:
-            store = DeadLetters.of(connection, self._service, self._settings)
-            with _logged("redrive an edited copy", operator, id, why=why):
-                redriven = await redrive_copy(
-                    store, self._service, id, value, operator=operator.name, why=why
-                )
-            became = await store.follow([redriven], _REDRIVE_SECONDS)
-        counts = ", ".join(name for name, number in became.counts.items() if number)
-        note = f"A copy of {id} was redriven; result so far: {counts}."
-        return self._templates.note(operator, note)
-
-    async def discard(
-        self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Discard a dead letter or event."""
-        why = parameters.why(form)
-        async with autocommitting(self._engine) as connection:
-            store = kind.of(connection, self._service, self._settings)
-            id, selection = await _dead_entry(store, request)
-            with _logged(f"discard {store.name}", operator, id):
-                chunks = store.discard(selection, operator=operator.name, why=why)
-                if not [one async for some in chunks for one in some]:
-                    raise Refused(f"{id} is not dead any more")
-        return RedirectResponse(request.url.path.rpartition("/")[0], HTTPStatus.SEE_OTHER)
-
-    async def redrive_many(
-        self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
-        """Redrive all dead letters or events that a preview has counted."""
-        selection, search = parameters.previewed(form)
-        async with autocommitting(self._engine) as connection:
-            store = kind.of(connection, self._service, self._settings)
-            with _logged(f"redrive {store.name}s", operator, search[:1_000]):
+            store = kind(connection, self._service, self._settings)
+            selection, named = await _chosen(store, request, form)
+            with _logged(f"redrive {store.name}s", operator, named, **more):
                 number, followed = 0, list[Any]()
-                async for some in store.redrive(store.redrivable(selection)):
+                async for some in store.redrive(
+                    store.redrivable(selection), copy, operator=operator.name
+                ):
                     number += len(some)
                     followed += some[: _FOLLOWED - len(followed)]
                 if not number:
-                    raise Refused(f"no {store.name} was redriven: none of them is dead any more")
+                    raise Refused(
+                        f"no {store.name} was redriven: none of them is dead any more, or this"
+                        " service does not have their consumers"
+                    )
             became = await store.follow(followed, _REDRIVE_SECONDS)
         counts = ", ".join(f"{name}: {one:,}" for name, one in became.counts.items() if one)
         of = f" of the first {len(followed):,}" if number > len(followed) else ""
@@ -114,14 +76,22 @@ class Actions:
         note += [f"{one['id']} is dead again: {one['reason']}" for one in became.died[:5]]
         return self._templates.note(operator, "\n".join(note))
 
-    async def discard_many(
+    async def redrive_copy(
+        self, request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Redrive a copy of a dead letter with the payload of the form; the letter is discarded."""
+        copy = Copy(parameters.payload(form), operator.name, parameters.why(form))
+        return await self.redrive(DeadLetters, request, operator, form, copy)
+
+    async def discard(
         self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
-        """Discard all dead letters or events that a preview has counted."""
-        (selection, search), why = parameters.previewed(form), parameters.why(form)
+        """Discard a dead letter or event, or all that a preview has counted."""
+        why = parameters.why(form)
         async with autocommitting(self._engine) as connection:
-            store = kind.of(connection, self._service, self._settings)
-            with _logged(f"discard {store.name}s", operator, search[:1_000]):
+            store = kind(connection, self._service, self._settings)
+            selection, named = await _chosen(store, request, form)
+            with _logged(f"discard {store.name}s", operator, named):
                 chunks = store.discard(selection, operator=operator.name, why=why)
                 discarded = sum([len(some) async for some in chunks])
         return self._templates.note(operator, f"Discarded: {discarded:,}.")
@@ -133,25 +103,55 @@ class Actions:
         name, why = form.get("name", ""), parameters.why(form)
         with _logged("cancel", operator, name[:1_000], why=why):
             async with autocommitting(self._engine) as connection:
-                if not await scheduled.cancel(connection, [name]):
+                named = [name]
+                if not await scheduled.cancel(connection, named, operator=operator.name, why=why):
                     raise Refused("not scheduled, or published already")
         return RedirectResponse("/scheduled", HTTPStatus.SEE_OTHER)
 
+    async def pause(
+        self, request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Pause or throttle what the form names."""
+        what, key = form.get("what", ""), form.get("key", "")
+        why, lasts, rate = parameters.why(form), parameters.lasts(form), parameters.rate(form)
+        handlers, events = self._service.handlers, self._service.declared_topics
+        found = stopping.pausable(handlers, events, key).get(what, [])
+        if not found or (found[0].kind == "key") is not bool(key) or (key and rate):
+            raise Refused("choose what is to be paused; a key is for a key, which has no rate")
+        action = f"throttle to {rate:g}/s" if rate else "pause"
+        with _logged(action, operator, f"{what} {key}".strip()[:1_000], why=why):
+            async with autocommitting(self._engine) as connection:
+                await stopping.ask(
+                    connection, found, per_second=rate, lasts=lasts, who=operator.name, why=why
+                )
+        return RedirectResponse("/stops", HTTPStatus.SEE_OTHER)
 
-async def _dead_entry(store: Store, request: Request) -> tuple[str, Selection]:
-    """Return the id of the entry in the path, and its selection. Raises `Refused` if not dead."""
-    id = request.path_params["id"]
-    entry = await store.show(id)
-    if entry["state"] != "dead":
-        raise Refused(f"{id} is {entry['state']}: it is not a {store.name} any more")
-    return entry["id"], Selection(keys=await store.keys_of([id]))
+    async def resume(
+        self, request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Resume what is paused."""
+        subject, why = parameters.subject(form), parameters.why(form)
+        with _logged("resume", operator, str(subject)[:1_000], why=why):
+            async with autocommitting(self._engine) as connection:
+                if not await stopping.resume(connection, [subject], who=operator.name, why=why):
+                    raise Refused("not paused any more")
+        return RedirectResponse("/stops", HTTPStatus.SEE_OTHER)
+
+
+async def _chosen(store: Store, request: Request, form: Mapping[str, str]) -> tuple[Selection, str]:
+    """Return what a form is about: the dead entry in the path, or what a preview has counted."""
+    id = request.path_params.get("id")
+    if id is None:
+        selection, search = parameters.previewed(form)
+        return selection, search[:1_000]
+    return Selection(keys=await store.chosen([id], "dead")), id
 
 
 @contextmanager
 def _logged(what: str, operator: Operator, id: str, **more: str) -> Iterator[None]:
-    """Log a change with its operator before it is made, and its result.
+    """Log a change with its operator before it is made, and its result, beside the audit.
 
-    The log is the only record of most changes, so the level is warning, which no setting disables.
+    The level is warning, which no setting disables.
     """
     fields = {"operator": operator.name, "id": id, **more}
     log.warning("requested on the page: %s", what, extra=fields)

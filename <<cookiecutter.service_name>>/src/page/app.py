@@ -1,9 +1,10 @@
 """The page's application: its routes."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.applications import Starlette
@@ -31,15 +32,27 @@ class Page:
     """The operations page of a service."""
 
     def __init__(
-        self, service: Service, settings: Settings, page: PageSettings, engine: AsyncEngine
+        self,
+        service: Service,
+        settings: Settings,
+        page: PageSettings,
+        engine: AsyncEngine,
+        modules: Sequence[ModuleType] = (),
     ) -> None:
-        templates = Templates(service.name, page)
+        """Each of `modules` adds pages of an optional package.
+
+        Its `NAMES` are those in the navigation, by path. Its class `Views` takes service, settings,
+        engine and templates, and has `views` and `changes` by path. The templates are in the folder
+        `templates` of its package.
+        """
+        templates = Templates(service.name, page, modules)
         sessions = Sessions(page, service.name)
         self._page = page
         self._auth = Auth(settings, page, templates, sessions)
         self._watch = Watch(service, settings, page, engine, templates, sessions)
         self._reading = Reading(service, settings, page, engine, templates, self._watch)
         self._actions = Actions(service, settings, engine, templates)
+        self._more = [one.Views(service, settings, engine, templates) for one in modules]
 
     def app(self) -> ASGIApp:
         """Return the ASGI application."""
@@ -55,23 +68,29 @@ class Page:
             "/events/{id}": partial(reading.entry, DeadEvents, "event.html"),
             "/backlog": reading.backlog,
             "/scheduled": reading.scheduled,
+            "/stops": reading.stops,
             "/retention": reading.retention,
             "/doctor": reading.doctor,
             "/words": reading.words,
         }
         changes: dict[str, Change] = {
-            "/dead/redrive": partial(actions.redrive_many, DeadLetters),
-            "/dead/discard": partial(actions.discard_many, DeadLetters),
+            "/dead/redrive": partial(actions.redrive, DeadLetters),
+            "/dead/discard": partial(actions.discard, DeadLetters),
             "/dead/{id}/redrive": partial(actions.redrive, DeadLetters),
             "/dead/{id}/copy": actions.redrive_copy,
             "/dead/{id}/discard": partial(actions.discard, DeadLetters),
-            "/events/redrive": partial(actions.redrive_many, DeadEvents),
-            "/events/discard": partial(actions.discard_many, DeadEvents),
+            "/events/redrive": partial(actions.redrive, DeadEvents),
+            "/events/discard": partial(actions.discard, DeadEvents),
             "/events/{id}/redrive": partial(actions.redrive, DeadEvents),
             "/events/{id}/discard": partial(actions.discard, DeadEvents),
             "/scheduled/cancel": actions.cancel,
+            "/stops/pause": actions.pause,
+            "/stops/resume": actions.resume,
             "/logout": auth.log_out,
         }
+        for one in self._more:
+            views |= one.views
+            changes |= one.changes
         app = Starlette(
             routes=[
                 Route("/login", auth.show_login, methods=["GET"]),

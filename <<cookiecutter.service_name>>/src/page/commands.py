@@ -1,5 +1,7 @@
 """The command `service page`."""
 
+from importlib import import_module
+
 import typer
 
 from operate.terminal import read_settings, run_to_end, serving
@@ -8,8 +10,11 @@ from pipeline import Service
 from .settings import PageSettings
 
 
-def group(service: Service) -> typer.Typer:
-    """Return the command for a service."""
+def group(service: Service, *modules: str) -> typer.Typer:
+    """Return the command for a service.
+
+    `modules` are those with pages of optional packages, see `Page`.
+    """
     app = typer.Typer(help="Serve the operations page.", invoke_without_command=True)
 
     @app.callback(epilog="For example: service page")
@@ -20,6 +25,7 @@ def group(service: Service) -> typer.Typer:
             # Imported here because no other command needs a web server.
             from .serving import serve
 
-            run_to_end(serve(service, settings, PageSettings()), tell)
+            more = [import_module(one) for one in modules]
+            run_to_end(serve(service, settings, PageSettings(), more), tell)
 
     return app

@@ -1,15 +1,15 @@
 """Figures that the page adds to `status`: rates, plots, and waiting keys."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
 
 import asyncpg
 
-from operate.health import Finding, judge
-from operate.status import AT_MOST, Reading, Relay, Status, format_count
+from operate.health import PAUSED, Finding, judge
+from operate.status import AT_MOST, Reading, Relay, Status
 
 _WAITING = """
 SELECT consumer, topic, record_key, count(*) AS count, min(due_at) AS due_at,
@@ -36,59 +36,22 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A service's status at one time, as figures for tiles; None if a figure is unknown."""
+    """A service's status at one time, with figures for tiles."""
 
     status: Status
-    read: float | None
-    """Records read per second since the previous snapshot, all partitions together."""
-    duplicates: float | None
-    """Duplicate messages per second since the previous snapshot, all partitions together."""
-    published: float | None
-    """Events published per second, all relays together."""
+    figures: Mapping[str, float | None]
+    """By name: how much waits or is dead; records `read`, `duplicates` and events `published` per
+    second since the previous snapshot. None: not known."""
 
     @property
     def wrong(self) -> list[Finding]:
         """Findings of level `wrong`, by the checks of `service doctor`."""
         return [one for one in judge(self.status) if one.level == "wrong"]
 
-    def _known(self, part: str, count: int) -> int | None:
-        return None if part in self.status.unknown else count
-
     @property
-    def lag(self) -> int | None:
-        """Records in Kafka that are not read yet."""
-        lags = [one.lag for one in self.status.readings if one.lag is not None]
-        return self._known("positions", sum(lags)) if lags else None
-
-    @property
-    def waiting(self) -> int | None:
-        """Messages in the backlog that are not dead."""
-        return self._known("backlog", sum(one.waiting for one in self.status.backlog.values()))
-
-    @property
-    def waiting_for(self) -> float:
-        """Seconds since the oldest waiting message was received."""
-        return max((one.oldest for one in self.status.backlog.values()), default=0.0)
-
-    @property
-    def dead(self) -> int | None:
-        """Dead letters."""
-        return self._known("backlog", sum(one.dead for one in self.status.backlog.values()))
-
-    @property
-    def outbox(self) -> int | None:
-        """Events in the outbox that are not published yet."""
-        return self._known("outbox", self.status.outbox_events)
-
-    @property
-    def dead_events(self) -> int | None:
-        """Events that Kafka has rejected."""
-        return self._known("rejected", self.status.dead_events)
-
-    @property
-    def scheduled(self) -> int | None:
-        """Scheduled events."""
-        return self._known("scheduled", self.status.scheduled)
+    def is_forgotten(self) -> bool:
+        """Whether something is paused without an end, and for long."""
+        return any(one.until is None and one.seconds > PAUSED for one in self.status.stops)
 
 
 @dataclass
@@ -102,15 +65,25 @@ class History:
     def add(self, status: Status) -> None:
         """Append a snapshot."""
         before = self.snapshots[-1].status if self.snapshots else status
-        read = _rate(before, status, lambda one: one.position)
-        duplicates = _rate(before, status, lambda one: one.duplicates)
-        published = _published(self.snapshots, status)
-        self.snapshots.append(Snapshot(status, read, duplicates, published))
+        figures: Mapping[str, float | None] = {
+            "lag": status.waiting("reads"),
+            "read": _rate(before, status, lambda one: one.position),
+            "duplicates": _rate(before, status, lambda one: one.duplicates),
+            "waiting": status.waiting("backlog"),
+            "calls": None if "backlog" in status.unknown else status.waiting("calls"),
+            "dead": status.dead("backlog", "calls"),
+            "outbox": status.waiting("outbox"),
+            "published": _published(self.snapshots, status),
+            "dead_events": status.dead("rejected"),
+            "scheduled": status.waiting("scheduled"),
+            "paused": None if "stops" in status.unknown else len(status.stops),
+        }
+        self.snapshots.append(Snapshot(status, figures))
         self.error = ""
 
     def values(self, name: str) -> list[float | None]:
         """Return a figure of each snapshot; None where it is unknown."""
-        return [getattr(one, name) for one in self.snapshots]
+        return [one.figures[name] for one in self.snapshots]
 
 
 def _rate(old: Status, new: Status, count: Callable[[Reading], int | None]) -> float | None:
@@ -155,11 +128,6 @@ def _relay_rate(snapshots: Sequence[Snapshot], owner: str, now: Relay) -> float 
 async def waiting(connection: asyncpg.Connection, limit: int) -> list[Key]:
     """Return keys of the backlog in the order in which they are due."""
     return [Key(**row) for row in await connection.fetch(_WAITING, AT_MOST, limit)]
-
-
-def number(count: int | None) -> str:
-    """Return a count as text, marked if counting stopped at its limit."""
-    return "not known" if count is None else format_count(count)
 
 
 WIDTH, HEIGHT = 120, 28

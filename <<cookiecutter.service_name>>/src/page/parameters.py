@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from urllib.parse import parse_qs, urlencode
 
 from starlette.requests import ClientDisconnect, Request
@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from operate.dead import STATES, Selection, State
 from operate.errors import Refused
 from operate.output import Content
-from pipeline.redaction import HIDDEN
+from pipeline.apply.stopping import Subject
 
 SEARCHED = ("reason", "consumer", "event", "type", "topic", "key")
 _LARGEST_FORM = 200_000
@@ -43,15 +43,44 @@ def why(given: Mapping[str, str]) -> str:
     return text[:1_000]
 
 
+def lasts(given: Mapping[str, str]) -> timedelta | None:
+    """Return the time of a form, in minutes; None if it is empty. Raises `Refused`."""
+    text = given.get("minutes", "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 6 and int(text)):
+        raise Refused("the time is a number of minutes, or empty: until it is resumed")
+    return timedelta(minutes=int(text))
+
+
+def rate(given: Mapping[str, str]) -> float:
+    """Return how much a form allows in a second; 0 if it is empty. Raises `Refused`."""
+    text = given.get("rate", "").strip()
+    try:
+        found = float(text or "0")
+    except ValueError:
+        found = 0.0
+    if text and not found:
+        raise Refused("the rate is a number of messages in a second, or empty: nothing is taken")
+    return found
+
+
+def subject(given: Mapping[str, str]) -> Subject:
+    """Return what a form names. Raises `Refused` for a key that is not in hex."""
+    try:
+        key = bytes.fromhex(given.get("key", ""))
+    except ValueError:
+        raise Refused("the key is in hex") from None
+    return Subject(given.get("kind", ""), given.get("name", ""), given.get("topic", ""), key)
+
+
 def payload(given: Mapping[str, str]) -> bytes:
-    """Return the payload of a form. Raises `Refused` if it is not JSON or has hidden secrets."""
+    """Return the payload of a form. Raises `Refused` if it is not JSON."""
     text = given.get("payload", "")
     try:
         json.loads(text, parse_int=str, parse_float=str)
     except (ValueError, RecursionError) as error:
         raise Refused(f"the payload is not JSON: {error}") from error
-    if HIDDEN in text:
-        raise Refused("the page hides secrets of the payload: have the event sent again instead")
     return text.encode()
 
 
@@ -83,6 +112,22 @@ def selection(wanted: Mapping[str, str], until: datetime | None = None) -> Selec
     )
 
 
+def until(given: Mapping[str, str]) -> datetime | None:
+    """Return the time until which entries are meant; None if there is none with a time zone."""
+    try:
+        time = datetime.fromisoformat(given.get("until", ""))
+    except ValueError:
+        return None
+    return time if time.tzinfo else None
+
+
+def older(given: Mapping[str, str]) -> tuple[datetime | None, int]:
+    """Return the time until which entries are listed, and how many of that time were listed."""
+    skipped = given.get("skip", "")
+    is_number = skipped.isascii() and skipped.isdigit() and len(skipped) <= 5
+    return until(given), int(skipped) if is_number else 0
+
+
 def previewed(form: Mapping[str, str]) -> tuple[Selection, str]:
     """Return the entries that a preview has counted, and the search as text.
 
@@ -90,14 +135,11 @@ def previewed(form: Mapping[str, str]) -> tuple[Selection, str]:
     `Refused` if it is missing.
     """
     wanted = search(form)
-    try:
-        until = datetime.fromisoformat(form.get("until", ""))
-    except ValueError:
-        until = None
-    if until is None or until.tzinfo is None:
+    time = until(form)
+    if time is None:
         raise Refused("the form has no preview time: search again, and use the new preview")
     text = ", ".join(f"{name} {value!r}" for name, value in wanted.items() if value)
-    return selection(wanted, until), text or "everything"
+    return selection(wanted, time), text or "everything"
 
 
 def link(state: State, key: Content, **more: str) -> str | None:

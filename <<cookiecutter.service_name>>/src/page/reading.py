@@ -3,18 +3,18 @@
 from collections import Counter
 from contextlib import suppress
 
-import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import Response
 
 from operate import doctor
-from operate.dead import STATES, Store
+from operate.dead import STATES, Entry, Store
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from operate.health import Finding
 from operate.output import content_of
 from pipeline import Service
+from pipeline.apply import stopping
 from pipeline.relay import scheduled
 from pipeline.retention import maintenance
 from pipeline.servers.database import autocommitting
@@ -58,21 +58,31 @@ class Reading:
         """Show the newest dead letters or events that a search finds."""
         wanted = parameters.search(request.query_params)
         state = parameters.state(request)
-        selection = parameters.selection(wanted)
+        until, skipped = parameters.older(request.query_params)
+        selection = parameters.selection(wanted, until)
         async with autocommitting(self._engine) as connection:
-            store = kind.of(connection, self._service, self._settings)
-            chunks = store.chunks(state, selection, _LISTED + 1)
-            found = [one async for some in chunks for one in some]
-            groups = Counter[str]()
-            if state == "dead":
+            store = kind(connection, self._service, self._settings)
+            chunks = store.chunks(state, selection, skipped + _LISTED + 1)
+            found, left = list[Entry](), skipped
+            async for some in chunks:
+                found += some[left:]
+                left = max(0, left - len(some))
+            groups = Counter[tuple[str, str | None]]()
+            if state == "dead" and until is None:
                 with suppress(TimeoutError):  # the list is shown without them
                     for one in await store.count(state, selection):
-                        groups[one["reason"]] += one["count"]
+                        groups[one["reason"], one["consumer"]] += one["count"]
+        entries, older = found[:_LISTED], None
+        if len(found) > _LISTED:
+            # Many may have got into this state at one time.
+            last = entries[-1]["since"]
+            same = sum(one["since"] == last for one in entries) + skipped * (until == last)
+            older = {"state": state, "until": last.isoformat(), "skip": same}
         return self._templates.page(
             template,
             operator,
-            entries=found[:_LISTED],
-            are_more=len(found) > _LISTED,
+            entries=entries,
+            older=older,
             groups=groups.most_common(),
             parameters=wanted,
             state=state,
@@ -85,17 +95,14 @@ class Reading:
         wanted = parameters.search(request.query_params)
         async with autocommitting(self._engine) as connection:
             until = await connection.fetchval("SELECT clock_timestamp()")
-            store = kind.of(connection, self._service, self._settings)
-            selection = parameters.selection(wanted, until)
-            groups = await store.count("dead", selection)
-        redrivable = store.redrivable(selection)
-        counted = [(one, store.why_left_out(one, redrivable)) for one in groups]
+            store = kind(connection, self._service, self._settings)
+            groups = await store.preview(parameters.selection(wanted, until))
         return self._templates.page(
             "preview.html",
             operator,
-            groups=counted,
-            total=sum(one["count"] for one in groups),
-            redriven=sum(one["count"] for one, why in counted if not why),
+            groups=groups,
+            total=sum(one["count"] for one, _ in groups),
+            redriven=sum(one["count"] for one, why in groups if not why),
             parameters=wanted,
             until=until,
             at=request.url.path.rpartition("/")[0],
@@ -106,7 +113,7 @@ class Reading:
     ) -> Response:
         """Show a dead letter or event with its payload and error."""
         async with autocommitting(self._engine) as connection:
-            store = kind.of(connection, self._service, self._settings)
+            store = kind(connection, self._service, self._settings)
             entry = await store.show(request.path_params["id"])
         trace = self._trace(entry["traceparent"])
         return self._templates.page(template, operator, one=entry, trace=trace)
@@ -141,6 +148,13 @@ class Reading:
             are_more=len(found) > _LISTED,
         )
 
+    async def stops(self, request: Request, operator: Operator) -> Response:
+        """Show what is paused, and what can be."""
+        async with autocommitting(self._engine) as connection:
+            stops = await stopping.listed(connection)
+        choices = stopping.pausable(self._service.handlers, self._service.declared_topics)
+        return self._templates.page("stops.html", operator, stops=stops, choices=choices)
+
     async def retention(self, request: Request, operator: Operator) -> Response:
         """Show each partition with its end and what keeps it."""
         async with autocommitting(self._engine) as connection:
@@ -149,20 +163,18 @@ class Reading:
 
     async def doctor(self, request: Request, operator: Operator) -> Response:
         """Run the checks of `service doctor`, and show their findings."""
+        checked = self._service, self._settings
         try:
             async with autocommitting(self._engine) as connection:
-                found = await self._findings(connection)
+                found = await doctor.examine(connection, *checked)
         except Exception as error:
             text = errors.describe(error, self._settings)
             if text is None:
                 raise
-            found = [Finding("wrong", text, check="postgresql"), *await self._findings(None)]
+            wrong = Finding("wrong", text, check="postgresql")
+            found = [wrong, *await doctor.examine(None, *checked)]
         found.sort(key=lambda one: ("wrong", "warning", "ok").index(one.level))
         return self._templates.page("doctor.html", operator, findings=found)
-
-    async def _findings(self, connection: asyncpg.Connection | None) -> list[Finding]:
-        findings = doctor.examine(connection, self._service, self._settings)
-        return [one async for one in findings]
 
     async def words(self, request: Request, operator: Operator) -> Response:
         """Show the glossary of the page, and every reason with its advice."""

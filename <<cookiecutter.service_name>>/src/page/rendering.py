@@ -1,9 +1,13 @@
 """Rendering of templates, which escape every value."""
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from collections.abc import Sequence
+from types import ModuleType
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, Response
 
 from operate.output import format_span
+from operate.status import format_count
 
 from . import formatting, overview
 from .sessions import Operator
@@ -12,11 +16,14 @@ from .words import WORDS
 
 
 class Templates:
-    """The templates of a service's operations page."""
+    """The templates of a service's operations page, and of modules that add pages."""
 
-    def __init__(self, service: str, settings: PageSettings) -> None:
+    def __init__(
+        self, service: str, settings: PageSettings, modules: Sequence[ModuleType] = ()
+    ) -> None:
+        packages = ["page", *(one.__package__ or "" for one in modules)]
         self._environment = Environment(
-            loader=PackageLoader("page"),
+            loader=ChoiceLoader([PackageLoader(one) for one in packages]),
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,
@@ -31,10 +38,11 @@ class Templates:
             ago=format_span,
             ranges=formatting.ranges,
             lines=overview.lines,
-            number=overview.number,
+            number=format_count,
             width=overview.WIDTH,
             height=overview.HEIGHT,
             words=WORDS,
+            more=tuple(pair for one in modules for pair in one.NAMES.items()),
             service=service,
             has_login=settings.token is not None,
         )

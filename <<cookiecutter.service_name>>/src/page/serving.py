@@ -4,7 +4,9 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Sequence
 from functools import partial
+from types import ModuleType
 
 from http_server.connections import Connection
 from http_server.server import Server
@@ -37,7 +39,9 @@ class PageServer(Server):
         await super().shutdown(sockets)
 
 
-async def serve(service: Service, settings: Settings, chosen: PageSettings) -> None:
+async def serve(
+    service: Service, settings: Settings, chosen: PageSettings, modules: Sequence[ModuleType] = ()
+) -> None:
     """Serve the page until SIGTERM or SIGINT. Raises `CannotListen`."""
     logs.configure(
         level=settings.log_level,
@@ -49,7 +53,7 @@ async def serve(service: Service, settings: Settings, chosen: PageSettings) -> N
         log.warning("%s: %s", *found)
     peers.warns = True
     engine = create_engine(settings, name=service.name)
-    server = PageServer(Page(service, settings, chosen, engine))
+    server = PageServer(Page(service, settings, chosen, engine, modules))
     try:
         bind = partial(listen, what="the page", prefix="PIPELINE_PAGE")
         listener, url = await asyncio.to_thread(bind, chosen.host, chosen.port)

@@ -8,6 +8,7 @@ WORDS: Mapping[str, str] = {
     "Duplicates": "Messages that were received again after they were applied. They are skipped.",
     "Backlog": "Messages that are not applied yet: a failed one is retried, the others wait behind"
     " an earlier message of their key.",
+    "Calls": "Calls to other services that are stored and not made, or repeated after a failure.",
     "Dead letters": "Messages that are not retried any more. They stay until an operator redrives"
     " or discards them.",
     "Outbox": "Committed events that are not in Kafka yet.",
@@ -15,6 +16,7 @@ WORDS: Mapping[str, str] = {
     "Dead events": "Events that Kafka has rejected. They stay until an operator redrives or"
     " discards them.",
     "Scheduled": "Events that are published at a later time, unless they are cancelled.",
+    "Paused": "What an operator has stopped or slowed down. It waits in its order.",
     "Relays": "Processes that publish the outbox. It has 64 shards, each of which belongs to one"
     " relay at a time; a key is always in the same shard.",
     "Partitions": "Partitions of the topics that the service reads. Each is read in order, by one"

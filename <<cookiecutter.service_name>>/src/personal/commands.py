@@ -106,7 +106,7 @@ def group(personal: PersonalData) -> typer.Typer:
         kind: type[DeadLetters | DeadEvents] = DeadEvents if event else DeadLetters
         table, key, column = _VALUES[kind]
         async with invocation.connected(check_database) as connection:
-            store = kind.of(connection, invocation.service, invocation.settings)
+            store = kind(connection, invocation.service, invocation.settings)
             (number,) = await store.keys_of([id])
             statement = f"SELECT {column} FROM pipeline.{table} WHERE {key} = $1"
             rows: Sequence[object] = await connection.fetch(statement, number)

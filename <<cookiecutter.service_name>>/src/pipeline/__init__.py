@@ -11,6 +11,7 @@ from pipeline.events.message import Message, Reason, Record, Undecodable
 from pipeline.events.payload import payload_hash
 from pipeline.events.plain import Header, PayloadFields, Plain, Position
 from pipeline.handlers.aggregate import Aggregate, Loads
+from pipeline.handlers.applied import Applied, AppliedEvent
 from pipeline.handlers.ordering import Gaps, Sequenced, Timed
 from pipeline.handlers.policy import Park, Policy, Reject, Retry
 from pipeline.handlers.registry import Handlers
@@ -23,6 +24,8 @@ from .service import Misconfigured, Service
 
 __all__ = [
     "Aggregate",
+    "Applied",
+    "AppliedEvent",
     "CloudEvents",
     "Codec",
     "Conflict",

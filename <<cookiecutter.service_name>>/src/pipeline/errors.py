@@ -88,6 +88,10 @@ class Repeat(Exception):
     at once, and nothing counts."""
 
 
+class Refused(Exception):
+    """What a person asks for can't be done; the text says why, and what can be."""
+
+
 class StoreUnavailable(ConnectionError):
     """A server can't be used, such as an object store: the text has its address, and why."""
 

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.outcome import BatchOutcome
+from pipeline.apply.throttles import Throttles
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage, stamps
 from pipeline.consume.consumer import Consumer
@@ -113,8 +114,10 @@ async def process(
             service_name=service.name,
             otlp_endpoint=settings.otlp_endpoint,
             sample_ratio=settings.trace_sample_ratio,
+            release=settings.release,
         )
-        log.info("%s starts; health and metrics on port %s", service.name, port)
+        named = f"{service.name} {settings.release}".rstrip()
+        log.info("%s starts; health and metrics on port %s", named, port)
         stopping = _stopping_on_signals()
         try:
             async with in_background(heartbeat(health, interrupt, min(times) / 3)):
@@ -179,15 +182,17 @@ async def serve(
         if is_consuming and topics:
             health.not_ready("consumer", "the retention of its topics is not checked yet")
             await inbox_coverage.check(settings, topics)
+        throttles = Throttles(engine, health)
         relay = make_relay(
             engine,
             name=service.name,
             settings=settings,
             health=health,
             encryption=service.encryption,
+            throttles=throttles,
         )
         stamp = beginning.result()
-        consuming = _consuming(service, settings, engine, health, relay, claims, stamp)
+        consuming = _consuming(service, settings, engine, health, relay, claims, throttles, stamp)
         # In this order they stop: the relay publishes what the others have committed last.
         groups: list[tuple[float, Sequence[Running]]] = []
         if is_consuming:
@@ -197,9 +202,10 @@ async def serve(
         async with (
             in_background(watch_calls(stack_of, settings.hang_timeout)),
             in_background(retention.run()) as retaining,
+            in_background(throttles.run()) as looking,
             in_background(_open_codecs(service, health, stopping, parts)) as opening,
         ):
-            await _run_until(stopping, (retaining, opening), groups)
+            await _run_until(stopping, (retaining, looking, opening), groups)
     finally:
         logging.getLogger("sqlalchemy.pool.impl").setLevel(logging.CRITICAL)  # no tracebacks
         with suppress(TimeoutError):
@@ -228,6 +234,7 @@ def _consuming(
     health: Health,
     relay: Relay,
     claims: ClaimCheck | None,
+    throttles: Throttles,
     stamp: str,
 ) -> Sequence[Running]:
     """Return the parts that apply messages."""
@@ -237,7 +244,12 @@ def _consuming(
         group=service.name,
         source=service.source,
         settings=settings,
-        breaker=Breaker(keys=settings.breaker_keys, pause=settings.retry_pause, health=health),
+        breaker=Breaker(
+            keys=settings.breaker_keys,
+            pause=settings.retry_pause,
+            health=health,
+            throttles=throttles,
+        ),
         handlers=service.handlers,
         signals=signals,
         claims=claims,

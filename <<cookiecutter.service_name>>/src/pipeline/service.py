@@ -154,6 +154,7 @@ class Service:
                 handlers=self.handlers,
                 claims=self.claims and self.claims(self.name, settings),
                 encryption=self.encryption,
+                release=settings.release,
             )
 
     @asynccontextmanager

@@ -49,7 +49,7 @@ def _events(service: Service) -> Iterator[tuple[str, type[Event], Confluent]]:
     """Yield the events that are taken or published in topics whose codec is `Confluent`."""
     for topic, codec in service.handlers.codecs.items():
         if isinstance(codec, Confluent):
-            events = {one.event for one in service.handlers if one.topic == topic}
+            events = {one.event for one in service.handlers.takers if one.topic == topic}
             events |= {one for one in declared_events() if one.__event_topic__ == topic}
             for event in sorted(events - {Tombstone}, key=lambda one: one.__event_type__):
                 yield topic, event, codec

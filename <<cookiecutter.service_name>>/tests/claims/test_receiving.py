@@ -92,7 +92,7 @@ async def test_another_payload_by_reference_is_an_identity_mismatch(
 ) -> None:
     await counter.apply(Deposit(1, id="one"))
     await counter.apply(stored(objects, Deposit(2, id="one")))
-    assert await counter.desk.park() == {("deposit", 1): "identity mismatch"}
+    assert await counter.desk.park() == {("", 1): "identity mismatch"}
 
 
 async def test_data_is_fetched_for_a_batch_as_far_as_there_is_memory(

@@ -26,6 +26,9 @@ from debezium.connector import slot_of
 from debezium.following import FollowingRelay
 from operate.commands import command_line
 from pipeline import Event, Handlers, Service, Transaction
+from pipeline.apply import stopping
+from pipeline.apply.stopping import Subject
+from pipeline.errors import Refused
 from pipeline.events.cloudevents import event_headers
 from pipeline.observe.health import Health
 from pipeline.retention.maintenance import run_retention
@@ -370,6 +373,31 @@ async def test_a_slot_that_was_made_again_skips_no_event(
         await debezium.forget_offsets()
         await tail.until_ids(["after"])
         await eventually(lambda: health.is_ready)
+
+
+async def test_events_are_not_paused_once_there_is_a_connector(
+    debezium: Debezium,
+    db: asyncpg.Connection,
+    follow: Follow,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic = await new_topic()
+
+    async def pause() -> None:
+        """Pause the events, as a person would."""
+        events = [Subject("events", topic)]
+        await stopping.ask(db, events, lasts=None, who="ada", why="a test")
+
+    await pause()
+    await debezium.run_sql()
+    with pytest.raises(Refused, match="a connector publishes the events"):
+        await pause()
+    # Those after them would be published by the connector, which knows of no pause.
+    await stage(db, [event(topic, n) for n in range(5)])
+    async with following(kafka, topic) as tail, follow():
+        await tail.until_ids(range(5))
+    assert tail.first_ids() == {b"ada": [str(n) for n in range(5)]}
 
 
 async def test_an_oversized_event_stops_the_connector_until_its_topic_takes_it(

@@ -15,8 +15,9 @@ from effects import Call, Effects
 from operate.dead import Selection
 from operate.dead_letters import DeadLetters
 from pipeline import Event, Handlers, Park, Policy, Reject, Retry, Transaction
-from pipeline.apply import backlog
+from pipeline.apply import backlog, stopping
 from pipeline.apply.item import Item, _digest
+from pipeline.apply.stopping import Subject
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.staging import CALLS
 from pipeline.observe.watchdog import calls_ignoring_cancellation
@@ -27,6 +28,7 @@ from pipeline.servers.database import autocommitting
 
 from .desk import TOPIC, Desk, NewDesk, Outside, Received, desk_of
 from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.pipeline.integration.desk import store_of
 from tests.pipeline.integration.test_backlog import HOLDING, told
 from tests.servers.proxy import proxy
 from tests.servers.waiting import PATIENCE, eventually
@@ -604,8 +606,8 @@ async def stopped_after_the_note(desk: Desk, then: Callable[[], Awaitable[object
     """Work a lane off, in a process that is stopped for longer than a lease before a call."""
     note, stops = desk.caller._note, [desk.caller._settings.backlog_lease + 0.1]
 
-    async def note_and_be_stopped(*given: Any) -> set[bytes]:
-        noted = await note(*given)
+    async def note_and_be_stopped(*given: Any, **options: Any) -> set[bytes]:
+        noted = await note(*given, **options)
         if stops:
             sleep(stops.pop())  # noqa: ASYNC251 (as the whole process is, by SIGSTOP)
             await then()
@@ -815,7 +817,7 @@ async def test_what_may_have_taken_place_is_redriven_only_if_it_is_asked_for(
 async def redriven(desk: Desk, which: Selection) -> int:
     """Have dead letters tried again, and return how many they were."""
     async with autocommitting(desk.engine) as driver:
-        store = DeadLetters(driver, desk.handlers, patience=5)
+        store = store_of(DeadLetters, driver, desk.handlers, patience=5)
         chunks = [one async for one in store.redrive(store.redrivable(which))]
     return sum(map(len, chunks))
 
@@ -923,3 +925,115 @@ async def test_a_stop_that_cuts_calls_off_counts_as_no_death(
     stopping.set()
     await running
     assert await db.fetchval("SELECT sum(starts) FROM pipeline.backlog_lane") == 0
+
+
+async def test_calls_of_a_paused_effect_wait_and_those_under_way_are_settled(
+    new_calling_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_calling_desk)
+    goes_on = asyncio.Event()
+    outside.waits = dict.fromkeys(range(5), goes_on.wait)
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(5)))
+    calling = asyncio.create_task(desk.call())
+    await eventually(lambda: outside.under_way > 0)
+    desk.consume.throttles._rates = {("consumer", "tell"): 0.0}
+    begun = len(outside.calls)
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(5, 9)))
+    goes_on.set()
+    await asyncio.wait_for(calling, PATIENCE)
+    await desk.call()
+    assert len(outside.calls) == begun
+    rows = await desk.backlog()
+    assert len(rows) == 9 - begun, "what was called is settled"
+    assert {(row["reason"], row["attempts"]) for row in rows} == {("deferred", 0)}
+    desk.consume.throttles._rates = {}
+    await desk.call()
+    assert sorted(outside.calls) == [*range(9)]
+    assert await desk.backlog() == []
+
+
+async def one_of_three_that_may_kill(
+    new_calling_desk: NewDesk, db: asyncpg.Connection
+) -> tuple[Outside, Desk, list[str], asyncio.Event, asyncio.Task[None]]:
+    """Begin a call in the lane of a worker that has died, while two others wait to be made alone.
+
+    Return their accounts as well, what the first waits for, and the task.
+    """
+    outside, desk = await desk_of(new_calling_desk)
+    goes_on, accounts = asyncio.Event(), of_one_lane(3, "tell")
+    outside.waits = dict.fromkeys(range(3), goes_on.wait)
+    await desk.apply(*(Deposit(number, account) for number, account in enumerate(accounts)))
+    await db.execute("UPDATE pipeline.backlog_lane SET starts = 1")
+    calling = asyncio.create_task(desk.call())
+    await eventually(lambda: len(desk.caller._alone._waiters or ()) == 2)
+    await eventually(lambda: len(outside.calls) == 1)
+    return outside, desk, accounts, goes_on, calling
+
+
+async def test_calls_that_wait_to_be_alone_are_not_made_once_their_effect_is_paused(
+    new_calling_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    outside, desk, _, goes_on, calling = await one_of_three_that_may_kill(new_calling_desk, db)
+    desk.consume.throttles._rates = {("consumer", "tell"): 0.0}
+    goes_on.set()
+    await asyncio.wait_for(calling, PATIENCE)
+    assert len(outside.calls) == 1
+    rows = await desk.backlog()
+    assert [(row["reason"], row["attempts"]) for row in rows] == [("deferred", 0)] * 2
+    desk.consume.throttles._rates = {}
+    await desk.call()
+    assert sorted(outside.calls) == [0, 1, 2]
+    assert await desk.backlog() == []
+
+
+async def test_a_call_that_waits_to_be_alone_is_not_made_once_its_key_is_paused(
+    new_calling_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    begun = await one_of_three_that_may_kill(new_calling_desk, db)
+    outside, desk, accounts, goes_on, calling = begun
+    paused, other = (number for number in range(3) if number not in outside.calls)
+    key = [Subject("key", "tell", CALLS, accounts[paused].encode())]
+    await stopping.ask(db, key, lasts=None, who="ada", why="a test")
+    goes_on.set()
+    await asyncio.wait_for(calling, PATIENCE)
+    assert outside.calls[1:] == [other]
+    (row,) = [row for row in await desk.backlog() if row["topic"] == CALLS]
+    assert (row["reason"], row["attempts"]) == ("deferred", 0)
+    assert await stopping.resume(db, key, who="ada", why=None)
+    await desk.call()
+    assert outside.calls[1:] == [other, paused]
+    assert await desk.backlog() == []
+
+
+async def test_a_key_is_paused_for_calls_too(
+    new_calling_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    outside, desk = await desk_of(new_calling_desk)
+    key = [Subject("key", "tell", CALLS, b"ada")]
+    await stopping.ask(db, key, lasts=None, who="ada", why="a test")
+    await desk.apply(*(Deposit(number, ("ada", "bob")[number % 2]) for number in range(6)))
+    await desk.call()
+    assert outside.calls == [1, 3, 5]
+    assert await stopping.resume(db, key, who="ada", why=None)
+    await desk.call()
+    assert outside.calls == [1, 3, 5, 0, 2, 4]
+    assert await desk.backlog() == []
+
+
+async def test_calls_of_a_throttled_effect_are_begun_at_its_rate(
+    new_calling_desk: NewDesk,
+) -> None:
+    outside, desk = await desk_of(new_calling_desk)
+    await desk.apply(*(Deposit(number, f"of {number}") for number in range(10)))
+    rates = desk.consume.throttles
+    rates._engine = desk.engine
+    rates._looked_at = float("inf")
+    rates._rates = {("consumer", "tell"): 0.001}
+    for begun in range(1, 4):
+        await desk.call()
+        # The database knows of no throttle, so that the process keeps the rate by itself.
+        assert len(outside.calls) == begun
+        rates._until = {}
+    rates._rates = {}
+    await desk.call()
+    assert sorted(outside.calls) == [*range(10)]

@@ -12,6 +12,8 @@ import sqlalchemy as sa
 
 from effects import Effects
 from pipeline import Event, Handlers, Policy, Reject, Retry, Transaction
+from pipeline.apply import outcome
+from pipeline.observe import metrics
 
 from .desk import NewDesk, Outside, desk_of
 from tests.contract.bank import Deposit, Deposited
@@ -287,3 +289,65 @@ async def test_a_result_is_stored_again_before_the_call_is_in_doubt(
     await desk.call()
     assert outside.calls == [1]
     assert await desk.backlog() == []
+
+
+async def test_while_the_called_service_is_away_a_line_a_minute_tells_of_it(
+    new_calling_desk: NewDesk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call that is dead then has a line of its own."""
+    now = [0.0]
+    monkeypatch.setattr(outcome, "monotonic", lambda: now[0])
+    monkeypatch.setattr(outcome, "_left_out", {})
+    policy = Policy(attempts=3, schedule=(60,))
+    outside, desk = await desk_of(new_calling_desk, policy=policy)
+    outside.errors = {n: LookupError("away") for n in range(1, 6)}
+    await desk.apply(*(Deposit(n, f"account {n}") for n in range(1, 6)))
+    lines: list[list[str]] = []
+    for _ in range(3):
+        await desk.make_due()
+        with caplog.at_level(logging.WARNING):
+            await desk.call()
+        lines.append([one.getMessage() for one in caplog.records if "away" in one.getMessage()])
+        caplog.clear()
+        now[0] += 60.0
+    (first,), (second,), dead = lines
+    assert "failed (attempt 1 of 3), again in" in first
+    assert "4 more" not in first
+    assert "; 4 more have failed since the last line: LookupError: away" in second
+    assert len(dead) == 5
+    assert all("is dead (attempts used up" in one for one in dead)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """Return what each call that has begun is counted as when it ends."""
+    began: list[str] = []
+    found: list[str | None] = []
+
+    def end(consumer: str, outcome: str | None, seconds: float) -> None:
+        assert began.pop() == consumer
+        found.append(outcome)
+
+    monkeypatch.setattr(metrics, "call_began", began.append)
+    monkeypatch.setattr(metrics, "call_ended", end)
+    return found
+
+
+async def test_calls_are_counted_by_what_became_of_them(
+    new_calling_desk: NewDesk, ended: list[str | None]
+) -> None:
+    outside, desk = await desk_of(new_calling_desk, policy=Policy(attempts=1))
+    outside.errors = {2: LookupError("away"), 3: Reject("no such account"), 4: Retry("busy")}
+    await desk.apply(*(Deposit(n, f"account {n}") for n in range(1, 5)))
+    await desk.call()
+    assert sorted(map(str, ended)) == ["done", "done", "failed", "failed"]
+
+
+async def test_a_call_that_exceeds_its_time_limit_is_late(
+    new_calling_desk: NewDesk, ended: list[str | None]
+) -> None:
+    outside, desk = await desk_of(new_calling_desk, policy=Policy(attempts=1), timeout=0.1)
+    outside.waits = {1: asyncio.Event().wait}
+    await desk.apply(Deposit(1))
+    await desk.call()
+    assert ended == ["late"]

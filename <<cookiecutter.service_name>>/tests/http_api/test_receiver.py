@@ -17,6 +17,8 @@ from sqlalchemy.exc import DBAPIError
 
 from http_api import Answer, KeyReused, Receiver, Unavailable, UnderWay, open_receiver
 from pipeline import Event, Gaps, Park, Reject, Retry, Transaction
+from pipeline.apply import stopping
+from pipeline.apply.stopping import Subject
 from pipeline.events.payload import payload_hash
 from pipeline.retention import generations
 from pipeline.servers import cluster
@@ -656,3 +658,67 @@ async def test_a_handler_of_requests_reads_no_topic(bank: Bank) -> None:
     renamed = bank.handlers.with_topics(lambda name: f"my-{name}")
     assert renamed.topics == {"my-deposits"}
     assert {one.topic for one in renamed} == {"my-deposits", "(requests)"}
+
+
+async def test_a_request_of_a_paused_consumer_is_refused(
+    receiver: Receiver, bank: Bank, db: asyncpg.Connection
+) -> None:
+    cashiers = [Subject("consumer", CASHIER)]
+    await stopping.ask(db, cashiers, lasts=None, who="ada", why="a test")
+    with pytest.raises(Unavailable, match=f"{CASHIER} is paused; repeat it with its key") as raised:
+        await pay_in(receiver, 5)
+    assert raised.value.after == 5.0
+    assert bank.calls == []
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 0
+    assert await stopping.resume(db, cashiers, who="ada", why=None)
+
+    async def is_applied() -> bool:
+        with suppress(Unavailable):
+            return (await pay_in(receiver, 5)).answer is not None
+        return False
+
+    await eventually(is_applied)
+    assert bank.calls == [5]
+
+
+_FAIL_ONCE = """
+CREATE SEQUENCE tries;
+CREATE FUNCTION fail_once() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF nextval('tries') = 1 THEN
+        RAISE EXCEPTION 'try again' USING ERRCODE = '40001';
+    END IF;
+    RETURN NEW;
+END $$;
+CREATE TRIGGER fail_once BEFORE INSERT ON account FOR EACH ROW EXECUTE FUNCTION fail_once()
+"""
+
+
+async def test_a_throttled_consumer_takes_as_many_requests_as_it_may_each_once(
+    receiver: Receiver, bank: Bank, db: asyncpg.Connection
+) -> None:
+    await db.execute(_FAIL_ONCE)
+    cashiers = [Subject("consumer", CASHIER)]
+    await stopping.ask(db, cashiers, per_second=0.01, lasts=None, who="ada", why="a test")
+    assert (await pay_in(receiver, 1)).answer == {"account": "ada", "balance": 1}
+    assert bank.calls == [1, 1], "a second attempt is no second request"
+    with pytest.raises(Unavailable, match=f"{CASHIER} is throttled") as raised:
+        await pay_in(receiver, 2, new_key())
+    assert raised.value.after == 5.0
+    assert len(bank.calls) == 2
+    left = "SELECT extract(epoch FROM next_at - clock_timestamp()) FROM pipeline.throttle"
+    assert await db.fetchval(left) > 50, "other processes know of it"
+
+
+async def test_a_request_that_waits_for_a_slot_while_its_consumer_is_paused_is_refused(
+    receiver: Receiver, bank: Bank, db: asyncpg.Connection
+) -> None:
+    async with receiver._slots.all():
+        paying = asyncio.create_task(pay_in(receiver, 5))
+        await eventually(lambda: bool(receiver._slots._entrance._waiters))
+        cashiers = [Subject("consumer", CASHIER)]
+        await stopping.ask(db, cashiers, lasts=None, who="ada", why="a test")
+    with pytest.raises(Unavailable, match=f"{CASHIER} is paused"):
+        await paying
+    assert bank.calls == []
+    assert await stored(db) == NOTHING

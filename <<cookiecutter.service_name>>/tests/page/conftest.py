@@ -22,7 +22,10 @@ from tests.pipeline.integration.test_dead import bury
 
 TOKEN = "a token of the tests"
 ORIGIN = "http://localhost:8081"
-PAGES = ["/", "/dead", "/events", "/backlog", "/scheduled", "/retention", "/doctor", "/words"]
+PAGES = [
+    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops"),
+    *("/retention", "/doctor", "/words"),
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

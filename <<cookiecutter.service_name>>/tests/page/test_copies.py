@@ -64,7 +64,7 @@ async def test_an_edited_copy_is_handled_in_the_place_of_its_letter(
         ("[" * 5_000, "is not JSON"),
         ({"account": "ada"}, "the payload is invalid"),
         ({"account": "ada", "amount": "many"}, "the payload is invalid"),
-        ({"account": "**********", "amount": 1}, "hides secrets of the payload"),
+        ({"account": "**********", "amount": 1}, "secrets of the payload are hidden"),
     ],
 )
 async def test_a_payload_that_could_not_be_handled_is_refused_and_the_letter_stays(

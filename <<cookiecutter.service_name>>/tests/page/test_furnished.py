@@ -9,6 +9,8 @@ import asyncpg
 import httpx2
 import pytest
 
+from page import reading
+
 from .conftest import buried
 from tests.contract.bank import Deposit
 from tests.pipeline.integration.bank import Bank
@@ -155,6 +157,31 @@ async def test_a_search_finds_by_state(
     assert await ids(ann, state="dead") == {"ada"}
     assert await ids(ann, state="waiting") == {"bob"}
     assert await ids(ann, state="discarded") == {"eve"}
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_older_entries_are_found_page_by_page_each_once(
+    ann: httpx2.AsyncClient,
+    db: asyncpg.Connection,
+    desk: Desk,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: bool,
+) -> None:
+    monkeypatch.setattr(reading, "_LISTED", 2)
+    names = ["ada", "bob", "eve", "joe", "sue"]
+    for number, name in enumerate(names):
+        await buried(desk, db, Deposit(number, name))
+    if at_once:
+        await db.execute("UPDATE pipeline.backlog SET died_at = now()")
+    found, pages, path = list[str](), 0, "/dead?state=dead"
+    while path:
+        text = (await ann.get(path)).text
+        found += re.findall('data-label="Key">([^<]*)<', text)
+        older = re.search('<a href="([^"]+)">older ones', text)
+        pages, path = pages + 1, html.unescape(older[1]) if older else ""
+        assert pages < 10
+    assert sorted(found) == names
+    assert pages == 3
 
 
 async def test_a_dead_letter_shows_its_headers_error_and_traceback(

@@ -28,7 +28,7 @@ def groups(text: str) -> dict[str, str]:
     return {name: html.unescape(path) for name, path in found}
 
 
-async def test_letters_are_grouped_by_reason_and_each_group_leads_to_its_preview(
+async def test_letters_are_grouped_by_reason_and_consumer_and_each_group_leads_to_its_preview(
     ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
     await buried(desk, db, *(Deposit(n, "ada") for n in range(1, 4)), Deposit(4, "bob"))
@@ -38,14 +38,18 @@ async def test_letters_are_grouped_by_reason_and_each_group_leads_to_its_preview
         ' WHERE "offset" > 0'
     )
     found = groups((await ann.get("/dead")).text)
-    assert list(found) == ["3 too old", "1 rejected"]
-    text = (await ann.get(found["3 too old"])).text
+    assert list(found) == ["3 too old, deposit", "1 rejected, deposit"]
+    text = (await ann.get(found["3 too old, deposit"])).text
     assert "reason <strong>too old</strong>" in text
     assert "Discard 3<" in text
     of_ada = groups((await ann.get("/dead?key=ada")).text)
-    assert list(of_ada) == ["2 too old", "1 rejected"]
-    assert "Discard 2<" in (await ann.get(of_ada["2 too old"])).text
+    assert list(of_ada) == ["2 too old, deposit", "1 rejected, deposit"]
+    assert "Discard 2<" in (await ann.get(of_ada["2 too old, deposit"])).text
     assert groups((await ann.get("/dead?state=waiting")).text) == {}
+    await db.execute("UPDATE pipeline.backlog SET consumer = 'gone' WHERE \"offset\" = 1")
+    found = groups((await ann.get("/dead")).text)
+    assert found.keys() == {"2 too old, deposit", "1 too old, gone", "1 rejected, deposit"}
+    assert "Discard 1<" in (await ann.get(found["1 too old, gone"])).text
 
 
 async def test_a_letter_says_whether_it_holds_its_key_and_how_many_messages(
@@ -58,7 +62,7 @@ async def test_a_letter_says_whether_it_holds_its_key_and_how_many_messages(
     )
     assert "it holds 1 messages of its key" in (await ann.get(f"/dead/{id}")).text
     found = re.findall('data-label="Holds its key">([^<]*)<', (await ann.get("/dead")).text)
-    assert sorted(found) == ["no", "yes"]
+    assert sorted(found) == ["1", "no"]
 
 
 async def test_the_result_of_many_is_that_of_the_first(

@@ -50,7 +50,7 @@ async def test_a_preview_counts_what_a_search_finds_and_changes_nothing(
     assert found["gone"][0] == "1"
     assert "no consumer &#39;gone&#39;" in found["gone"][-1]
     by_reason = {cells[1]: cells for cells in await rows(ann, "/dead/preview")}
-    assert by_reason["too old"][-1] == "left out: it is not known whether they were applied"
+    assert "it is not known whether they were applied" in by_reason["too old"][-1]
     text = (await ann.get("/dead/preview")).text
     assert "<strong>Everything</strong> that is dead" in text
     assert "Redrive 1<" in text
@@ -201,7 +201,7 @@ async def test_every_figure_of_the_overview_and_every_reason_is_explained(
 ) -> None:
     text = (await ann.get("/")).text
     headings = re.findall('<h2 title="([^"]*)">(?:<a[^>]*>)?([^<]+)', text)
-    assert len(headings) == 11
+    assert len(headings) == 13
     assert {name: html.unescape(title) for title, name in headings}.items() <= WORDS.items()
     page = html.unescape((await ann.get("/words")).text)
     assert all(word in page for word in WORDS.values())

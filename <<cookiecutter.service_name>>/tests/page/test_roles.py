@@ -55,18 +55,21 @@ async def test_the_operators_role_is_enough(
             "payload": '{"account": "ada", "amount": 5}',
             "until": "2100-01-01T00:00:00+00:00",
             "key": "bob",
+            "what": f"topic {desk.slot.topic}",
         }
         for path, status in (
             (f"/dead/{edited}/copy", 200),
             ("/dead/discard", 200),
             (f"/dead/{id}/redrive", 200),
-            (f"/dead/{other}/discard", 303),
+            (f"/dead/{other}/discard", 200),
             ("/events/1/redrive", 200),
-            ("/events/2/discard", 303),
+            ("/events/2/discard", 200),
             ("/scheduled/cancel", 303),
         ):
             answer = await client.post(path, data=form)
             assert answer.status_code == status, answer.text
+        answer = await client.post("/stops/pause", data=form | {"key": ""})
+        assert answer.status_code == 303, answer.text
 
 
 @DIRECTLY

@@ -99,7 +99,7 @@ async def test_another_payload_of_an_id_is_an_identity_mismatch(new_clinic: NewC
     clinic.does = {1: parks}
     await desk.apply(visit(1, id="one"))
     await desk.apply(visit(1, id="one", note="other"))
-    assert list((await desk.park()).values()) == ["parked by its handler", "identity mismatch"]
+    assert list((await desk.park()).values()) == ["identity mismatch", "parked by its handler"]
 
 
 async def test_what_is_deferred_or_called_is_handled_with_its_values(

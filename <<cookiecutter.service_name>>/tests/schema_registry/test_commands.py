@@ -9,7 +9,7 @@ from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
 from sqlalchemy import MetaData
 from typer.testing import CliRunner
 
-from pipeline import Event, Handlers, Service, Tombstone, Transaction
+from pipeline import Applied, Event, Handlers, Service, Tombstone, Transaction
 from schema_registry import Confluent, Strategy
 from schema_registry import commands as registry_commands
 
@@ -179,6 +179,7 @@ def test_events_taken_are_compared_too_and_those_without_a_schema_are_named(
 
     shop.handlers.on(Seen, topic=shop.topic, consumer="note")(note)
     shop.handlers.on(Tombstone, topic=shop.topic, consumer="note")(note)
+    shop.handlers.correct(Applied, topic=shop.topic, of="note", consumer="repair")(note)
     shop.has(None)
     code, out, _ = shop.check()
     lines = out.splitlines()

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import asyncpg
 
 from pipeline.events.cloudevents import event_headers
-from pipeline.events.message import Record, headers_as_json, printable
+from pipeline.events.message import Record, headers_as_json, marker_key, printable
 from pipeline.events.payload import HASH_VERSION
-from pipeline.handlers.policy import DEFERRED, Decision, Policy, dead
+from pipeline.handlers.policy import DEFERRED, FOLLOWER, Decision, Policy, dead
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import StagedEvent
 from pipeline.schema import FIRST_LANE_OF_CALLS, LANES
@@ -53,12 +53,15 @@ class Row(NamedTuple):
     key: bytes
     """The marker's key if the record has an identity: no message is stored twice."""
     consumer: str
-    """Empty for a record that could not be decoded: its consumers are not known."""
+    """Empty for what belongs to none: a record that could not be decoded, and a message that has
+    the identity of another one. If it is tried again, all consumers of its topic get it."""
     record: Record
     decision: Decision
     item: Item | None = None
     remembered: bytes | None = None
     """The payload hash of the earlier message of this identity, if it differs."""
+    mode: str = "immediate"
+    """Mode of the handler that will take it, if there is no item."""
 
     @property
     def is_new(self) -> bool:
@@ -97,14 +100,20 @@ SELECT key, lane, order_key, sequence, consumer, topic, partition,
        CASE WHEN is_dead THEN clock_timestamp() END, holds, error, traceback
   FROM unnest($2::pipeline.new_backlog_row[])
     ON CONFLICT DO NOTHING
+RETURNING key
 """
 
 
-_DUE = """
-SELECT count(*) FROM generate_series(0, $1::integer) AS of (lane) CROSS JOIN LATERAL (
-       SELECT FROM pipeline.backlog b
-        WHERE b.lane = of.lane AND due_at <= statement_timestamp() AND consumer = ANY ($3)
-        LIMIT $2)
+# Of the latest, among which are those that failures add: messages that were only stored, while
+# their consumer was paused, are due for longer.
+_DUE = f"""
+SELECT count(*)
+  FROM generate_series(0, $1::integer) AS its (lane) CROSS JOIN unnest($3::text[]) AS of (consumer)
+ CROSS JOIN LATERAL (
+       SELECT reason FROM pipeline.backlog b
+        WHERE b.lane = its.lane AND b.consumer = of.consumer AND due_at <= statement_timestamp()
+        ORDER BY due_at DESC LIMIT $2) AS latest
+ WHERE reason NOT IN ('{DEFERRED.reason}', '{FOLLOWER.reason}')
 """
 
 
@@ -115,7 +124,7 @@ class BacklogFull(Paused):
 
 
 async def is_full(connection: asyncpg.Connection, consumers: Collection[str]) -> bool:
-    """Whether more rows of consumers are due than workers can be expected to try soon."""
+    """Whether more rows of consumers are to be tried again than workers can be expected to soon."""
     lanes = _FIRST_LANES["deferred"]
     due = await connection.fetchval(_DUE, lanes - 1, _MOST_DUE, list(consumers))
     return bool(due >= _MOST_DUE)
@@ -160,10 +169,11 @@ async def find(connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:
 async def add(
     connection: asyncpg.Connection, rows: Sequence[Row], encryption: Encryption | None
 ) -> Sequence[Row]:
-    """Store rows in the order of their keys, and return them as they are stored, encrypted.
+    """Store rows in the order of their keys; returns those that are new, as stored, encrypted.
 
-    Rows that exist already are not changed. A row behind another one of its key in `rows` is not
-    due: a worker reads it together with that one, and makes it due when that one is settled.
+    Rows that exist already are not changed, and of two with one key the first is stored. A row
+    behind another one of its order key in `rows` is not due: a worker reads it together with that
+    one, and makes it due when that one is settled.
     """
     if not rows:
         return rows
@@ -174,14 +184,15 @@ async def add(
     for row in rows:
         record, decision = row.record, row.decision
         message = row.item.message if row.item else None
-        key = order_key(row.consumer, record)
-        mode = row.item.handler.mode if row.item else "immediate"
+        own = row.item if row.consumer else None
+        key = own.order_key if own else order_key(row.consumer, record)
+        mode = own.handler.mode if own else row.mode
         new.append(
             (
                 row.key,
                 lane_of(key, mode),
                 key,
-                row.item.sequence if row.item else 0,
+                own.sequence if own else 0,
                 row.consumer,
                 record.topic,
                 record.partition,
@@ -208,8 +219,9 @@ async def add(
         )
         if not decision.is_dead or decision.holds:
             waiting.add(key)
-    await connection.execute(_ADD, HASH_VERSION, new)
-    return rows
+    stored = {row["key"] for row in await connection.fetch(_ADD, HASH_VERSION, new)}
+    first = {row.key: row for row in reversed(rows) if row.key in stored}
+    return [row for row in rows if first.get(row.key) is row]
 
 
 def lane_of(order_key: bytes, mode: str) -> int:
@@ -244,7 +256,9 @@ async def add_calls(
 
 def row_of(item: Item, decision: Decision) -> Row:
     """Return the row of a message that is not applied now."""
-    return Row(item.row or item.key, item.consumer, item.record, decision, item)
+    # Of a record that can't be decoded no message is known.
+    known, mode = None if item.undecoded else item, item.handler.mode
+    return Row(item.row or item.key, item.consumer, item.record, decision, known, mode=mode)
 
 
 def undecoded_row(one: Undecoded) -> Row:
@@ -258,11 +272,12 @@ def undecoded_row(one: Undecoded) -> Row:
 def mismatch_row(item: Item, error: IdentityMismatch) -> Row:
     """Return the dead letter of a message that has the identity of another one.
 
-    It does not block its key: the other message has the place in the order.
+    It does not block its key: the other message has the place in the order. It belongs to the event
+    and to no consumer, unless it was a row of one before.
     """
     decision = dead(Policy(), "identity mismatch", error, item.history)
-    key = item.row or mismatch_key(item)
-    return Row(key, item.consumer, item.record, decision, item, error.remembered)
+    key, consumer = (item.row, item.consumer) if item.row else (mismatch_key(item), "")
+    return Row(key, consumer, item.record, decision, item, error.remembered)
 
 
 def dead_letter(row: Row, topic: str) -> StagedEvent:
@@ -302,5 +317,10 @@ def dead_letter(row: Row, topic: str) -> StagedEvent:
 
 
 def mismatch_key(item: Item) -> bytes:
-    """Return the key of the row of a message that has the identity of another one."""
-    return blake2b(item.key + item.message.hash, digest_size=16).digest()
+    """Return the key of the row of a message that has the identity of another one.
+
+    The identity is that of the event: all consumers have the same row.
+    """
+    message = item.message
+    identity = marker_key("", message.source, message.id)
+    return blake2b(identity + message.hash, digest_size=16).digest()

@@ -18,7 +18,7 @@ from pipeline.handlers.registry import Handlers
 from pipeline.observe import metrics
 from pipeline.servers.tasks import TimeSlice
 
-from .item import Item, Undecoded
+from .item import Item, Undecoded, place_of, record_digest
 from .positions import Anchor
 
 log = logging.getLogger(__name__)
@@ -129,27 +129,37 @@ def items_of(
     validates: bool,
     hash: bytes | None = None,
     logs_skipped: bool = False,
+    holds: bool = True,
+    consumer: str = "",
 ) -> list[Item] | Undecoded:
     """Return the record's message as an item for each of its handlers.
 
     `validates`: the payload is validated, which runs the service's code; an item that is not
     validated can't be handled yet. The payload's hash is computed unless `hash` is given.
+    `holds`: a record that can't be decoded is an item for each consumer, if its topic says so.
+    `consumer` is that of a row: a correction takes no other records, and `Applied` is written as
+    CloudEvents whatever the topic's codec is.
     """
     topic = record.topic
     if record.value is None and not handlers.takes_tombstones(topic) and not refers(record):
         return []
     try:
         # Quicker than `handlers.codec(topic)`.
-        message = handlers.codecs.get(topic, CLOUD_EVENTS).decode(record, hash=hash)
+        codec = handlers.codecs.get(topic, CLOUD_EVENTS)
+        if consumer in handlers.recalling:
+            codec = CLOUD_EVENTS
+        message = codec.decode(record, hash=hash)
     except StoreUnavailable:
         raise
     except Exception as error:  # of a codec, or of a library that it uses
         reason = error.reason if isinstance(error, Undecodable) else Reason.INVALID_ENVELOPE
-        return Undecoded(record, reason, error)
-    takers = handlers.of(topic, Tombstone.__event_type__ if message.data is None else message.type)
+        return undecodable(handlers, Undecoded(record, reason, error), holds=holds)
+    type = Tombstone.__event_type__ if message.data is None else message.type
+    takers = handlers.of(topic, type, consumer)
     if not takers:
-        if topic in handlers.demanding:
-            return Undecoded(record, "unknown type", UnknownType(message))
+        if topic in handlers.demanding and consumer not in handlers.corrections:
+            found = Undecoded(record, "unknown type", UnknownType(message))
+            return undecodable(handlers, found, holds=holds)
         if logs_skipped:
             _log_skipped(topic, message.type[:_LONGEST_TYPE])
     event, fault = None, None
@@ -164,6 +174,26 @@ def items_of(
     return items
 
 
+def undecodable(
+    handlers: Handlers, one: Undecoded, *, holds: bool = True
+) -> list[Item] | Undecoded:
+    """Return a record that can't be decoded as an item for each consumer, if its topic says so."""
+    record = one.record
+    if not (holds and record.topic in handlers.holding):
+        return one
+    message = Message(
+        *(record.topic, record.partition, record.offset, record.timestamp, record.key),
+        *("", "", ""),  # source, id and type
+        *(None, None, None, None, None, None, None, None, None),
+        hash=b"",
+    )
+    items: list[Item] = []
+    for handler in handlers.holders(record.topic):
+        key = record_digest(f"{handler.consumer}: {place_of(record)}", record)
+        items.append(Item(handler, key, message, record, None, one.error, undecoded=one.reason))
+    return items
+
+
 def _log_skipped(topic: str, type: str) -> None:
     if (topic, type) not in _logged_types and len(_logged_types) < _MOST_LOGGED_TYPES:
         _logged_types.add((topic, type))
@@ -172,7 +202,8 @@ def _log_skipped(topic: str, type: str) -> None:
 
 def validated(item: Item) -> Item:
     """Return the item with its event, or with the error of its validation."""
-    if item.message.reference is not None:  # the data is not fetched yet, or unavailable
+    # The data is not fetched yet, or unavailable; or there is none.
+    if item.message.reference is not None or item.undecoded:
         return item
     event, fault = _validated(item.handler.event, item.message)
     return item._replace(event=event, fault=fault)

@@ -11,6 +11,8 @@ from pipeline.errors import as_raised
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 
+from .throttles import Throttles
+
 log = logging.getLogger(__name__)
 
 _FORGOTTEN_AFTER = 120.0
@@ -49,11 +51,14 @@ class BreakerOpen(Paused):
 class _Consumer:
     kind: type[BaseException]
     keys: set[bytes] = field(default_factory=set)
-    probe_at: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
-    """When a worker (True), or a reader, may probe. Workers try what has failed, and must not use
-    up the turns of readers."""
+    failed_at: float = 0.0
     is_open: bool = False
     text: str = ""
+
+
+_KINDS = {True: "consumer", False: "reader's probe"}
+"""What rests until a worker (True), or a reader, may probe. Workers try what has failed, and must
+not use up the turns of readers; meanwhile they take nothing else of the consumer, either."""
 
 
 class Breaker:
@@ -63,18 +68,15 @@ class Breaker:
     attempt after that is a probe; the first success that is committed closes it.
     """
 
-    def __init__(self, *, keys: int, pause: float, health: Health) -> None:
+    def __init__(
+        self, *, keys: int, pause: float, health: Health, throttles: Throttles | None = None
+    ) -> None:
         """It opens after failures for `keys` keys; a probe follows after `pause` seconds."""
+        self.throttles = throttles or Throttles()
         self._limit = keys
         self._pause = pause
         self._health = health
         self._failing: dict[str, _Consumer] = {}
-
-    @property
-    def resting(self) -> set[str]:
-        """Consumers for which it is open, and whose next probe by a worker is not due."""
-        now = monotonic()
-        return {name for name in self.open if now < self._failing[name].probe_at[True]}
 
     @contextmanager
     def probe(self, consumers: Iterable[str], *, is_worker: bool = False) -> Iterator[None]:
@@ -82,31 +84,28 @@ class Breaker:
 
         Raises `BreakerOpen` if another reader, or worker, has made it within the pause.
         """
-        now, failed = monotonic(), None
-        probed = {name: self._failing[name] for name in self.open.intersection(consumers)}
-        for name, state in probed.items():
-            if now < state.probe_at[is_worker]:
-                refused = BreakerOpen(state.text, name)
-                refused.after = state.probe_at[is_worker] - now
+        kind, failed, rests = _KINDS[is_worker], None, self.throttles
+        probed = self.open.intersection(consumers)
+        for name in probed:
+            if left := rests.rest_left(kind, name):
+                refused = BreakerOpen(self._failing[name].text, name)
+                refused.after = left
                 raise refused
-        probe_at = now + self._pause
-        for state in probed.values():
-            state.probe_at[is_worker] = probe_at
+        until = {name: rests.rest(kind, name, self._pause) for name in probed}
         try:
             yield
         except BreakerOpen as error:
             failed = error.consumer
             raise
         finally:
-            for name, state in probed.items():
-                if name != failed and state.probe_at[is_worker] == probe_at:
-                    state.probe_at[is_worker] = now  # what follows may be the probe
+            for name in probed - {failed}:
+                rests.end_rest(kind, name, until[name])  # what follows may be the probe
 
     def forget_idle(self) -> None:
         """Close it for consumers that this process does not probe any more."""
         now = monotonic()
         for name in self.open:
-            if now > self._failing[name].probe_at[True] + _FORGOTTEN_AFTER:
+            if now > self._failing[name].failed_at + self._pause + _FORGOTTEN_AFTER:
                 self._close(name, "is not tried here any more: another process has its partitions")
 
     @property
@@ -145,14 +144,16 @@ class Breaker:
                 self._open(state, consumer, error)
 
     def _open(self, state: "_Consumer", consumer: str, error: BaseException) -> None:
-        state.probe_at[True] = probe_at = monotonic() + self._pause
+        state.failed_at = monotonic()
+        self.throttles.rest(_KINDS[True], consumer, self._pause)
         kind = type(as_raised(error)).__qualname__
         state.text = text = (
             f"{consumer} fails with {kind} for at least {self._limit} keys in a row:"
-            " its messages are paused, and retried until one succeeds"
+            " its messages wait, and some are tried until one succeeds"
         )
         if not state.is_open:
-            state.is_open, state.probe_at[False] = True, probe_at
+            state.is_open = True
+            self.throttles.rest(_KINDS[False], consumer, self._pause)
             log.error("breaker: %s", text, exc_info=error)
             metrics.set_breaker(consumer, is_open=True)
         self._health.not_ready(f"breaker of {consumer}", text)
@@ -161,6 +162,8 @@ class Breaker:
     def _close(self, consumer: str, why: str) -> None:
         state = self._failing.pop(consumer, None)
         if state is not None and state.is_open:
+            for kind in _KINDS.values():
+                self.throttles.rest(kind, consumer, 0.0)
             log.info("breaker: %s %s", consumer, why)
             metrics.set_breaker(consumer, is_open=False)
             self._health.forget(f"breaker of {consumer}")

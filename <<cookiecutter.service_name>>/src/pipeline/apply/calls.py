@@ -173,10 +173,11 @@ def _together(items: Sequence[Item]) -> Iterable[list[Item]]:
     runs: dict[str, list[Item]] = {}
     for item in items:
         handler = item.handler
-        if runs and (run := runs.get(handler.consumer)) and run[0].handler is not handler:
-            yield runs.pop(handler.consumer)
+        name = handler.order or handler.consumer  # a correction is in the order of another
+        if runs and (run := runs.get(name)) and run[0].handler is not handler:
+            yield runs.pop(name)
         if handler.takes_batches:
-            runs.setdefault(handler.consumer, []).append(item)
+            runs.setdefault(name, []).append(item)
         else:
             yield [item]
     yield from runs.values()

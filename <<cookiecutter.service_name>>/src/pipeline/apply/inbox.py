@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import asyncpg
 
-from pipeline.events.message import Message
+from pipeline.events.message import FIRST_MILLISECOND, Message, time_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import FOLLOWER, Decision, dead
 
@@ -19,16 +19,22 @@ from .backlog import Stored, mismatch_row
 from .claim_check import DataUnavailable
 from .item import Item, Known
 from .outcome import BatchOutcome
-from .positions import Generations, time_of
+from .positions import Generations
 from .sequence import in_sequence
 from .source import Source
 
 GENERATION_LOCK = 0x1B0C5
 """Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""
-_SECONDS_AS_MILLISECONDS = range(1_000_000_000, 5_000_000_000)
+_LONGEST_KEY = 255
+"""Bytes of the longest key that is stored in markers, by which they are found."""
+_SECONDS_AS_MILLISECONDS = range(1_000_000_000, FIRST_MILLISECOND)
 """Timestamps of 2001 to 2128 in seconds; in milliseconds these are January, February 1970."""
 
 _REGISTER = """
+WITH named AS (
+    INSERT INTO pipeline.release (name) SELECT $2::text WHERE $2::text <> ''
+        ON CONFLICT DO NOTHING
+)
 INSERT INTO pipeline.inbox_consumer (consumer, generation)
 SELECT new.consumer, current
   FROM unnest($1::text[]) AS new (consumer), pipeline.inbox_generation
@@ -51,9 +57,10 @@ SELECT key, hash, hash_version
 _MARK = """
 INSERT INTO pipeline.inbox
        (generation, key, hash, hash_version, consumer, source, id, type,
-        topic, partition, "offset", traceparent)
-SELECT $1, key, hash, $2, consumer, source, id, type, topic, partition, "offset", traceparent
-  FROM unnest($3::pipeline.new_marker[])
+        topic, partition, "offset", traceparent, record_key)
+SELECT $1, key, hash, $2, consumer, source, id, type, topic, partition, "offset", traceparent,
+       record_key
+  FROM unnest($3::pipeline.new_inbox_row[])
     ON CONFLICT DO NOTHING
 RETURNING key
 """
@@ -94,13 +101,17 @@ class TooOld(Exception):
         super().__init__(text)
 
 
-async def register(connection: asyncpg.Connection, consumers: Iterable[str]) -> None:
-    """Store the generation in which each consumer begins; a registered one keeps its own.
+async def register(
+    connection: asyncpg.Connection, consumers: Iterable[str], release: str = ""
+) -> None:
+    """Store the generation in which each consumer begins, and the release that runs them.
+
+    A registered one keeps its own generation, a known release the time of its first start.
 
     Call it before a consumer applies anything: then all its markers are in that generation or in
     later ones, also if the current one is closed meanwhile.
     """
-    await connection.execute(_REGISTER, sorted(consumers))
+    await connection.execute(_REGISTER, sorted(consumers), release)
 
 
 class Found(NamedTuple):
@@ -182,6 +193,7 @@ async def _insert(
             message.partition,
             message.offset,
             message.traceparent,
+            message.key if len(message.key or b"") <= _LONGEST_KEY else None,
         )
         for item in items
         for message in (item.message,)
@@ -240,7 +252,9 @@ def to_handle(
         if decision is None and item.fault is not None:
             decision = dead(
                 item.handler.policy,
-                item.fault.reason if isinstance(item.fault, DataUnavailable) else "invalid payload",
+                item.fault.reason
+                if isinstance(item.fault, DataUnavailable)
+                else item.undecoded or "invalid payload",
                 item.fault,
                 item.history,
             )

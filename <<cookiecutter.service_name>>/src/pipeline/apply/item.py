@@ -94,6 +94,9 @@ class Item(NamedTuple):
     """`traceparent` in its row: that of its first attempt, or else of its sender."""
     called: Context | None = None
     """Trace context of a call that was made before the transaction, and has a span already."""
+    undecoded: str = ""
+    """Why its record can't be decoded, if `fault` is that. Its key is then a hash of the record,
+    and its message has the place and the key of the record alone."""
 
     @property
     def consumer(self) -> str:
@@ -102,7 +105,9 @@ class Item(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Consumer, type and id, for the log."""
+        """Consumer, type and id, for the log; or the place, if nothing else is known."""
+        if self.undecoded:
+            return f"{self.consumer}: {place_of(self.record)}"
         return f"{self.consumer}: {self.message.type} {self.message.id!r}"
 
     @property
@@ -124,8 +129,11 @@ class Item(NamedTuple):
 
     @property
     def order_key(self) -> bytes:
-        """Hash of (consumer, topic, key): messages with the same one are handled in order."""
-        return order_key(self.consumer, self.record)
+        """Hash of (consumer, topic, key): messages with the same one are handled in order.
+
+        A correction has the place in the order of the consumer that it corrects.
+        """
+        return order_key(self.handler.order or self.consumer, self.record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +143,11 @@ class Undecoded:
     record: Record
     reason: str
     error: Exception
+
+
+def place_of(record: Record) -> str:
+    """Return the place of a record, for people."""
+    return f"{record.topic}/{record.partition} at offset {record.offset}"
 
 
 def order_key(consumer: str, record: Record) -> bytes:

@@ -29,13 +29,14 @@ def statement(connection: AsyncConnection, settings: Settings, *, handler: str =
     """Return the statement that sets the limits of a transaction.
 
     `handler` is the value of the setting `pipeline.handler`, see `AT_WORK` in
-    `handlers/sessions.py`.
+    `handlers/sessions.py`. The default of the columns `release` reads `pipeline.release`.
     """
     milliseconds = round(settings.transaction_timeout * 1000)
     limits = {
         "idle_in_transaction_session_timeout": f"{milliseconds}ms",
         "lock_timeout": f"{round(settings.lock_timeout * 1000)}ms",
         "pipeline.handler": handler,
+        "pipeline.release": settings.release,
     }
     if (connection.dialect.server_version_info or (0,)) >= _TRANSACTION_TIMEOUT_SINCE:
         limits["transaction_timeout"] = f"{milliseconds}ms"

@@ -2,8 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 from pipeline.events.cloudevents import names_of
 from pipeline.events.message import Record
@@ -12,9 +13,14 @@ from pipeline.observe import metrics, traces
 
 from .backlog import Row
 from .encryption import Encryption
-from .item import Item
+from .item import Item, place_of
 
 log = logging.getLogger(__name__)
+
+_QUIET_SECONDS = 60.0
+"""Time between two lines on failed calls of a consumer. Each that is dead has a line of its own."""
+_left_out: dict[str, tuple[float, int]] = {}
+"""By consumer: until when lines on failed calls are left out, and how many were."""
 
 
 @dataclass
@@ -77,6 +83,15 @@ class BatchOutcome:
         self.events += run.events
         self.has_calls |= run.has_calls
 
+    def keep_letters(self, stored: Sequence[Row]) -> None:
+        """Keep the letters that this transaction has stored.
+
+        Others were stored and reported before, or are those of an event's other consumers.
+        """
+        keys = {row.key for row in stored}
+        first = {row.key: row for row in reversed(self.letters) if row.key in keys}
+        self.letters = [row for row in self.letters if first.get(row.key) is row]
+
     def report(self, group: str) -> None:
         """Count and log the outcome, after the commit."""
         counts: Counter[tuple[str, str, str]] = Counter()
@@ -112,7 +127,7 @@ def _log_undecoded(row: Row) -> None:
     id, traceparent = names_of(record)
     level = logging.ERROR if decision.is_dead else logging.WARNING
     then = "dead" if decision.is_dead else "tried again later"
-    place = f"{record.topic}/{record.partition} at offset {record.offset}"
+    place = place_of(record)
     text = f"{then}: {place}: {decision.reason}: {decision.error}"
     names: dict[str, object] = {"reason": decision.reason, "letter": row.key.hex()[:16]}
     names |= {"consumer": row.consumer, "message_id": id, "key": record.key}
@@ -132,8 +147,25 @@ def _log_decision(item: Item, decision: Decision, key: bytes) -> None:
     else:
         attempt = f"attempt {decision.attempts} of {item.handler.policy.attempts}"
         then = f"{decision.reason} ({attempt}), again in {decision.due_in:.0f} s"
+        if item.handler.mode == "call":
+            level, more = _quiet(item.consumer)
+            then += more
     text = f" {then}: {decision.error}"
     _log(level, item, text, decision.reason, trace=decision.trace, letter=letter)
+
+
+def _quiet(consumer: str) -> tuple[int, str]:
+    """Return the level of the line on a failed call, and how many were left out before it.
+
+    While the called service is away, each call fails, of which metrics tell.
+    """
+    until, left_out = _left_out.get(consumer, (0.0, 0))
+    if monotonic() < until:
+        _left_out[consumer] = until, left_out + 1
+        return logging.DEBUG, ""
+    _left_out[consumer] = monotonic() + _QUIET_SECONDS, 0
+    more = f"; {left_out:,} more have failed since the last line" if left_out else ""
+    return logging.WARNING, more
 
 
 def _log(

@@ -5,17 +5,18 @@ The statement that moves a position, or holds a lane, also reads the generations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import NamedTuple, Self
 
 import asyncpg
 from aiokafka import ConsumerRecord
 
+from pipeline.events.message import FIRST_MILLISECOND, time_of
+
+from . import audit
 from .item import record_digest
 
 _NO_ANCHOR = (None, None, None)
-_LAST_MILLISECOND = 253_402_300_799_000
-"""The end of the year 9999. Producers may send any number as a timestamp."""
 
 
 class SourceLost(Exception):
@@ -60,11 +61,6 @@ class Anchor(NamedTuple):
         """Return the anchor that a record is."""
         digest = record_digest(f"{record.timestamp}", record)
         return cls(record.offset, time_of(record.timestamp), digest)
-
-
-def time_of(milliseconds: int) -> datetime:
-    """Return the time of a record; a timestamp outside of the calendar becomes its nearest time."""
-    return datetime.fromtimestamp(min(max(0, milliseconds), _LAST_MILLISECOND) / 1e3, UTC)
 
 
 class Move(NamedTuple):
@@ -133,8 +129,10 @@ SELECT next_offset, anchor_offset, anchor_time, anchor_hash
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3
 """
 
-_OF_GROUP = """
-SELECT topic, partition, next_offset AS position, moved_at, duplicates
+_OF_GROUP = f"""
+SELECT topic, partition, next_offset AS position, moved_at, duplicates,
+       CASE WHEN anchor_time >= to_timestamp({FIRST_MILLISECOND} / 1000) THEN anchor_time
+       END AS written_at
   FROM pipeline.position
  WHERE consumer_group = $1 ORDER BY topic, partition
 """
@@ -197,7 +195,7 @@ async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition
 
 
 async def of_group(connection: asyncpg.Connection, group: str) -> list[asyncpg.Record]:
-    """Return topic, partition, position, time of the last move and duplicates of each position."""
+    """Return each position, with its last move and record, and its number of duplicates."""
     rows: list[asyncpg.Record] = await connection.fetch(_OF_GROUP, group)
     return rows
 
@@ -220,14 +218,29 @@ async def forgive_start(connection: asyncpg.Connection, slot: Slot, position: in
     await connection.execute(_FORGIVE_START, *slot, position)
 
 
-async def seek(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
-    """Set the position of a partition, for an operator's command.
+async def seek(
+    connection: asyncpg.Connection, slot: Slot, offset: int, *, operator: str = ""
+) -> None:
+    """Set the position of a partition, for an operator's command; the audit has it.
 
     A batch that is under way raises `PositionMoved` and is rolled back.
     """
-    await connection.execute(_SEEK, *slot, offset)
+    async with connection.transaction():
+        await connection.execute(_SEEK, *slot, offset)
+        await audit.note(connection, audit.Change(operator, "seek"), _goes(slot, offset))
 
 
-async def rewind(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
-    """Set the position of a partition back to an offset, unless it is before that already."""
-    await connection.execute(_REWIND, *slot, offset)
+async def rewind(
+    connection: asyncpg.Connection, slot: Slot, offset: int, *, operator: str = ""
+) -> None:
+    """Set the position of a partition back to an offset, unless it is before that already.
+
+    The audit has it.
+    """
+    async with connection.transaction():
+        await connection.execute(_REWIND, *slot, offset)
+        await audit.note(connection, audit.Change(operator, "replay"), _goes(slot, offset))
+
+
+def _goes(slot: Slot, offset: int) -> str:
+    return f"{slot.topic}/{slot.partition} to {offset}"

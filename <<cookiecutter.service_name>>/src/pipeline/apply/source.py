@@ -39,6 +39,12 @@ class Source(Protocol):
     def patience(self) -> float:
         """Seconds for which the transaction may wait for its turn."""
 
+    async def check(self) -> None:
+        """Look what is paused, when the transaction has its connection and is about to begin.
+
+        Raises `Resting` if any of the messages must not be taken now.
+        """
+
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the position over the messages, or hold the lane, to the end of the transaction.
 

@@ -100,6 +100,7 @@ class ConsumeTransactions:
         self.signals = signals
         self.claims = claims
         self.encryption = encryption
+        self.throttles = breaker.throttles
         self._slots = Slots(readers=settings.concurrency, workers=settings.backlog_workers)
         self.turns = Turns(engine, settings.transaction_timeout)
         self._own_until = {one.consumer: math.inf for one in handlers if one.takes_batches}
@@ -134,8 +135,8 @@ class ConsumeTransactions:
 
         `memory` is that of an earlier attempt at the same messages.
 
-        Every message has then taken effect or is stored. Raises `Paused` if they have to wait, and
-        `SourceLost` if another process owns the source.
+        Every message has then taken effect or is stored. Raises `Paused` if they have to wait,
+        `Resting` if people have paused them, and `SourceLost` if another process owns the source.
         """
         outcomes: list[BatchOutcome] = []
         memory = memory or Memory()
@@ -226,7 +227,7 @@ class ConsumeTransactions:
     ) -> BatchOutcome | Repeat | RolledBack:
         """Commit the messages in one transaction, or roll it back and return why.
 
-        Raises errors of the servers that no handler can have caused.
+        Raises errors of the servers that no handler can have caused, and what `apply` raises.
         """
         own = self._own(item.consumer for item in source.items)
         decisions = source.decisions | memory.decisions
@@ -236,6 +237,8 @@ class ConsumeTransactions:
         turn, slot = self.turns.take(source, decisions), self._slots.one(waits=not source.has_lease)
         async with turn, slot, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
+            # All that it has waited for may have taken long.
+            await source.check()
             attempt = Attempt(
                 connection,
                 await driver_of(connection),

@@ -127,9 +127,11 @@ class Writer:
         handlers: Handlers | None = None,
         claims: ClaimCheck | None = None,
         encryption: Encryption | None = None,
+        release: str = "",
     ) -> None:
         """See `Service.writer`, which makes one. `source` is the events' own; `handlers`
-        has the effects for `call`; `claims` stores payloads too large for a record."""
+        has the effects for `call`; `claims` stores payloads too large for a record; `release` is
+        stored beside what it writes."""
         self._engine = engine
         self._source = source
         self._max_event_bytes = max_event_bytes
@@ -137,6 +139,7 @@ class Writer:
         self._handlers = handlers or Handlers()
         self._claims = claims
         self._encryption = encryption
+        self._released = f"set_config('pipeline.release', '{release}', true)"
 
     async def write(self, work: Callable[[Writing], Awaitable[T]]) -> T:
         """Do the work in a transaction; repeat it, in a new session, after a conflict.
@@ -178,8 +181,10 @@ class Writer:
             driver = await driver_of(connection)
             try:
                 # The transaction begins with its first statement.
-                await connection.execute(sa.text(BEGIN))
-                async with own_session(connection, driver, guard, DONE) as own:
+                begin = f"{BEGIN} AND {self._released} IS NOT NULL"
+                await connection.execute(sa.text(begin))
+                done = f"{DONE}, {self._released}"  # the session ends with RESET ALL
+                async with own_session(connection, driver, guard, done) as own:
                     writing = Writing(Rows(own), outbox, id)
 
                     async def call(writing: Writing = writing) -> T:

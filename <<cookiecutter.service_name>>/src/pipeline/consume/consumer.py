@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from time import monotonic
+from time import monotonic, time
 
 from aiokafka import ConsumerRebalanceListener, TopicPartition
 from aiokafka.errors import KafkaError
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 3.0
 """Time-out of requests on which no record waits: committing offsets, leaving the group."""
+
+_MEASURE_SECONDS = 15.0
+"""Time between two measurements of the lag."""
 
 _LEAVING_SECONDS = 1.0
 """Time that is left of a rebalance for joining the group again, once the readers have stopped."""
@@ -56,7 +59,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._readers: dict[TopicPartition, Reader] = {}
         self._committed: dict[TopicPartition, int] = {}
         self._committing: asyncio.Task[None] | None = None
-        self._describing: asyncio.Task[None] | None = None
+        self._watching: list[asyncio.Task[None]] = []
         self._has_joined = False
         self._stamp = stamp
         self._rejection = ""
@@ -138,7 +141,10 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             )
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
-        self._describing = asyncio.create_task(self._describe_group())
+        self._watching = [
+            asyncio.create_task(self._describe_group()),
+            asyncio.create_task(self._measure()),
+        ]
         self._rejection = ""
         self._health.ready("consumer")
 
@@ -151,8 +157,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         await self._stop_readers(self._settings.transaction_timeout)
 
     async def _stop_readers(self, grace: float | None) -> None:
-        if self._describing is not None:
-            self._describing.cancel()
+        for task in self._watching:
+            task.cancel()
         self._health.forget("group")
         begun = monotonic()
         readers = list(self._readers.values())
@@ -163,6 +169,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             left = self._settings.kafka_session_timeout - _LEAVING_SECONDS - (monotonic() - begun)
             limit = max(0.0, min(left, _ANSWER_SECONDS))
             await asyncio.wait({self._committing}, timeout=limit)
+        for one in self._readers:
+            metrics.observe_lag(one.topic, one.partition, 0, 0.0)
         self._readers.clear()
         metrics.partitions_assigned.set(0)
         self._committed.clear()
@@ -219,6 +227,33 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
                     if topic in self._client.hidden_topics
                     else "does not exist: create it, or run `service topics create`",
                 )
+
+    async def _measure(self) -> None:
+        """Report now and then how far behind the readers are."""
+        behind: set[TopicPartition] = set()
+        while self._readers:
+            readers = dict(self._readers)
+            try:
+                # With one that has no leader the client would return none.
+                having = readers.keys() - self._client.without_leader(readers)
+                asked = self._client.stable_offsets([*having])
+                ends = await asyncio.wait_for(asked, _ANSWER_SECONDS)
+            except Exception as error:  # an outage is reported by itself
+                log.debug("the lag is not measured: %s", describe_error(error))
+                ends = {}
+            for one, end in ends.items():
+                position, since = readers[one].position, readers[one].since
+                lag = max(0, end - position) if position is not None else 0
+                # The record before one that has just come to an idle partition may be very old. And
+                # what is paused waits because a person wants it to.
+                is_late = lag and one in behind and not readers[one].limits.is_paused
+                delay = max(0.0, time() - since) if since and is_late else 0.0
+                metrics.observe_lag(one.topic, one.partition, lag, delay)
+                if lag:
+                    behind.add(one)
+                else:
+                    behind.discard(one)
+            await asyncio.sleep(_MEASURE_SECONDS)
 
     async def _describe_group(self) -> None:
         """Report partitions that other programs read: only a rebalance changes which these are."""

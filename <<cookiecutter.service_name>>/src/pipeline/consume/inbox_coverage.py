@@ -28,7 +28,7 @@ async def check(settings: Settings, topics: Iterable[str]) -> None:
     """
     try:
         described = await describe(settings, topics)
-    except (KafkaError, OSError, TimeoutError) as error:
+    except (KafkaError, OSError) as error:
         log.info("how long topics keep their records is not known: %s", describe_error(error))
         return
     longer = [f"{found}: {advice}" for found, advice in exceeding(settings, described)]

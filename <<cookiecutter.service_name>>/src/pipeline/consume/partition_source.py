@@ -1,7 +1,7 @@
 """Batches of topic partitions, as a source of the consume transaction."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -20,6 +20,8 @@ from pipeline.apply.source import without_decision
 from pipeline.handlers.policy import DEFERRED, DIED, NEW, Decision, ProcessDied, undecided
 from pipeline.observe import metrics
 
+from .limits import TopicLimits
+
 
 @dataclass(frozen=True)
 class PartitionBatch:
@@ -31,6 +33,10 @@ class PartitionBatch:
     """Processes that have died over the batch. If any, its messages are parked as suspects."""
     begun: Callable[[], None] = lambda: None
     """Called when its transaction has begun, which no longer waits for others then."""
+    stored: Set[str] = frozenset()
+    """Consumers that are paused: their messages are parked."""
+    limits: TopicLimits | None = None
+    """What people allow to be taken of the topic; None: all."""
 
     @property
     def move(self) -> Move:
@@ -46,11 +52,17 @@ class PartitionBatch:
 
     @property
     def decisions(self) -> dict[bytes, Decision]:
-        """Decisions to park messages without a call: of deferred handlers, or all suspects."""
+        """Decisions to park messages without a call: of deferred handlers, of consumers that are
+        paused, or all suspects."""
         if self.deaths:
             error = ProcessDied(f"{self.deaths} processes have begun with its batch and died")
-            return {item.key: undecided(error, NEW, DIED) for item in self.batch.items}
-        return {item.key: DEFERRED for item in self.batch.items if item.handler.mode == "deferred"}
+            tried = (item for item in self.batch.items if not item.undecoded)  # the others are dead
+            return {item.key: undecided(error, NEW, DIED) for item in tried}
+        return {
+            item.key: DEFERRED
+            for item in self.batch.items
+            if item.handler.mode == "deferred" or item.consumer in self.stored
+        }
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,12 @@ class PartitionSource:
         """A minute: a revocation of the partition ends the wait."""
         return 60.0
 
+    async def check(self) -> None:
+        """Raise `Resting` if a topic is paused, or a consumer whose messages are not parked."""
+        for part in self.parts:
+            if part.limits:
+                await part.limits.check(part.stored)
+
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Move the positions. Raises `PositionMoved`."""
         for begun in (self.begun, *(part.begun for part in self.parts)):
@@ -121,8 +139,11 @@ class PartitionSource:
         outcome.letters += (
             backlog.undecoded_row(one) for part in self.parts for one in part.batch.undecoded
         )
-        rows = [*(backlog.row_of(*decided) for decided in outcome.decided), *outcome.letters]
+        rows = [backlog.row_of(*decided) for decided in outcome.decided]
+        # Those of mismatches are locked in one order in all partitions.
+        rows += sorted(outcome.letters, key=lambda row: row.key)
         stored = await backlog.add(connection, rows, outcome.encryption)
+        outcome.keep_letters(stored)
         return [row for row in stored if row.decision.is_dead]
 
     @property

@@ -9,13 +9,17 @@ from typing import TypeVar
 from aiokafka import ConsumerRecord, TopicPartition
 
 from pipeline.apply import positions
+from pipeline.apply.breaker import Paused
 from pipeline.apply.positions import Anchor, PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.errors import is_infrastructure
+from pipeline.errors import StoreUnavailable, describe_error, is_infrastructure, summarize_error
+from pipeline.events.message import seconds_of
 from pipeline.servers.consumer import KafkaConsumer
 from pipeline.servers.database import autocommitting
 from pipeline.servers.record_batches import FetchedBatches, UnreadableBatch
 from pipeline.servers.retrying import Attempts
+
+from .blockage import Blocked
 
 T = TypeVar("T")
 Offsets = Mapping[TopicPartition, int]
@@ -23,21 +27,9 @@ Offsets = Mapping[TopicPartition, int]
 _ANSWER_SECONDS = 5.0
 _UNDO_SECONDS = 1.0
 
-
-class Blocked(Exception):
-    """The partition is blocked before an offset, by a fault of its service, topic or servers.
-
-    Nothing is skipped, and an operator may have to act.
-    """
-
-    def __init__(
-        self, offset: int, reason: str, text: str, unexpected: Exception | None = None
-    ) -> None:
-        """`unexpected`: an error whose traceback is logged."""
-        super().__init__(f"offset {offset}: {reason}: {text}")
-        self.offset = offset
-        self.reason = reason
-        self.unexpected = unexpected
+KAFKA_FAILED = "Kafka failed"
+UNEXPECTED = "unexpected error"
+"""Reasons for which a partition is blocked."""
 
 
 class PartitionPosition:
@@ -90,6 +82,11 @@ class PartitionPosition:
         The second half of them have decoded one record at a time: only the first can be the cause.
         """
         return self._starts > 2 * self._settings.unclean_starts
+
+    @property
+    def anchored_at(self) -> float | None:
+        """When the record before the position was written, in seconds, if that is known."""
+        return seconds_of(1e3 * self._anchor.time.timestamp()) if self._anchor else None
 
     async def locate(self) -> int:
         """Return the stored position, and make the client fetch from there.
@@ -187,6 +184,25 @@ class PartitionPosition:
         )
         return Blocked(position, "unreadable batch", text)
 
+    def blocked_by(self, position: int, error: Exception, deaths: int) -> Blocked:
+        """Return why the partition is blocked before a position, by an error of reading it.
+
+        `deaths`: processes that have died while they read what is there.
+        """
+        text = summarize_error(error) or describe_error(error)
+        match error:
+            case Blocked():
+                return error
+            case Paused():
+                return Blocked(position, error.reason, text)
+            case StoreUnavailable():
+                return Blocked(position, "store failed", text)
+            case UnreadableBatch():
+                return self.unreadable(position, error, deaths)
+        if is_infrastructure(error):
+            return Blocked(position, KAFKA_FAILED, text)
+        return Blocked(position, UNEXPECTED, text, error)
+
     async def check(self, applied: int, start: int) -> None:
         """Raise `PositionMoved` if a command has moved the position, as far as is known.
 
@@ -209,12 +225,17 @@ class PartitionPosition:
             self._starts = await counting(self._query, positions.count_start, position)
 
     async def undo_start(self, position: int | None) -> None:
-        """Undo the start count on a clean end, unless the position has moved since."""
-        counted_at, self.counted_at = self.counted_at, None
-        if counted_at is not None and counted_at == position:
-            with suppress(Exception):
-                async with asyncio.timeout(_UNDO_SECONDS):
-                    await self._query(positions.forgive_start, position)
+        """Undo the start count on a clean end, unless the position has moved since.
+
+        If that fails it stays counted: this process does not count it twice.
+        """
+        if position is None or self.counted_at != position:
+            self.counted_at = None
+            return
+        with suppress(Exception):
+            async with asyncio.timeout(_UNDO_SECONDS):
+                await self._query(positions.forgive_start, position)
+            self.counted_at = None
 
     async def _query(self, statement: Callable[..., Awaitable[T]], *arguments: object) -> T:
         # Without a time-out a lost connection would be noticed much later.

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from functools import partial
 from math import inf
 from time import monotonic
@@ -9,14 +10,15 @@ from time import monotonic
 from aiokafka import ConsumerRecord, TopicPartition, errors
 
 from pipeline.apply.attempt import Memory
-from pipeline.apply.batch import Batch, read
+from pipeline.apply.batch import Batch, read, undecodable
 from pipeline.apply.breaker import Paused
 from pipeline.apply.claim_check import resolve_batch
 from pipeline.apply.item import Undecoded
 from pipeline.apply.limits import Pace
 from pipeline.apply.positions import PositionMoved, Slot
+from pipeline.apply.throttles import LOOK_SECONDS, Resting
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.errors import StoreUnavailable, describe_error, is_infrastructure, summarize_error
+from pipeline.events.message import seconds_of
 from pipeline.handlers.policy import DIED, ProcessDied
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
@@ -25,9 +27,11 @@ from pipeline.servers.record_batches import UnreadableBatch
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import end, sleep_or_event
 
+from .blockage import Blockage
 from .gathering import Gatherer
+from .limits import TopicLimits
 from .partition_source import PartitionBatch, PartitionSource
-from .position import Blocked, PartitionPosition
+from .position import KAFKA_FAILED, UNEXPECTED, PartitionPosition
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +70,21 @@ class Reader:
         self._stored_position = PartitionPosition(self._slot, client, consume, self._attempts)
         self._pace = Pace(consume.settings)
         self._stopping = asyncio.Event()
-        self._blocked: tuple[int, str] | None = None
-        """The offset where it is blocked, and why."""
+        self._blockage = Blockage(self._slot, self._part, health)
         self._is_cut_off = False
         self._is_applying = False
         self._left: list[ConsumerRecord] = []
         """Records that were fetched and did not fit into the latest batch."""
+        self.limits = TopicLimits(consume.throttles, consume.handlers.takers, partition.topic)
         self._has_begun = False
         """Whether the first records are applied; until then processes may have died over them."""
         self._deaths = 0
         """Processes that have died over the first records, if these are decoded one by one."""
         self.position: int | None = None
         """The offset after the last record that was applied."""
+        self.since: float | None = None
+        """When the first record that is not applied was written, in seconds, by its timestamp; or
+        the one before it, if that record is not fetched, as while the partition is blocked."""
         self._task = asyncio.create_task(self._run(), name=self._part)
 
     def raise_if_ended(self) -> None:
@@ -98,22 +105,29 @@ class Reader:
         task.cancel()
         await asyncio.wait({task})
         await self._stored_position.undo_start(self.position)
-        self._release()
+        self._blockage.forget()
         self._health.forget(self._part)
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
             pause = 0.0
             try:
-                self._move_to(await self._stored_position.locate())
+                await self._rest()
+                position = await self._stored_position.locate()
+                if position != self.position:
+                    self.since = self._stored_position.anchored_at
+                self._move_to(position)
                 await self._read_on()
+            except Resting:
+                # A process that dies while it is paused has not died over its records.
+                await self._stored_position.undo_start(self.position)
             except (PositionMoved, errors.OffsetOutOfRangeError) as moved:
                 log.warning("%s: %s; reading the position again", self._part, moved)
             except Exception as error:
                 if not self._stopping.is_set():
                     after = error.after if isinstance(error, Paused) else None
                     pause = after or self._settings.retry_pause
-                    self._block(self._blocked_by(error))
+                    self._block(error)
             if pause:  # without the error, which refers to the batch
                 # Records that stay in the client's buffer would delay its next fetch for others.
                 with self._client.resting(self._partition):
@@ -148,6 +162,7 @@ class Reader:
     async def _exceed(self, until: int) -> None:
         """Apply up to `until` what exceeds the share; turns of other readers come in between."""
         assert self.position is not None
+        await self.limits.wait()
         with self._client.resting(self._partition):
             await self._client.exceeding.acquire()
         self._memory, is_over = inf, False
@@ -164,10 +179,16 @@ class Reader:
             self._memory = self._client.share
 
     async def _apply(self, part: PartitionBatch) -> None:
+        await self.limits.wait(others_wait=self._memory == inf)  # for this reader's turn
+        await self.limits.took(part.batch)
+        part = replace(part, stored=self.limits.stored, limits=self.limits)
         memory = Memory()
         # Not with others while its records may kill the process; a full batch gains nothing.
         shares = self._has_begun and len(part.batch.records) < self._pace.limit
         source, breaker = PartitionSource([part]), self._consume.breaker
+        records = part.batch.records
+        if records:
+            self.since = seconds_of(records[0].timestamp)
         try:
             with breaker.probe(source.judged if breaker.open else ()):
                 if not (shares and await self._gatherer.apply(part, memory)):
@@ -178,11 +199,20 @@ class Reader:
                     self._pace.learn(results)
         finally:
             self._is_applying = False
+        if records:
+            self.since = seconds_of(records[-1].timestamp)
         self._move_to(part.batch.end)
         if not self._has_begun:
             self._deaths = part.deaths if self._left else 0
             # Without records there was only a gap in the offsets.
             self._has_begun = bool(part.batch.records) and not self._deaths
+
+    async def _rest(self) -> None:
+        """Wait, ready, while the topic or each of its consumers is paused."""
+        while await self.limits.are_paused() and not self._stopping.is_set():
+            self._blockage.end()
+            with self._client.resting(self._partition):
+                await sleep_or_event(self._stopping, LOOK_SECONDS)
 
     async def _fetch(self, start: int) -> PartitionBatch:
         """Wait for the records from `start` on, decode them and fetch the data they refer to.
@@ -224,8 +254,10 @@ class Reader:
         if not self._stored_position.is_deadly:
             return await read(self._consume.handlers, start, [record], validates=False)
         error = ProcessDied(f"processes have died, {deaths} in all, when they decoded it")
-        undecoded = [Undecoded(record, DIED, error)]
-        return Batch(start, record.offset + 1, [record], (), (), undecoded)
+        found = undecodable(self._consume.handlers, Undecoded(record, DIED, error))
+        if isinstance(found, Undecoded):
+            return Batch(start, record.offset + 1, [record], (), (), [found])
+        return Batch(start, record.offset + 1, [record], found)
 
     async def _records(self, start: int) -> list[ConsumerRecord]:
         """Wait for records; returns none when only a gap in the offsets was fetched.
@@ -236,14 +268,14 @@ class Reader:
         records, self._left = self._left, []
         is_gap = False
         while not records and not is_gap:
+            await self.limits.check()
             records = await self._poll(start)
             if not records:
                 await self._stored_position.check(self.position or 0, start)
                 is_gap = self._memory == inf or await self._client.position(self._partition) > start
             if self._is_cut_off:
                 self._is_cut_off = False
-                self._release()
-                self._health.ready(self._part)
+                self._blockage.end()
         return records
 
     async def _poll(self, start: int) -> list[ConsumerRecord]:
@@ -251,9 +283,12 @@ class Reader:
         interval = self._settings.offset_commit_interval
         seconds = _RECOVERY_POLL_SECONDS if self._is_cut_off else interval
         until = asyncio.get_running_loop().time() + seconds
+        found: list[ConsumerRecord] = []
         with traces.polling(self._slot.topic, self._slot.group):
             while True:
                 batches = await self._client.arrival(self._partition, until)
+                if await self.limits.are_paused():  # before anything is counted or unpacked
+                    break
                 if self._stored_position.may_have_lost(batches):
                     self._stored_position.fetch_from(start)
                     continue
@@ -265,7 +300,8 @@ class Reader:
                 if batches is not None:
                     careful = LARGEST_SHARE if self._suspected_deaths else inf
                     batches.room = int(min(self._settings.largest_batch, self._memory, careful))
-                most = min(self._pace.limit, 1 + self._client.share // _RECORD_BYTES)
+                of_share = 1 + self._client.share // _RECORD_BYTES
+                most = int(min(self._pace.limit, of_share, self.limits.most))
                 try:
                     taken = await self._client.take(self._partition, most)
                 except UnreadableBatch as batch:
@@ -288,51 +324,14 @@ class Reader:
     def _move_to(self, position: int) -> None:
         """Set the position; the partition is ready unless it is still blocked there."""
         self.position = position
-        if self._blocked is not None:
-            if position == self._blocked[0]:
-                return
-            log.info("%s: resumed at offset %s", self._part, position)
-            self._release()
-        self._health.ready(self._part)
+        self._blockage.pass_by(position)
 
-    def _blocked_by(self, error: Exception) -> Blocked:
-        position = self.position or 0
-        text = summarize_error(error) or describe_error(error)
-        match error:
-            case Blocked():
-                return error
-            case Paused():
-                return Blocked(position, error.reason, text)
-            case StoreUnavailable():
-                return Blocked(position, "store failed", text)
-            case UnreadableBatch():
-                return self._stored_position.unreadable(position, error, self._suspected_deaths)
-        self._is_cut_off = is_infrastructure(error)
-        if self._is_cut_off:
-            return Blocked(position, "Kafka failed", text)
-        return Blocked(position, "unexpected error", text, error)
-
-    def _block(self, blocked: Blocked) -> None:
-        """Report why the partition is blocked."""
-        partition, text = self._partition, str(blocked)
-        if self._blocked is None or self._blocked[1] != text:
-            log.error(
-                "%s is blocked and skips no record: %s",
-                self._part,
-                blocked,
-                exc_info=blocked.unexpected,
-                extra={"topic": partition.topic, "partition": partition.partition}
-                | {"offset": blocked.offset, "reason": blocked.reason},
-            )
-            metrics.processed(partition.topic, "", "blocked", 1, self._slot.group)
-        self._blocked = blocked.offset, text
-        metrics.set_blocked(partition.topic, partition.partition, is_blocked=True)
-        self._health.not_ready(self._part, text)
-
-    def _release(self) -> None:
-        if self._blocked is not None:
-            self._blocked = None
-            metrics.set_blocked(self._partition.topic, self._partition.partition, is_blocked=False)
+    def _block(self, error: Exception) -> None:
+        deaths = self._suspected_deaths
+        blocked = self._stored_position.blocked_by(self.position or 0, error, deaths)
+        if blocked.reason in (KAFKA_FAILED, UNEXPECTED):
+            self._is_cut_off = blocked.reason == KAFKA_FAILED
+        self._blockage.report(blocked)
 
     def _attempts(self, what: str) -> Attempts:
         return Attempts(

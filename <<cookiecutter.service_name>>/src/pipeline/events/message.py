@@ -2,13 +2,19 @@
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 import orjson
+
+_LAST_MILLISECOND = 253_402_300_799_000
+"""The end of the year 9999. Producers may send any number as a timestamp."""
+
+FIRST_MILLISECOND = 5_000_000_000
+"""In February 1970. What seems to be older are seconds, of times until 2128, or no time at all."""
 
 LONGEST_KEPT_KEY = 64
 """Bytes of the longest key that is cached: caches are bounded by their entries, not by memory."""
@@ -31,6 +37,19 @@ class Record(Protocol):
     def value(self) -> bytes | None: ...
     @property
     def headers(self) -> Sequence[tuple[str, bytes | None]]: ...
+
+
+def time_of(milliseconds: int) -> datetime:
+    """Return the time of a record; a timestamp outside of the calendar becomes its nearest time."""
+    return datetime.fromtimestamp(min(max(0, milliseconds), _LAST_MILLISECOND) / 1e3, UTC)
+
+
+def seconds_of(milliseconds: float) -> float | None:
+    """Return the time of a record in seconds since 1970.
+
+    None: it is not known, as its producer sets none, or counts in seconds.
+    """
+    return milliseconds / 1e3 if milliseconds >= FIRST_MILLISECOND else None
 
 
 class Reason(StrEnum):

@@ -1,16 +1,16 @@
 """Handlers: which function takes which event of which topic, as which consumer."""
 
-import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from inspect import iscoroutinefunction, signature, unwrap
-from types import MappingProxyType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 from pipeline.events.codec import CLOUD_EVENTS, Codec, check_codec
-from pipeline.events.event import Event, Tombstone, check_event, check_name, check_topic, reader
+from pipeline.events.event import Event, Tombstone, check_topic
 
-from .aggregate import Declared, Loads, declared
+from .aggregate import Declared, Loads
+from .applied import Applied
+from .checks import check_function, check_options, is_wrapped_since
 from .ordering import Gaps, Sequenced
 from .policy import Policy
 from .staging import CALLS, REQUESTS
@@ -22,6 +22,7 @@ TIMEOUT = 5.0
 E = TypeVar("E", bound=Event)
 Function = Callable[[E, Transaction], Awaitable[object]]
 BatchFunction = Callable[[EventBatch[E]], Awaitable[None]]
+Mode = Literal["immediate", "deferred", "call"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Handler:
     loads: Sequence[Loads[Any]]
     function: Callable[..., Awaitable[object]]
     policy: Policy
-    mode: Literal["immediate", "deferred", "call"]
+    mode: Mode
     """A "call" is an effect: workers of the optional package `effects` call it, outside of a
     transaction."""
     timeout: float
@@ -44,6 +45,11 @@ class Handler:
     """Set if it applies events in the order of their sequence."""
     own_transaction: bool = False
     """Whether each of its records has a transaction of its own."""
+    corrects: str = ""
+    """The consumer of which it corrects what has been applied. It takes no records, but messages
+    that a command stores, see `Handlers.correct`."""
+    order: str = ""
+    """The consumer in whose order it handles messages, if that is not its own."""
 
 
 class Handlers:
@@ -51,12 +57,19 @@ class Handlers:
 
     def __init__(self) -> None:
         self._by_topic: dict[str, dict[str, tuple[Handler, ...]]] = {}
+        self._corrections: dict[str, dict[str, tuple[Handler, ...]]] = {}
+        self.corrections: dict[str, str] = {}
+        """The consumer that each correction corrects, by the name of the correction."""
+        self.recalling: set[str] = set()
+        """Corrections that take `Applied`."""
         self.codecs: dict[str, Codec] = {}
         """Codecs of topics that are declared with one."""
         self.closed: dict[str, str] = {}
         """Topics whose codec is not open yet, and why: what is published there can't be stored."""
         self.demanding: set[str] = set()
         """Topics that are declared with `demands_types`."""
+        self.holding: set[str] = set()
+        """Topics of which a record that can't be decoded holds its key."""
         self._declared: set[str] = set()
 
     def on(
@@ -151,13 +164,68 @@ class Handlers:
 
         return register
 
+    def correct(
+        self,
+        event: type[E],
+        *,
+        topic: str,
+        of: str,
+        consumer: str,
+        loads: Declared = None,
+        policy: Policy = Policy(attempts=1),  # noqa: B008  # it is frozen
+        timeout: float = TIMEOUT,
+    ) -> Callable[[Function[E]], Function[E]]:
+        """Register the decorated coroutine function as a correction of what was applied.
+
+        It is called once for each message of the topic that the consumer `of` has applied and that
+        an operator hands to it, by `service correct`, and for no others: `consumer` is its own
+        name. Messages of a key are corrected in the order of the consumer `of`, and those of the
+        key that come meanwhile wait. Its options are those of `on`. By default it has one attempt,
+        so that a message for which it fails does not hold up the key: it is a dead letter.
+
+        With the class of an event it is given the message, whose record must still be in Kafka;
+        with `Applied` what is remembered of it. Calls and requests, whose topics are "(calls)" and
+        "(requests)", have no records. Corrections of calls have an order of their own.
+
+        Raises `TypeError` if `of` takes nothing of the topic or has no records there, if the name
+        is that of another consumer, or the function does not fit, and `ValueError` for an invalid
+        time-out or name.
+        """
+        rows = check_options(event, consumer=consumer, loads=loads, timeout=timeout)
+        its = next((one for one in self.takers if (one.consumer, one.topic) == (of, topic)), None)
+        if its is None:
+            raise TypeError(f"consumer {of!r} takes nothing of topic {topic!r}: register it before")
+        if topic in (CALLS, REQUESTS) and event is not Applied:
+            raise TypeError(f"what {of!r} has applied has no records: take Applied")
+        is_call, is_alone = its.mode == "call", its.own_transaction
+        mode: Mode = "immediate" if is_call else its.mode
+        order = "" if is_call else of
+
+        def register(function: Function[E]) -> Function[E]:
+            check_function(function, event=event, tx=Transaction)
+            common = event, topic, consumer, rows, function, policy, mode, timeout
+            self.add(
+                Handler(*common, takes_old=True, own_transaction=is_alone, corrects=of, order=order)
+            )
+            return function
+
+        return register
+
     def add(self, new: Handler) -> None:
         """Add a handler. Raises `TypeError` if it can't be beside those that are registered."""
-        registered = self._by_topic.setdefault(new.topic, {})
+        if new.event is Applied and not new.corrects:
+            raise TypeError("Applied is what corrections take: see handlers.correct")
+        places = self._corrections if new.corrects else self._by_topic
+        registered = places.setdefault(new.topic, {})
         types = (new.event.__event_type__, *new.event.__event_upcasters__)
         alike = [one for type in types for one in registered.get(type, ())]
         follows = new.loads[0].entity if new.gaps else None
         for other in self:
+            if other.consumer == new.consumer and other.corrects != new.corrects:
+                raise TypeError(f"{new.consumer!r} is the name of another consumer: choose another")
+            is_other = (other.event is Applied) != (new.event is Applied)
+            if new.corrects and other.consumer == new.consumer and is_other:
+                raise TypeError(f"{new.consumer!r} takes records, or Applied: two names are needed")
             is_alike = (other.consumer, other.topic) == (new.consumer, new.topic)
             if other in alike and other.event is not new.event:
                 both = next(type for type in types if other in registered.get(type, ()))
@@ -189,15 +257,31 @@ class Handlers:
         new.event.__event_upcasters__ = MappingProxyType({**new.event.__event_upcasters__})
         for type in types:
             registered[type] = (*registered.get(type, ()), new)
+        if new.corrects:
+            self.corrections[new.consumer] = new.corrects
+        if new.event is Applied:
+            self.recalling.add(new.consumer)
 
-    def topic(self, topic: str, *, codec: Codec | None = None, demands_types: bool = False) -> None:
+    def topic(
+        self,
+        topic: str,
+        *,
+        codec: Codec | None = None,
+        demands_types: bool = False,
+        undecodable: Literal["go on", "hold"] = "go on",
+    ) -> None:
         """Declare how the events of a topic are written, both those read and those published.
 
         `codec` is `CloudEvents()` by default. With `demands_types=True` a type that no handler
-        takes is a dead letter; elsewhere it is skipped and counted. Raises `TypeError` if the topic
-        was declared before, or the codec is no object with the methods of `Codec`.
+        takes is a dead letter; elsewhere it is skipped and counted. With `undecodable="hold"` a
+        record that can't be decoded is a dead letter of each consumer of the topic, and later
+        messages of its key wait until an operator redrives or discards it. Raises `TypeError` if
+        the topic was declared before, or the codec is no object with the methods of `Codec`, and
+        `ValueError` for another word.
         """
         check_topic(topic)
+        if undecodable not in ("go on", "hold"):
+            raise ValueError(f"undecodable is 'go on' or 'hold', not {undecodable!r}")
         if codec is not None:
             check_codec(codec)
         if topic in self._declared:
@@ -208,6 +292,8 @@ class Handlers:
             self.closed[topic] = f"the codec of {topic!r} is not open yet"
         if demands_types:
             self.demanding.add(topic)
+        if undecodable == "hold":
+            self.holding.add(topic)
 
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
         """Return the same handlers for renamed topics, as for brokers that are shared.
@@ -225,13 +311,20 @@ class Handlers:
                 names[topic],
                 codec=self.codecs.get(topic),
                 demands_types=topic in self.demanding,
+                undecodable="hold" if topic in self.holding else "go on",
             )
         return renamed
 
     def __iter__(self) -> Iterator[Handler]:
-        """Return all that are registered."""
-        found = (pair for types in self._by_topic.values() for pair in types.items())
+        """Return all that are registered, corrections last."""
+        places = *self._by_topic.values(), *self._corrections.values()
+        found = (pair for types in places for pair in types.items())
         return (one for type, alike in found for one in alike if one.event.__event_type__ == type)
+
+    @property
+    def takers(self) -> list[Handler]:
+        """All but corrections, which take nothing by themselves."""
+        return [one for one in self if not one.corrects]
 
     @property
     def topics(self) -> frozenset[str]:
@@ -247,7 +340,7 @@ class Handlers:
     def replaced(self) -> list[str]:
         """Names of functions that were replaced by a decorator above their registration."""
         functions = {one.function for one in self}
-        return sorted(one.__qualname__ for one in functions if _is_wrapped_since(one))
+        return sorted(one.__qualname__ for one in functions if is_wrapped_since(one))
 
     @property
     def consumers(self) -> frozenset[str]:
@@ -257,11 +350,23 @@ class Handlers:
     @property
     def callers(self) -> frozenset[str]:
         """Names of the consumers of calls."""
-        return frozenset(one.consumer for one in self if one.topic == CALLS)
+        return frozenset(one.consumer for one in self if one.mode == "call")
 
-    def of(self, topic: str, type: str) -> tuple[Handler, ...]:
-        """Return the handlers of an event type, in the order of their registration."""
-        return self._by_topic.get(topic, {}).get(type, ())
+    def of(self, topic: str, type: str, consumer: str = "") -> tuple[Handler, ...]:
+        """Return the handlers of an event type, in the order of their registration.
+
+        Those of corrections are returned for a `consumer` that is one, and for no other.
+        """
+        places = self._corrections if consumer in self.corrections else self._by_topic
+        return places.get(topic, {}).get(type, ())
+
+    def holders(self, topic: str) -> Sequence[Handler]:
+        """Return one handler of each consumer of a topic, of which a dead message holds its key."""
+        of_topic = {one.consumer: one for one in self.takers if one.topic == topic}
+        return [
+            replace(one, policy=Policy(after_death="hold"), gaps=None, takes_old=True)
+            for one in of_topic.values()
+        ]
 
     def codec(self, topic: str) -> Codec:
         """Return the topic's codec."""
@@ -272,7 +377,7 @@ class Handlers:
 
         If none loads them, and none has `own_transaction`, any of them may add rows: return all.
         """
-        found = [one for one in self if one.mode != "call"]
+        found = [one for one in self.takers if one.mode != "call"]
         loading = [one for one in found if any(each.table == table for each in one.loads)]
         if not loading and any(one.own_transaction for one in found):
             return []
@@ -282,7 +387,7 @@ class Handlers:
         """Yield a topic, the name of a class, and the consumers of the topic that load its rows, if
         there are several."""
         consumers: dict[tuple[str, type[Any]], set[str]] = {}
-        for one in self:
+        for one in self.takers:
             for loads in one.loads if one.topic != REQUESTS else ():
                 consumers.setdefault((one.topic, loads.entity), set()).add(one.consumer)
         for (topic, entity), names in consumers.items():
@@ -292,73 +397,3 @@ class Handlers:
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""
         return Tombstone.__event_type__ in self._by_topic.get(topic, {})
-
-
-def check_options(
-    event: type[Event], *, consumer: str, loads: Declared, timeout: float
-) -> Sequence[Loads[Any]]:
-    """Return `loads` as a sequence. Raises `TypeError` or `ValueError` for an invalid option."""
-    check_event(event)
-    check_name("a consumer", consumer)
-    if event.__pydantic_complete__:  # otherwise it refers to classes that are defined later
-        reader(event)
-    rows = declared(loads, event)
-    if not timeout > 0:
-        raise ValueError(f"timeout is in seconds, not {timeout}")
-    return rows
-
-
-def check_function(function: Callable[..., object], **takes: Any) -> None:
-    """Raise `TypeError` for a function that can't take arguments of these types, in this order.
-
-    Its annotations are checked as far as they can be evaluated.
-    """
-    if not iscoroutinefunction(function):
-        raise TypeError(f"{function} must be a coroutine function: write `async def`")
-    name = getattr(function, "__name__", "handle")
-    parameters = ", ".join(f"{name}: {_text(given)}" for name, given in takes.items())
-    advice = f"write `async def {name}({parameters})`"
-    try:
-        # Not the signature of a wrapped function, which may differ.
-        bound = signature(function, follow_wrapped=False).bind(*takes.values())
-    except TypeError as error:
-        raise TypeError(f"{name} can't be called as a handler is ({error}): {advice}") from None
-    try:
-        hints = get_type_hints(function)
-    except Exception:  # names that only a type checker knows, or that are defined later
-        return
-    for parameter, given in bound.arguments.items():
-        hint = hints.get(parameter, Any)
-        if not isinstance(given, tuple) and not _fits(given, hint):
-            raise TypeError(
-                f"{name} takes {_text(hint)} as {parameter}, where it is given"
-                f" {_text(given)}: {advice}"
-            )
-
-
-def _fits(given: Any, hint: Any) -> bool:
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(given, one) for one in get_args(hint))
-    kind, wanted = get_origin(given) or given, get_origin(hint) or hint
-    is_known = isinstance(wanted, type) and not getattr(wanted, "_is_protocol", False)
-    if Any in (kind, wanted) or not is_known:
-        return True
-    return issubclass(kind, wanted) and all(map(_fits, get_args(given), get_args(hint)))
-
-
-def _text(given: Any) -> str:
-    name: str = getattr(given, "__name__", str(given))
-    inner = ", ".join(map(_text, get_args(given)))
-    return f"{name}[{inner}]" if inner else name
-
-
-def _is_wrapped_since(function: Callable[..., object]) -> bool:
-    """Whether a decorator in its module has replaced the function by one that calls it."""
-    name = getattr(function, "__qualname__", "")
-    found = getattr(sys.modules.get(function.__module__), name, function)
-    if found is function or not callable(found):
-        return False
-    cells = getattr(found, "__closure__", None) or ()
-    return unwrap(found, stop=lambda one: one is function) is function or any(
-        cell.cell_contents is function for cell in cells
-    )

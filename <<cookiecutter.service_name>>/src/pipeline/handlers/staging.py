@@ -114,7 +114,7 @@ SELECT name, COALESCE(due_at, at + after), at + place * interval '1 microsecond'
  ORDER BY name
     ON CONFLICT (name) DO UPDATE
    SET due_at = excluded.due_at, scheduled_at = excluded.scheduled_at,
-       {", ".join(f"{name} = excluded.{name}" for name in StagedEvent._fields)}
+       {", ".join(f"{name} = excluded.{name}" for name in (*StagedEvent._fields, "release"))}
 """
 
 CANCEL = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"

@@ -19,10 +19,11 @@ _EVENT = """\
     datalength   bigint,
     datachecksum text"""
 
-_SHARD = """\
-    shard        smallint NOT NULL GENERATED ALWAYS AS (
-                     (get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % 64)::smallint
-                 ) STORED"""
+# An event without a key has no order: those events are spread over the shards by their numbers.
+SHARD = "(COALESCE(get_byte(sha256(key), 0), (id % 64)::integer) % 64)::smallint"
+
+_SHARD = f"""\
+    shard        smallint NOT NULL GENERATED ALWAYS AS ({SHARD}) STORED"""
 
 TABLES = f"""
 CREATE TABLE pipeline.outbox (

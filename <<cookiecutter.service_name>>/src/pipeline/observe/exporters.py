@@ -25,18 +25,21 @@ log = logging.getLogger(__name__)
 
 
 def configure(
-    *, service_name: str, otlp_endpoint: str | None, sample_ratio: float
+    *, service_name: str, otlp_endpoint: str | None, sample_ratio: float, release: str = ""
 ) -> Callable[[float], None]:
     """Set the process's providers, which OpenTelemetry allows once; return their shutdown.
 
     Metrics always go to `prometheus_client.REGISTRY`. `otlp_endpoint` is the base URL of an
     OTLP/HTTP receiver, which gets traces and metrics. Without it the service records no spans, and
-    hands on the context that it receives.
+    hands on the context that it receives. `release` is the version of the service, if it is named.
 
     The shutdown sends what is buffered, and blocks for at most as many seconds as it is given.
     """
     instance = Resource({service_attributes.SERVICE_INSTANCE_ID: str(uuid4())})
-    resource = instance.merge(Resource.create({service_attributes.SERVICE_NAME: service_name}))
+    names = {service_attributes.SERVICE_NAME: service_name}
+    if release:
+        names[service_attributes.SERVICE_VERSION] = release
+    resource = instance.merge(Resource.create(names))
     sampler = sampling.ParentBased(_LinkedOrRatio(sample_ratio))
     tracing = TracerProvider(sampler, resource, shutdown_on_exit=False)
     readers: list[MetricReader] = [PrometheusMetricReader()]

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -47,6 +47,8 @@ class Health:
         watchdog ends it."""
         self.stall_after = stall_after
         self._parts: dict[str, str | None] = {}
+        self.paused: Sequence[str] = ()
+        """What people have paused or throttled; the process is ready."""
         self._beat = time.monotonic()
 
     def ready(self, part: str) -> None:
@@ -276,7 +278,8 @@ class _Handler(BaseHTTPRequestHandler):
                 )
             case "/health/ready":
                 reasons = health.reasons
-                self._answer(not reasons, ready=not reasons, reasons=reasons)
+                paused = {"paused": health.paused} if health.paused else {}
+                self._answer(not reasons, ready=not reasons, reasons=reasons, **paused)
             case "/metrics":
                 with self.server.scrape:  # concurrent ones mix in OpenTelemetry's collector
                     text = generate_latest()

@@ -42,7 +42,8 @@ _RESERVED = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 _OURS = {"timestamp", "level", "logger", "message", "exception", "stack", "trace_id", "span_id"}
 _PACKAGES = (
     *("pipeline", "operate"),
-    *("archive", "claims", "debezium", "effects", "http_api", "http_server", "page", "personal"),
+    *("archive", "claims", "debezium", "effects", "history", "http_api", "http_server"),
+    *("page", "personal"),
 )
 """The engine and what is installed beside it: their loggers have the service's own level."""
 _QUOTING = (

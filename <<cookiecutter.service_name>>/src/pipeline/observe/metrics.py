@@ -4,27 +4,28 @@ Names of messaging and database metrics are the semantic conventions'. Without t
 `exporters` sets up, recording costs next to nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from time import monotonic
 
 from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import Observation
 from opentelemetry.semconv._incubating.attributes import cloudevents_attributes as cloudevents
 from opentelemetry.semconv._incubating.attributes import messaging_attributes as names
 from opentelemetry.semconv._incubating.metrics import messaging_metrics as metric_names
 from opentelemetry.semconv.attributes import error_attributes
 from opentelemetry.util.types import AttributeValue
 
-from .buffer import flush, record
+from .buffer import record
+from .computed import Computed, OfOutbox
 
 Attributes = dict[str, AttributeValue]
-_Value = float | Mapping[str, int] | None
-"""A number, or numbers by outcome; None: there is nothing to report."""
 
 CONSUMER = "pipeline.consumer"
+MODE = "pipeline.mode"
 REASON = "pipeline.reason"
 OUTCOME = "pipeline.outcome"
+KIND = "pipeline.kind"
+SUBJECT = "pipeline.subject"
 TYPE = cloudevents.CLOUDEVENTS_EVENT_TYPE
 PROCESS = names.MessagingOperationTypeValues.PROCESS.value
 SEND = names.MessagingOperationTypeValues.SEND.value
@@ -78,6 +79,15 @@ _operation_duration = _meter.create_histogram(
     "Duration of sending events of a partition, and of a poll with its wait for records.",
     explicit_bucket_boundaries_advisory=_SECONDS,
 )
+_call_duration = _meter.create_histogram(
+    "pipeline.call.duration",
+    "s",
+    "Duration of a call to another service, by outcome.",
+    explicit_bucket_boundaries_advisory=[0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0],
+)
+_calls = _meter.create_up_down_counter(
+    "pipeline.calls.under_way", "{call}", "Calls to other services that this process makes now."
+)
 _backlog_duration = _meter.create_histogram(
     "pipeline.backlog.duration",
     "s",
@@ -91,6 +101,12 @@ partitions_assigned = _meter.create_gauge(
 _blocked = _meter.create_gauge(
     "pipeline.partitions.blocked", "{partition}", "1 while the partition is blocked."
 )
+_lag = _meter.create_gauge(
+    "pipeline.consumer.lag", "{message}", "Records before the end, or an open transaction."
+)
+_delay = _meter.create_gauge(
+    "pipeline.consumer.delay", "s", "Age of the first of them; 0 while it is paused."
+)
 _breaker = _meter.create_gauge("pipeline.breaker.open", "{consumer}", "1 while it is open.")
 _backlog = _meter.create_gauge("pipeline.backlog.waiting", "{message}", "Stored for later.")
 _dead = _meter.create_gauge("pipeline.backlog.dead", "{message}", "Dead letters to decide on.")
@@ -100,55 +116,31 @@ _held = _meter.create_gauge(
     "pipeline.retention.held", "{partition}", "Due to be dropped, and still needed."
 )
 
-
-class _Computed:
-    """A gauge or counter whose value is computed when metrics are collected."""
-
-    def __init__(self, name: str, unit: str, description: str, *, counts: bool = False) -> None:
-        self.read: Callable[[], _Value] = lambda: None
-        kind = _meter.create_observable_counter if counts else _meter.create_observable_gauge
-        kind(name, [self.observe], unit, description)
-
-    def observe(self, _: CallbackOptions) -> Iterable[Observation]:
-        flush()  # so that what is collected is complete
-        value = self.read()
-        if isinstance(value, Mapping):
-            return [Observation(count, {OUTCOME: outcome}) for outcome, count in value.items()]
-        return [] if value is None else [Observation(value)]
-
-
-class _OfOutbox(_Computed):
-    """One that is reported only while no other relay can have taken this process's shards.
-
-    A relay that is cut off from PostgreSQL does not know what another one has published.
-    """
-
-    leased_until = 0.0
-    """By the monotonic clock."""
-
-    def observe(self, options: CallbackOptions) -> Iterable[Observation]:
-        return super().observe(options) if monotonic() < _OfOutbox.leased_until else []
-
-
-_log_dropped = _Computed(
+_log_dropped = Computed(
     "pipeline.log.dropped",
     "{line}",
     "Log lines lost, as nothing reads standard error in time.",
     counts=True,
 )
-_ready = _Computed("pipeline.ready", "{process}", "1 while every part can do its work.")
-_lag_events = _OfOutbox("pipeline.outbox.lag.events", "{event}", "Events not yet sent.")
-_lag_duration = _OfOutbox(
+_ready = Computed("pipeline.ready", "{process}", "1 while every part can do its work.")
+_throttle_rate = Computed(
+    "pipeline.throttle.rate", "{message}", "Taken of a subject in a second; 0: it is paused."
+)
+_throttle_age = Computed(
+    "pipeline.throttle.age", "s", "Time since it was asked for, if it has no end."
+)
+_lag_events = OfOutbox("pipeline.outbox.lag.events", "{event}", "Events not yet sent.")
+_lag_duration = OfOutbox(
     "pipeline.outbox.lag.duration", "s", "Age of the oldest event not yet sent."
 )
-_rejected = _OfOutbox("pipeline.outbox.rejected", "{event}", "Rejected by Kafka, by state.")
-_ahead = _Computed("pipeline.outbox.ahead", "s", "Time until there is no partition for new events.")
-_coverage = _Computed(
+_rejected = OfOutbox("pipeline.outbox.rejected", "{event}", "Rejected by Kafka, by state.")
+_ahead = Computed("pipeline.outbox.ahead", "s", "Time until there is no partition for new events.")
+_coverage = Computed(
     "pipeline.inbox.coverage",
     "s",
     "How far back the inbox remembers every message, once it has forgotten some.",
 )
-_retention_age = _Computed(
+_retention_age = Computed(
     "pipeline.retention.age", "s", "Time since a round of retention was finished, by any process."
 )
 
@@ -221,6 +213,18 @@ def handled(longest: Mapping[tuple[str, str], float]) -> None:
         record(_handler_duration.record, seconds, attributes)
 
 
+def call_began(consumer: str) -> None:
+    """Count a call to another service that is under way."""
+    _calls.add(1, {CONSUMER: consumer})
+
+
+def call_ended(consumer: str, outcome: str | None, seconds: float) -> None:
+    """Record the end of a call: `done` (answered), `failed` or `late`; None: it was cancelled."""
+    _calls.add(-1, {CONSUMER: consumer})
+    if outcome is not None:
+        record(_call_duration.record, seconds, {CONSUMER: consumer, OUTCOME: outcome})
+
+
 def published(topic: str, count: int, error: Exception | None = None) -> None:
     """Count events that were sent and acknowledged, or were not, with the error."""
     record(_sent.add, count, _with_error(operation(SEND, topic), error))
@@ -236,13 +240,23 @@ def observe_log(dropped: Callable[[], int]) -> None:
     _log_dropped.read = dropped
 
 
-def set_blocked(topic: str, partition: int, *, is_blocked: bool) -> None:
-    """Set whether the partition is blocked; one that this process gave up is not blocked here."""
-    attributes = {
+def _place(topic: str, partition: int) -> Attributes:
+    return {
         names.MESSAGING_DESTINATION_NAME: topic,
         names.MESSAGING_DESTINATION_PARTITION_ID: str(partition),
     }
-    _blocked.set(int(is_blocked), attributes)
+
+
+def set_blocked(topic: str, partition: int, *, is_blocked: bool) -> None:
+    """Set whether the partition is blocked; one that this process gave up is not blocked here."""
+    _blocked.set(int(is_blocked), _place(topic, partition))
+
+
+def observe_lag(topic: str, partition: int, lag: int, delay: float) -> None:
+    """Set how many records of a partition are not applied, and the age of the first in seconds; one
+    that this process gave up is not behind here."""
+    _lag.set(lag, _place(topic, partition))
+    _delay.set(delay, _place(topic, partition))
 
 
 def set_breaker(consumer: str, *, is_open: bool) -> None:
@@ -250,12 +264,14 @@ def set_breaker(consumer: str, *, is_open: bool) -> None:
     _breaker.set(int(is_open), {CONSUMER: consumer})
 
 
-def observe_backlog(consumer: str, waiting: int, dead: int, oldest_seconds: float) -> None:
-    """Set what the backlog holds for a consumer."""
-    attributes = {CONSUMER: consumer}
+def observe_backlog(
+    consumer: str, waiting: int, dead: int, oldest_seconds: float, *, has_calls: bool
+) -> None:
+    """Set what the backlog holds for a consumer: messages, or calls."""
+    attributes = {CONSUMER: consumer, MODE: "call" if has_calls else "message"}
     _backlog.set(waiting, attributes)
     _dead.set(dead, attributes)
-    _backlog_age.set(oldest_seconds, attributes)
+    _backlog_age.set(max(0.0, oldest_seconds), attributes)  # a paused key is in the future
 
 
 def backlog_applied(consumer: str, seconds: float) -> None:
@@ -265,7 +281,7 @@ def backlog_applied(consumer: str, seconds: float) -> None:
 
 def lease_extended(until: float) -> None:
     """Set until when, by the monotonic clock, what is observed of the outbox stays true."""
-    _OfOutbox.leased_until = until
+    OfOutbox.leased_until = until
 
 
 def observe_outbox(lag_events: int, oldest: datetime | None) -> None:
@@ -275,9 +291,11 @@ def observe_outbox(lag_events: int, oldest: datetime | None) -> None:
     _lag_duration.read = lambda: max(0.0, _since(oldest)) if oldest else 0.0
 
 
-def observe_rejected(waiting: int, dead: int) -> None:
-    """Set how many events in this relay's shards wait for a topic, and how many are dead."""
-    _rejected.read = lambda: {"waiting": waiting, "dead": dead}
+def observe_rejected(waiting: int, dead: int, paused: int = 0) -> None:
+    """Set how many events in this relay's shards wait for a topic, are dead, or are paused."""
+    numbers = {"waiting": waiting, "dead": dead, "paused": paused}
+    found = [Observation(number, {OUTCOME: state}) for state, number in numbers.items()]
+    _rejected.read = lambda: found
 
 
 def forget_outbox() -> None:
@@ -297,3 +315,13 @@ def observe_retention(held: int, finished_at: datetime) -> None:
     """Set how many partitions are due to be dropped and still needed, and as of when."""
     _held.set(held)
     _retention_age.read = lambda: _since(finished_at)
+
+
+def observe_throttles(asked: Sequence[tuple[str, str, float, float | None]]) -> None:
+    """Set what people have asked: kind and name of a subject, what may be taken of it in a second,
+    and the seconds since then; None: it ends by itself."""
+    found = [({KIND: kind, SUBJECT: name}, rate, age) for kind, name, rate, age in asked]
+    _throttle_rate.read = lambda: [Observation(rate, subject) for subject, rate, _ in found]
+    _throttle_age.read = lambda: [
+        Observation(age, subject) for subject, _, age in found if age is not None
+    ]

@@ -19,6 +19,7 @@ import asyncpg
 from aiokafka import errors
 from aiokafka.errors import KafkaError
 
+from pipeline.apply.throttles import Throttles
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
 from pipeline.servers.patches import InvalidRecordError
@@ -115,19 +116,23 @@ def rejection_of(error: KafkaError, event: asyncpg.Record) -> Rejection | None:
 
 
 _COUNT = """
-SELECT topic, count(*) AS waiting, 0 AS dead
+SELECT topic, count(*) AS waiting, 0 AS dead, bool_or(error IS NOT NULL) AS rejects
   FROM pipeline.outbox_rejected
  WHERE shard = ANY ($1) AND died_at IS NULL
  GROUP BY topic
 UNION ALL
-SELECT NULL, 0, count(*)
+SELECT NULL, 0, count(*), true
   FROM pipeline.outbox_rejected
  WHERE shard = ANY ($1) AND died_at IS NOT NULL AND discarded_at IS NULL
 """
 
+# The first event of a topic is the one that is tried.
 _COUNT_WAITING = """
 SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS count,
-       extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest
+       extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest,
+       (SELECT error IS NOT NULL FROM pipeline.outbox_rejected AS first
+         WHERE first.topic BETWEEN few.topic AND few.topic AND died_at IS NULL
+         ORDER BY first.topic, id LIMIT 1) AS rejects
   FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_rejected
          WHERE died_at IS NULL LIMIT $1) AS few
  GROUP BY topic ORDER BY topic
@@ -154,13 +159,14 @@ UPDATE pipeline.outbox_rejected
 """
 
 # After a reset, or if an older cursor was restored, an event may be stored already.
+# Each event by its id: the times only tell which days to look at.
 _ADD = f"""
-INSERT INTO pipeline.outbox_rejected ({COLUMNS}, reason, error, died_at)
-SELECT {COLUMNS}, reason, error, CASE WHEN is_dead THEN clock_timestamp() END
+INSERT INTO pipeline.outbox_rejected ({COLUMNS}, release, reason, error, died_at)
+SELECT {COLUMNS}, release, reason, error, CASE WHEN is_dead THEN clock_timestamp() END
   FROM unnest($1::bigint[], $2::text[], $3::text[], $4::boolean[])
-       AS rejected (id, reason, error, is_dead)
-  JOIN pipeline.outbox USING (id)
- WHERE created_at BETWEEN $5 AND $6
+       AS rejected (event, reason, error, is_dead),
+       LATERAL (SELECT * FROM pipeline.outbox
+                 WHERE id = event AND created_at BETWEEN $5 AND $6 LIMIT 1) AS stored
     ON CONFLICT (id) DO NOTHING
 """
 
@@ -195,13 +201,16 @@ UPDATE pipeline.outbox_rejected AS stored
 class Rejected:
     """The topics for which events wait in one relay's shards, and when each is tried again."""
 
-    def __init__(self, settings: Settings, health: Health) -> None:
+    def __init__(
+        self, settings: Settings, health: Health, throttles: Throttles | None = None
+    ) -> None:
         self._settings = settings
         self._health = health
+        self._throttles = throttles or Throttles()
         self._try_at: dict[str, float] = {}
-        """By topic and the monotonic clock."""
+        """When events that wait are tried again, by topic and the monotonic clock."""
         self._accepting: set[str] = set()
-        """Topics that have accepted events since they refused some."""
+        """Those of the topics that have refused no event since they accepted some."""
         self._look_at = 0.0
 
     @property
@@ -221,25 +230,32 @@ class Rejected:
         for topic in self._try_at.keys() - topics:
             self._end(topic)
         self._try_at = dict.fromkeys(topics, 0.0) | self._try_at
+        # Without an error all of a topic wait because people want it, or to be tried.
         metrics.observe_rejected(
-            waiting=sum(row["waiting"] for row in rows), dead=sum(row["dead"] for row in rows)
+            waiting=sum(row["waiting"] for row in rows if row["rejects"]),
+            dead=sum(row["dead"] for row in rows),
+            paused=sum(row["waiting"] for row in rows if not row["rejects"]),
         )
         # Counting many rows takes long: at most a twentieth of the time is spent on it.
         self._look_at = monotonic() + 20 * (monotonic() - begun)
 
     def is_waiting(self, topic: str) -> bool:
-        """Whether events wait for the topic, so that later ones wait behind them."""
-        return topic in self._try_at
+        """Whether it is paused or throttled, or events wait for it: later ones wait behind them."""
+        return topic in self._try_at or topic in self._throttles.asked("events")
 
     def seconds_to_next(self) -> float:
         """Return how long until a topic is tried again; infinite if no events wait."""
-        return min(self._try_at.values(), default=math.inf) - monotonic()
+        return min(map(self._free_at, self._try_at), default=math.inf) - monotonic()
 
     async def add(
         self, connection: asyncpg.Connection, events: Sequence[asyncpg.Record], why: Rejections
     ) -> None:
         """Store events that were not sent, in the transaction that moves the cursor past them."""
         self._note(events, why)
+        unsent = {event["topic"] for event in events if event["id"] not in why}
+        for topic in unsent - self._try_at.keys():  # it is paused
+            self._try_at[topic] = 0.0
+            self._accepting.add(topic)
         times = [event["created_at"] for event in events]
         await connection.execute(_ADD, *_columns(events, why), min(times), max(times))
 
@@ -255,10 +271,11 @@ class Rejected:
         overtaken already.
         """
         topics = [one for one in self._try_at if (one in self._accepting) == accepting]
-        topic = min(topics, key=self._try_at.__getitem__, default=None)
-        if topic is None or self._try_at[topic] > monotonic():
+        topic = min(topics, key=self._free_at, default=None)
+        if topic is None or self._free_at(topic) > monotonic():
             return []
-        most = self._settings.relay_batch_events if accepting else _FIRST_PAGE
+        page = self._settings.relay_batch_events if accepting else _FIRST_PAGE
+        most = int(min(page, self._throttles.most("events", topic)))
         rows: list[asyncpg.Record] = await connection.fetch(_DUE, topic, shards, most, PAGE_BYTES)
         if not rows:
             self._end(topic)
@@ -277,6 +294,11 @@ class Rejected:
         if why:
             rejected = [event for event in events if event["id"] in why]
             await connection.execute(_SET, *_columns(rejected, why))
+
+    def _free_at(self, topic: str) -> float:
+        """Return when events of the topic may be sent again, by the monotonic clock."""
+        left = self._throttles.left("events", topic)
+        return max(self._try_at[topic], monotonic() + left) if left else self._try_at[topic]
 
     def _note(self, events: Sequence[asyncpg.Record], why: Rejections) -> None:
         """Postpone topics that reject events, and log new rejections."""
@@ -326,7 +348,8 @@ async def discard(
 
 
 async def count(connection: asyncpg.Connection, most: int) -> tuple[list[asyncpg.Record], int]:
-    """Return by topic why events wait, how many and for how many seconds; and the dead events.
+    """Return by topic why events wait, how many, for how many seconds, and whether it rejects them,
+    or they wait because people want it; and the number of dead events.
 
     At most so many of each are counted.
     """

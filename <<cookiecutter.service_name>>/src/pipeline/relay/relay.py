@@ -15,6 +15,7 @@ from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.encryption import Encryption
+from pipeline.apply.throttles import Resting, Throttles
 from pipeline.errors import describe_error, is_infrastructure
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
@@ -36,7 +37,7 @@ _NARROW_SECONDS = 1.0
 """So long after it has read a window the next one has few events, and is not measured before."""
 _SCHEDULED = "scheduled events"
 """The part of the health that reports whether scheduled events are moved."""
-_EXPLAINED = (LeaseExpired, NotSent, ServerChanged)
+_EXPLAINED = (LeaseExpired, NotSent, Resting, ServerChanged)
 """Errors whose text is complete, so that no traceback is logged."""
 
 
@@ -60,6 +61,7 @@ class Relay:
         settings: Settings,
         health: Health,
         encryption: Encryption | None = None,
+        throttles: Throttles | None = None,
     ) -> None:
         self._engine = engine
         self._settings = settings
@@ -70,7 +72,8 @@ class Relay:
         self._trials = Publisher(settings, client_id=f"{name}-relay", owner=owner, endings=TRIALS)
         self._trial: _Trial | None = None
         self._cursor = Cursor(settings, owner)
-        self._rejected = Rejected(settings, health)
+        self._throttles = throttles or Throttles()
+        self._rejected = Rejected(settings, health, self._throttles)
         self._scheduled = Scheduled()
         self.backpressure = RelayBackpressure(2 * settings.relay_batch_events)
         self._ahead: tuple[Mapping[int, Progress], list[Page]] = {}, []
@@ -278,6 +281,7 @@ class Relay:
         then: Mapping[int, Progress],
     ) -> None:
         """Send events; rejected ones are stored together with the progress `then`."""
+        await self._throttles.fresh(self._stopping.is_set)
         waiting = {event["id"] for event in events if self._rejected.is_waiting(event["topic"])}
         rejections = await self._send(driver, [one for one in events if one["id"] not in waiting])
         if unsent := [one for one in events if one["id"] in waiting or one["id"] in rejections]:
@@ -286,6 +290,7 @@ class Relay:
 
     async def _retry(self, driver: asyncpg.Connection) -> bool:
         """Send events that wait for a topic, if one is due; returns whether it accepts some."""
+        await self._throttles.fresh(self._stopping.is_set)
         await self._try(driver)
         return await self._drain(driver)
 
@@ -326,6 +331,7 @@ class Relay:
         shards = {row["shard"] for row in rows}
         async with self._cursor.writing(driver, self._cursor.of(shards)):
             await self._rejected.settle(driver, rows, rejections)
+        await self._throttles.took("events", rows[0]["topic"], len(rows) - len(rejections))
 
     async def _decrypted(
         self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]

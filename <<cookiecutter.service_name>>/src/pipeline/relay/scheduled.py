@@ -10,6 +10,8 @@ from time import monotonic
 
 import asyncpg
 
+from pipeline.apply import audit
+from pipeline.apply.audit import Change
 from pipeline.handlers.staging import CANCEL, COLUMNS
 from pipeline.servers.database import IDLE_LIMIT
 
@@ -34,8 +36,8 @@ WITH due AS (
                      ORDER BY due_at, scheduled_at, name LIMIT $1
                        FOR UPDATE SKIP LOCKED)
     RETURNING *)
-INSERT INTO pipeline.outbox ({COLUMNS})
-SELECT {COLUMNS} FROM due ORDER BY due_at, scheduled_at, name
+INSERT INTO pipeline.outbox ({COLUMNS}, release)
+SELECT {COLUMNS}, release FROM due ORDER BY due_at, scheduled_at, name
 """
 
 _COUNT = """
@@ -102,6 +104,13 @@ async def count(connection: asyncpg.Connection, most: int) -> tuple[int, datetim
     return found, next_due
 
 
-async def cancel(connection: asyncpg.Connection, names: list[str]) -> list[str]:
+async def cancel(
+    connection: asyncpg.Connection, names: list[str], *, operator: str, why: str | None = None
+) -> list[str]:
     """Cancel scheduled events; returns the names of those that were still waiting."""
-    return sorted([row["name"] for row in await connection.fetch(CANCEL, names)])
+    async with connection.transaction():
+        cancelled = sorted([row["name"] for row in await connection.fetch(CANCEL, names)])
+        for name in cancelled:
+            change = Change(operator, "cancel", why)
+            await audit.note(connection, change, f"scheduled event {name}")
+    return cancelled

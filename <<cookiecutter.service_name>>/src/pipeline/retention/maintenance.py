@@ -7,6 +7,7 @@ from datetime import UTC, timedelta
 
 import asyncpg
 
+from pipeline.errors import describe_error
 from pipeline.observe import metrics
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
@@ -37,6 +38,17 @@ WITH old AS (
      WHERE discarded_at < $1 ORDER BY discarded_at LIMIT $2 FOR UPDATE SKIP LOCKED)
 DELETE FROM pipeline.{table} WHERE {key} = ANY (ARRAY(SELECT {key} FROM old))
 """
+
+# Of partitions that are attached. What is summarized already is not read again, nor waits a round
+# for who has locked a partition.
+_SUMMARIZE = """
+SELECT set_config('lock_timeout', '2s', true), brin_summarize_new_values(inhrelid)
+  FROM pg_inherits JOIN pg_class ON oid = inhrelid
+ WHERE inhparent IN ('pipeline.inbox_find_idx'::regclass, 'pipeline.outbox_find_idx'::regclass)
+   AND pg_has_role(relowner, 'USAGE')
+"""
+_SUMMARIZE_SECONDS = 600.0
+"""Time limit of a statement that reads what was written since the last round."""
 
 
 @dataclass
@@ -141,6 +153,7 @@ async def run_retention(
             else:
                 done.dropped.append(one.name)
     done.discarded = await _delete_discarded(connection, settings)
+    await _summarize(connection)
     finished_at = await connection.fetchval(_FINISH_ROUND, len(done.held))
     metrics.observe_retention(len(done.held), finished_at)
     return done
@@ -184,6 +197,14 @@ async def _drop(
         return "another process is dropping it" if is_there else None
     except asyncpg.PostgresError as error:
         return str(error)
+
+
+async def _summarize(connection: asyncpg.Connection) -> None:
+    """Summarize what was written since the last round, so that searches by key need not read it."""
+    try:
+        await connection.execute(_SUMMARIZE, timeout=_SUMMARIZE_SECONDS)
+    except (TimeoutError, asyncpg.PostgresError) as error:  # as if one was dropped meanwhile
+        log.info("left to the next round, to summarize partitions: %s", describe_error(error))
 
 
 async def _delete_discarded(connection: asyncpg.Connection, settings: Settings) -> int:

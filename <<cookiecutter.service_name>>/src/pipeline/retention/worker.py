@@ -135,7 +135,7 @@ class RetentionWorker:
             raise NotAdopted
         await check_brokers(connection, self._brokers, stores=True)
         if self._consumers:
-            await inbox.register(connection, self._consumers)
+            await inbox.register(connection, self._consumers, self._settings.release)
 
     async def _while_unavailable(self, work: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
         """Repeat the work while servers are unavailable, which readiness reports."""

@@ -15,6 +15,9 @@ from pipeline.apply.encryption import Encryption, Rows
 from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations
+from pipeline.apply.source import without_decision
+from pipeline.apply.stopping import PAUSES
+from pipeline.apply.throttles import Throttles
 from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import (
@@ -31,7 +34,7 @@ from pipeline.handlers.policy import (
     dead,
     unchanged,
 )
-from pipeline.handlers.registry import Handlers
+from pipeline.handlers.registry import Handler, Handlers
 from pipeline.observe import metrics
 from pipeline.servers.tasks import TimeSlice
 
@@ -60,10 +63,17 @@ class LaneSource:
     redecoded: Mapping[bytes, bytes] = field(default_factory=dict)
     """Rows of records that could not be decoded before and now can, by the marker key of the last
     message of each. If there are any, `items` are their messages, which get rows of their own."""
+    skipped: Sequence[bytes] = ()
+    """Rows of records that could not be decoded before and now can, and that their consumer does
+    not take."""
     assumed: Mapping[bytes, Decision] = field(default_factory=dict)
     """Decisions to store without a call of a handler, by marker key."""
     compares: bool = False
     """Whether rows are left out that another transaction has decided since they were read."""
+    ended: Sequence[bytes] = ()
+    """Rows at the heads of keys whose pause is over."""
+    throttles: Throttles | None = None
+    """What people have paused, unless its handlers are to be called whatever is."""
     has_lease: ClassVar[bool] = True
 
     @classmethod
@@ -88,6 +98,12 @@ class LaneSource:
         """Half of the lease, which `begin` extends."""
         return self.lease.seconds / 2
 
+    async def check(self) -> None:
+        """Raise `Resting` if a consumer whose handler is to be called is paused."""
+        if self.throttles:
+            called = without_decision(self, self.decisions)
+            await self.throttles.end_if_paused({item.consumer for item in called})
+
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Lock the lane and extend its lease. Raises `LaneLost`."""
         return await lanes.hold(connection, self.lease)
@@ -98,7 +114,11 @@ class LaneSource:
         own = {item.row for item in self.items}
         new = [item for item in items if item.key not in own]
         known = (await backlog.find(connection, new)).known if new else {}
-        heads = {item.order_key: item for item in reversed(self.items) if item.row}
+        heads = {
+            item.order_key: (item.row, item.history.attempts, item.history.waited)
+            for item in reversed(self.items)
+            if item.row
+        }
         is_compared = self.compares and heads
         return Stored(known, (), await lanes.overtaken(connection, heads) if is_compared else ())
 
@@ -122,13 +142,19 @@ class LaneSource:
         outcome.letters += [row for row in self.unhandleable if not row.decision.is_assumed]
         if outcome.encryption:
             changed = await outcome.encryption.encrypt(connection, changed)
-        # Encrypted already, together with the others.
-        await backlog.add(connection, [row for row in changed if row.is_new], None)
+        if self.ended:
+            await lanes.end_pauses(connection, self.ended)
         redecoded = {row for item in self.items if (row := self.redecoded.get(item.key))}
+        # Before what becomes of them is stored: an identity mismatch has the same row again.
+        await lanes.delete(connection, redecoded | {*self.skipped})
+        # Encrypted already, together with the others.
+        new = await backlog.add(connection, [row for row in changed if row.is_new], None)
+        changed = [*new, *(row for row in changed if not row.is_new)]
+        outcome.keep_letters(changed)
         await lanes.settle(
             connection,
             self.lease,
-            done={item.row for item in done if item.row} | redecoded,
+            done={item.row for item in done if item.row},
             changed=[row for row in changed if not row.is_new],
             keys=self.keys,
             keys_with_progress={item.order_key for item in done},
@@ -146,9 +172,10 @@ class LaneSource:
             return [self]
         size = int(records)
         first, *others = (self.items[n : n + size] for n in range(0, len(self.items), size))
+        rest = replace(self, unhandleable=(), skipped=(), ended=())
         return [
             replace(self, items=first),
-            *(replace(self, items=one, keys=self._keys_of(one), unhandleable=()) for one in others),
+            *(replace(rest, items=one, keys=self._keys_of(one)) for one in others),
         ]
 
     def _keys_of(self, items: Sequence[Item]) -> Sequence[bytes]:
@@ -168,7 +195,8 @@ class LaneSource:
 
 # A row that seems to be stored in the future was stored before the clock was set back. The reason
 # completes the history of a row that a consume transaction has added, a command has redriven, or a
-# process of version 1.0.0 has changed.
+# process of version 1.0.0 has changed. A key may have rows of two consumers, a correction and that
+# which it corrects: rows of consumers that are not asked for wait.
 _TAKE = f"""
 WITH due AS MATERIALIZED (
     SELECT order_key, min(due_at) AS due_at, max(attempts) AS attempts
@@ -184,12 +212,13 @@ WITH due AS MATERIALIZED (
      GROUP BY order_key
 )
 SELECT key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key, value,
-       headers, type, hash, hash_version, traceparent, reason, error,
+       headers, source, type, hash, hash_version, traceparent, reason, error,
        attempts, waited, GREATEST(deaths, (reason = '{DIED}')::integer) AS deaths,
        GREATEST(losses, (reason = '{LOST}')::integer) AS losses,
        is_redriven OR reason = '{REDRIVEN}' AS is_redriven,
        date_part('epoch', clock_timestamp() - received_at) AS stored_for,
-       COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL) AS must_wait
+       COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL)
+       OR consumer <> ALL ($2) AS must_wait
   FROM (SELECT due.due_at AS key_due_at, b.*,
                sum(octet_length(value)) OVER (
                    ORDER BY due.due_at, b.order_key, sequence, partition, "offset"
@@ -243,6 +272,8 @@ async def read_rows(
     new: list[Item] = []
     redecoded: dict[bytes, bytes] = {}
     unhandleable: list[Row] = []
+    skipped: list[bytes] = []
+    ended: list[bytes] = []
     waiting: set[bytes] = set()
     turn = TimeSlice()
     for row, record in zip(rows, records, strict=True):
@@ -255,21 +286,29 @@ async def read_rows(
             waiting.add(key)
         if key in waiting:
             continue
+        if record.topic == PAUSES:
+            ended.append(row["key"])
+            waiting.add(key)  # which goes on in the next transaction
+            continue
         found = _read(handlers, row, record, validates=validates)
         if isinstance(found, Row):
             unhandleable.append(found)
             if not found.decision.is_dead:
                 waiting.add(key)
+        elif not found:
+            skipped.append(row["key"])
         elif row["consumer"]:
             items += found
         else:
             new += found
             redecoded[found[-1].key] = row["key"]
-    if not (new or items or unhandleable):
+    if not (new or items or unhandleable or skipped or ended):
         for error in unavailable.values():
             raise error
     # No handler is called for new messages, so the others follow in a transaction of their own.
-    return LaneSource(lease, new or items, keys, unhandleable, redecoded, compares=True)
+    return LaneSource(
+        lease, new or items, keys, unhandleable, redecoded, skipped, compares=True, ended=ended
+    )
 
 
 def _read(
@@ -277,14 +316,16 @@ def _read(
 ) -> Sequence[Item] | Row:
     """Decode the row as the service does now, for its consumer, or for all if it has none.
 
-    A row without a consumer could not be decoded before. Returns a row to store if no handler takes
+    A row without a consumer could not be decoded before, nor could one without a source: nothing is
+    returned for that if its consumer does not take it. Returns a row to store if no handler takes
     the message.
     """
     consumer = row["consumer"]
     if erased := row.get("erased"):
         return Row(row["key"], consumer, record, dead(Policy(), FORGOTTEN, LookupError(erased)))
-    hash = row["hash"] if row["hash_version"] == HASH_VERSION else None
-    found = items_of(handlers, record, validates=False, hash=hash)
+    hash = (row["hash"] or None) if row["hash_version"] == HASH_VERSION else None
+    holds = consumer != "" and consumer not in handlers.corrections
+    found = items_of(handlers, record, validates=False, hash=hash, holds=holds, consumer=consumer)
     if isinstance(found, Undecoded):
         decision = dead(Policy(), found.reason, found.error, history_of(row))
         return Row(row["key"], consumer, record, decision)
@@ -302,6 +343,8 @@ def _read(
             trace=row["traceparent"],
         )
         return [validated(item) if validates else item]
+    if consumer and row["source"] is None:
+        return []
     name = consumer or "the service"
     error = NoHandler(f"{name} has no handler for {row['type'] or 'this'!r} of {record.topic}")
     if not consumer:
@@ -340,14 +383,18 @@ def is_full(rows: Rows, limit: int) -> bool:
 
 def is_suspect(lease: Lease, row: asyncpg.Record) -> bool:
     """Whether a process may have died over the row, which is due."""
-    return (lease.starts > 1 or row["deaths"] > 0) and not row["must_wait"]
+    has_died = lease.starts > 1 or row["deaths"] > 0
+    return has_died and not row["must_wait"] and row["topic"] != PAUSES
 
 
 def beforehand(
     lease: Lease, handlers: Handlers, row: asyncpg.Record
 ) -> tuple[LaneSource, LaneSource]:
     """Return sources that store that an attempt at the row has failed, and that none was made."""
-    takers = handlers.of(row["topic"], row["type"])
+    topic = row["topic"]
+    takers: Sequence[Handler] = handlers.of(topic, row["type"], row["consumer"])
+    if row["source"] is None and topic in handlers.holding:  # it could not be decoded
+        takers = handlers.holders(topic)
     policy = next((one.policy for one in takers if one.consumer == row["consumer"]), Policy())
     record, history = stored_record(row, stored_for=row["stored_for"]), history_of(row)
     failed, undone = (

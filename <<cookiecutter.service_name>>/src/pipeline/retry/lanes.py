@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from typing import NamedTuple
 
 import asyncpg
 
 from pipeline.apply.backlog import Row
-from pipeline.apply.item import Item
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
 from pipeline.handlers.policy import DIED, GAP, REDRIVEN
@@ -16,7 +16,7 @@ from pipeline.servers.cluster import IS_OURS
 from pipeline.servers.database import lease_ended
 
 _FIRST = 100
-"""Rows of each lane and consumer that `count_due` reads."""
+"""Rows of each lane and consumer that are due and that `waiting` reads in any case."""
 _DEMOTED = 10_000
 """Rows of a key whose `due_at` one statement clears at most, so that it does not take long."""
 
@@ -127,6 +127,9 @@ UPDATE pipeline.backlog_lane
 
 _DELETE = "DELETE FROM pipeline.backlog WHERE key = ANY ($1)"
 
+# Not a pause that was prolonged since it was read.
+_END_PAUSES = "DELETE FROM pipeline.backlog WHERE key = ANY ($1) AND due_at <= clock_timestamp()"
+
 _SET = """
 UPDATE pipeline.backlog AS b
    SET reason = new.reason, attempts = new.attempts, waited = new.waited, deaths = new.deaths,
@@ -196,34 +199,11 @@ UPDATE pipeline.backlog
 """
 
 
-_COUNT = """
-SELECT consumer, count(*) FILTER (WHERE died_at IS NULL),
-       count(*) FILTER (WHERE died_at IS NOT NULL AND discarded_at IS NULL),
-       COALESCE(extract(epoch FROM clock_timestamp()
-                        - min(received_at) FILTER (WHERE died_at IS NULL)), 0)::float
-  FROM pipeline.backlog GROUP BY consumer
-"""
-
-
-_COUNT_SOME = """
-SELECT consumer, count(*) - count(died_at) AS waiting, count(died_at) AS dead,
-       COALESCE(extract(epoch FROM clock_timestamp()
-                        - min(received_at) FILTER (WHERE died_at IS NULL)), 0)::float AS oldest
-  FROM ((SELECT consumer, received_at, died_at FROM pipeline.backlog
-          WHERE died_at IS NULL AND consumer = ANY ($2) LIMIT $1)
-        UNION ALL
-        (SELECT consumer, received_at, died_at FROM pipeline.backlog
-          WHERE died_at IS NULL AND consumer <> ALL ($2) LIMIT $1)
-        UNION ALL
-        (SELECT consumer, received_at, died_at FROM pipeline.backlog
-          WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1)) AS few
- GROUP BY consumer
-"""
-
-
-# Reads the first rows of each lane and consumer by the index, however many others there are. The
-# lanes of calls have workers of their own: one that holds or has just released a lane serves all.
-_COUNT_DUE = """
+# Reads so many rows that wait, so many dead ones, and the first rows of each lane and consumer that
+# are or become due, however many others there are. Each is looked up by a range of an index: with
+# ORDER BY alone the planner, if its statistics are old, could sort the whole table. The lanes of
+# calls have workers of their own: one that holds or has just released a lane serves all.
+_WAITING = """
 WITH RECURSIVE of_lane AS MATERIALIZED (
     SELECT lane, lane >= $2 AS has_calls,
            max(GREATEST(lease_until, released_at)) OVER (PARTITION BY lane >= $2)
@@ -240,18 +220,58 @@ WITH RECURSIVE of_lane AS MATERIALIZED (
              WHERE b.lane = part.lane AND b.consumer > part.consumer AND due_at IS NOT NULL
              ORDER BY b.consumer LIMIT 1)
       FROM part WHERE consumer IS NOT NULL
+), due AS (
+    SELECT part.consumer, has_calls, count(*) AS waiting, min(received_at) AS first_at,
+           min(due_at) FILTER (WHERE NOT is_served) AS unserved_since
+      FROM part CROSS JOIN LATERAL (
+           SELECT received_at, due_at FROM pipeline.backlog b
+            WHERE b.lane = part.lane AND b.consumer = part.consumer AND due_at IS NOT NULL
+            ORDER BY due_at LIMIT $4) AS first
+     GROUP BY part.consumer, has_calls
+), few AS (
+    (SELECT b.* FROM generate_series(0, 255) AS slice CROSS JOIN LATERAL (
+            SELECT consumer, lane, received_at, attempts, false AS is_dead FROM pipeline.backlog
+             WHERE died_at IS NULL
+               AND order_key >= CASE slice WHEN 0 THEN '' ELSE set_byte('\\x00', 0, slice) END
+               AND order_key <= set_byte(decode(repeat('ff', 64), 'hex'), 0, slice)
+             ORDER BY order_key LIMIT $1) AS b
+      LIMIT $1)
+    UNION ALL
+    (SELECT d.* FROM of_lane CROSS JOIN LATERAL (
+            SELECT consumer, lane, received_at, attempts, true AS is_dead FROM pipeline.backlog b
+             WHERE b.lane = of_lane.lane AND died_at IS NOT NULL AND discarded_at IS NULL
+             ORDER BY order_key LIMIT $1) AS d
+      LIMIT $1)
+), counted AS (
+    SELECT consumer, lane >= $2 AS has_calls, count(*) FILTER (WHERE NOT is_dead) AS waiting,
+           count(*) FILTER (WHERE is_dead) AS dead,
+           count(*) FILTER (WHERE NOT is_dead AND attempts > 0) AS failing,
+           min(received_at) FILTER (WHERE NOT is_dead) AS first_at
+      FROM few GROUP BY consumer, lane >= $2
 )
-SELECT part.consumer, count(*) AS waiting,
-       extract(epoch FROM clock_timestamp() - min(received_at))::float AS oldest,
+SELECT consumer, has_calls, GREATEST(counted.waiting, due.waiting) AS waiting,
+       COALESCE(dead, 0) AS dead, COALESCE(failing, 0) AS failing,
        GREATEST(extract(epoch FROM clock_timestamp()
-                        - min(due_at) FILTER (WHERE NOT is_served)), 0)::float AS unserved,
-       bool_or(has_calls) AS has_calls
-  FROM part CROSS JOIN LATERAL (
-       SELECT received_at, due_at FROM pipeline.backlog b
-        WHERE b.lane = part.lane AND b.consumer = part.consumer AND due_at IS NOT NULL
-        ORDER BY due_at LIMIT $1) AS first
- GROUP BY part.consumer
+                        - LEAST(counted.first_at, due.first_at)), 0)::float AS oldest,
+       GREATEST(extract(epoch FROM clock_timestamp() - unserved_since), 0)::float AS unserved
+  FROM counted FULL JOIN due USING (consumer, has_calls)
 """
+
+
+class Waiting(NamedTuple):
+    """What the backlog holds for a consumer in the lanes of messages, or in those of calls."""
+
+    consumer: str
+    """Empty for records that no handler has seen."""
+    has_calls: bool
+    waiting: int
+    dead: int
+    failing: int
+    """Those waiting that have failed before."""
+    oldest: float
+    """Seconds since the first of those waiting was received."""
+    unserved: float
+    """Seconds for which the first is due, 0 if a worker has held a lane of its kind since."""
 
 
 async def claim(
@@ -290,10 +310,13 @@ async def extend(connection: asyncpg.Connection, lease: Lease) -> None:
 
 
 async def overtaken(
-    connection: asyncpg.Connection, heads: Mapping[bytes, Item]
+    connection: asyncpg.Connection, heads: Mapping[bytes, tuple[bytes, int, float]]
 ) -> Collection[bytes]:
-    """Return the order keys whose first row is not as it was read, or not due any more."""
-    rows = [(key, one.row, *one.history[:2]) for key, one in heads.items()]
+    """Return the order keys whose first row is not as it was read, or not due any more.
+
+    `heads` are, by order key, the key of the row, and its attempts and the time waited then.
+    """
+    rows = [(key, *head) for key, head in heads.items()]
     found = await connection.fetch(_OVERTAKEN, *map(list, zip(*rows, strict=True)))
     return {row["order_key"] for row in found}
 
@@ -304,6 +327,17 @@ async def release(connection: asyncpg.Connection, lease: Lease, *, forgets_death
     `forgets_deaths`: nor do the starts of earlier workers. It can be repeated.
     """
     await connection.execute(_RELEASE, lease.lanes, lease.tokens, forgets_deaths)
+
+
+async def end_pauses(connection: asyncpg.Connection, keys: Collection[bytes]) -> None:
+    """Delete the rows at the heads of keys whose pause is over. Call `settle` after."""
+    await connection.execute(_END_PAUSES, list(keys))
+
+
+async def delete(connection: asyncpg.Connection, keys: Collection[bytes]) -> None:
+    """Delete rows by their keys. Lock their lanes before, and call `settle` after."""
+    if keys:
+        await connection.execute(_DELETE, list(keys))
 
 
 async def settle(
@@ -319,8 +353,7 @@ async def settle(
 
     `keys` are the order keys of all rows read; for `keys_with_progress` see `schedule_heads`.
     """
-    if done:
-        await connection.execute(_DELETE, list(done))
+    await delete(connection, done)
     if changed:
         await connection.execute(
             _SET,
@@ -337,34 +370,15 @@ async def settle(
     await schedule_heads(connection, lease.lanes, keys, keys_with_progress)
 
 
-async def count(connection: asyncpg.Connection) -> dict[str, tuple[int, int, float]]:
-    """Return per consumer: waiting messages, dead letters, seconds since the oldest was stored."""
-    return {consumer: tuple(numbers) for consumer, *numbers in await connection.fetch(_COUNT)}
+async def waiting(connection: asyncpg.Connection, most: int, idle: float) -> list[Waiting]:
+    """Return what waits and what is dead, counted among so many rows of each.
 
-
-async def count_some(
-    connection: asyncpg.Connection, most: int, consumers: Collection[str]
-) -> list[asyncpg.Record]:
-    """Return per consumer what `count` returns, of so many waiting and so many dead rows.
-
-    Waiting rows of these consumers and of others are counted apart, so that either are found.
-    """
-    rows: list[asyncpg.Record] = await connection.fetch(_COUNT_SOME, most, [*consumers])
-    return rows
-
-
-async def count_due(connection: asyncpg.Connection, idle: float) -> list[asyncpg.Record]:
-    """Return per consumer what is known of its first rows that are or become due in each lane.
-
-    `waiting`: their number; `oldest`: seconds since the oldest was stored; `unserved`: seconds for
-    which the first is due, 0 if a worker has held a lane of its kind in the last `idle` seconds;
-    `has_calls`: whether they are calls.
+    If there are more, those of the first keys count, by their hashes, which is a fair sample.
+    `unserved` looks `idle` seconds back.
     """
     limit = timedelta(seconds=idle)
-    rows: list[asyncpg.Record] = await connection.fetch(
-        _COUNT_DUE, _FIRST, FIRST_LANE_OF_CALLS, limit
-    )
-    return rows
+    rows = await connection.fetch(_WAITING, most, FIRST_LANE_OF_CALLS, limit, _FIRST)
+    return [Waiting(*row) for row in rows]
 
 
 async def schedule_heads(

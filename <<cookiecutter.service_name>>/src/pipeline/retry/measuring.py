@@ -1,9 +1,10 @@
-"""The metrics of the backlog's rows, which are counted now and then."""
+"""The metrics of the backlog: one process counts it now and then, and all report its count."""
 
 import asyncio
+import json
 import logging
-from time import monotonic
 
+import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.errors import describe_error
@@ -11,30 +12,54 @@ from pipeline.observe import metrics
 from pipeline.servers.database import autocommitting
 
 from . import lanes
+from .lanes import Waiting
 
 log = logging.getLogger(__name__)
 
 _SAMPLE_SECONDS = 30.0
-"""Shortest time between two counts of the backlog."""
+"""Time between two counts of the backlog."""
 _COUNT_SECONDS = 60.0
 """Time-out of a count."""
+_AT_MOST = 100_000
+"""Rows that wait, and dead rows, that are counted: more take long."""
+
+# Rather too early than half of the time too late: the clocks of processes are not in step. A count
+# from the future, as after a jump of the clock, is none.
+_TAKE_TURN = """
+UPDATE pipeline.backlog_count SET counted_at = clock_timestamp()
+ WHERE counted_at NOT BETWEEN clock_timestamp() - make_interval(secs => 0.8 * $1::float)
+                          AND clock_timestamp()
+RETURNING true
+"""
+
+_STORE = "UPDATE pipeline.backlog_count SET counts = $1::text::json"
+
+_READ = "SELECT counts::text FROM pipeline.backlog_count"
 
 
 async def measure(engine: AsyncEngine) -> None:
-    """Set the metrics until cancelled. Counting a large backlog takes long."""
-    counts: dict[str, tuple[int, int, float]] = {}
+    """Set the metrics until cancelled."""
+    known: dict[tuple[str, bool], Waiting] = {}
     while True:
-        begun = monotonic()
         try:
             async with asyncio.timeout(_COUNT_SECONDS), autocommitting(engine) as driver:
-                rows = await lanes.count(driver)
-            # A consumer without rows is not among the results, and its gauges must become 0.
-            counts = dict.fromkeys(counts, (0, 0, 0.0)) | rows
-            for consumer, numbers in counts.items():
-                metrics.observe_backlog(consumer, *numbers)
+                counted = await _counted(driver)
+            # What has no rows is not among the results, and its gauges must become 0.
+            known = {place: Waiting(*place, 0, 0, 0, 0.0, 0.0) for place in known}
+            known |= {(one.consumer, one.has_calls): one for one in counted}
+            for one in known.values():
+                numbers = one.waiting, one.dead, one.oldest
+                metrics.observe_backlog(one.consumer, *numbers, has_calls=one.has_calls)
         except TimeoutError:
             log.warning("backlog: counting takes too long, its metrics keep their last values")
         except Exception as error:
             log.debug("backlog: not counted: %s", describe_error(error))
-        rest = max(_SAMPLE_SECONDS, 20 * (monotonic() - begun))
-        await asyncio.sleep(rest)
+        await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+async def _counted(connection: asyncpg.Connection) -> list[Waiting]:
+    """Return the latest count of any process, which this one makes if it is its turn."""
+    if await connection.fetchval(_TAKE_TURN, _SAMPLE_SECONDS):
+        counted = await lanes.waiting(connection, _AT_MOST, _SAMPLE_SECONDS)
+        await connection.execute(_STORE, json.dumps(counted))
+    return [Waiting(*one) for one in json.loads(await connection.fetchval(_READ))]

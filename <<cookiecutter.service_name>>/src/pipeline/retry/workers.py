@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -19,9 +19,11 @@ import asyncpg
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve
 from pipeline.apply.encryption import Rows
+from pipeline.apply.item import Item
 from pipeline.apply.limits import Pace
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.source import without_decision
+from pipeline.apply.throttles import Resting
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error
 from pipeline.handlers.policy import TRIED_ALONE
@@ -72,6 +74,7 @@ class BacklogWorkers:
         self._settings = consume.settings
         self._pace = Pace(consume.settings)
         self._breaker = consume.breaker
+        self._throttles = consume.throttles
         self._health = health
         self.number = consume.settings.backlog_workers
         """Number of workers."""
@@ -141,7 +144,8 @@ class BacklogWorkers:
         shortest, longest = self._settings.backlog_poll_min, self._settings.backlog_poll_max
         pause = shortest
         while True:
-            is_woken = await self._pause(pause)
+            rest = self._throttles.soonest("consumer")
+            is_woken = await self._pause(min(pause, max(shortest, rest)))
             if self._stopping.is_set():
                 return None
             self._woken.clear()
@@ -166,8 +170,8 @@ class BacklogWorkers:
             forgets_deaths = not self._stopping.is_set()
         except LaneLost as lost:
             log.warning("%s", lost)
-        except BreakerOpen:
-            pass  # the breaker has reported it, and pauses the consumer
+        except (BreakerOpen, Resting):
+            pass  # the breaker has reported it, or a person has paused the consumer
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self._stopping.is_set():
                 # The event loop ends over an error in a handler's task. That counts as a death.
@@ -238,6 +242,7 @@ class BacklogWorkers:
     async def _due(self, lease: Lease, limit: int, *, before: datetime | None = None) -> Rows:
         """Return due rows, which are not decoded yet. Raises `StoreUnavailable`."""
         options: dict[str, Any] = {"before": before, "encryption": self._consume.encryption}
+        await self._throttles.fresh(self._stopping.is_set)
         consumers = self.consumers
         rows = await self._query(
             "reading the backlog", lambda driver: take(driver, lease, consumers, limit, **options)
@@ -303,7 +308,8 @@ class BacklogWorkers:
                 continue
             lane = lanes.get(item.row or b"", lease.lanes[0])
             may_try = tries < _TURNS and (tries == 0 or lane in lease.lanes)
-            if may_try and not self._stopping.is_set():
+            rests = item.consumer in self._throttles.resting("consumer")
+            if may_try and not (rests or self._stopping.is_set()):
                 tries += 1
                 lease = await self._only(lease, lane)
                 only = replace(LaneSource.of(lease, [item]), compares=True)
@@ -327,14 +333,18 @@ class BacklogWorkers:
         async with AsyncExitStack() as alone:
             async with in_background(self._extend(lease)):
                 consume = await alone.enter_async_context(self._consume.alone())
+            heads = {row["order_key"]: (row["key"], row["attempts"], row["waited"])}
+            changed = await self._query("reading a row", partial(lanes.overtaken, heads=heads))
+            if changed:  # its key is paused, or it was decided on: only the first row is made due
+                failed = replace(failed, unhandleable=())
             await self._apply(consume, failed)
-            if failed.unhandleable[0].decision.is_dead:
+            if changed or failed.unhandleable[0].decision.is_dead:
                 return
             try:
                 source = await self._read(lease, [row])
                 # It is not due: its attempt is stored.
                 await self._try(consume, replace(source, compares=False))
-            except (BreakerOpen, StoreUnavailable):
+            except (BreakerOpen, Resting, StoreUnavailable):
                 await self._apply(consume, undone)
                 raise
             except asyncio.CancelledError:
@@ -348,9 +358,28 @@ class BacklogWorkers:
         self, consume: ConsumeTransactions, source: LaneSource
     ) -> Sequence[BatchOutcome]:
         """Call the handlers of rows, which is the probe of consumers whose breaker is open."""
-        called = {item.consumer for item in without_decision(source, source.decisions)}
+        source = replace(self._within_rates(source), throttles=self._throttles)
+        called = Counter(one.consumer for one in without_decision(source, source.decisions))
         with self._breaker.probe(called, is_worker=True):
+            for consumer, number in called.items():
+                await self._throttles.took("consumer", consumer, number)
             return await self._apply(consume, source)
+
+    def _within_rates(self, source: LaneSource) -> LaneSource:
+        """Leave out what throttled consumers may not take at once, and what follows it."""
+        limited = self._throttles.limited("consumer")
+        if not limited:
+            return source
+        left = {one: self._throttles.most("consumer", one) for one in limited}
+        items, behind, decided = list[Item](), set[bytes](), source.decisions
+        for item in source.items:
+            if item.consumer in left and item.key not in decided:
+                left[item.consumer] -= 1
+            if left.get(item.consumer, 0.0) < 0.0:
+                behind.add(item.order_key)
+            if item.order_key not in behind:
+                items.append(item)
+        return replace(source, items=items)
 
     async def _apply(
         self, consume: ConsumeTransactions, source: LaneSource
@@ -373,10 +402,11 @@ class BacklogWorkers:
     def consumers(self) -> set[str]:
         """Consumers whose due rows are handled; the empty name is that of undecoded records."""
         callers = self._handlers.callers
-        return {"", *self._handlers.consumers} - callers - self._breaker.resting
+        return {"", *self._handlers.consumers} - callers - self._throttles.resting("consumer")
 
     async def _claim(self, lanes: int = 1) -> Lease | None:
         self._breaker.forget_idle()
+        await self._throttles.fresh(self._stopping.is_set)
         return await self._query("claiming a lane", partial(self._claim_once, most=lanes))
 
     async def _claim_once(self, driver: asyncpg.Connection, *, most: int) -> Lease | None:

@@ -281,9 +281,10 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
             return f"the brokers have not answered for {silence:.0f} s{self._client.reasons}"
         if self._coordinator.coordinator_id is None:
             return f"the group has no coordinator{self._client.reasons}"
-        leaderless = [
-            f"{one.topic}/{one.partition}"
-            for one in partitions
-            if cluster.leader_for_partition(one) in (None, -1)
-        ]
+        leaderless = [f"{one.topic}/{one.partition}" for one in self.without_leader(partitions)]
         return f"no leader for {', '.join(sorted(leaderless))}" if leaderless else None
+
+    def without_leader(self, partitions: Iterable[TopicPartition]) -> set[TopicPartition]:
+        """Return the partitions that have no leader, as far as the client knows."""
+        leader = self._client.cluster.leader_for_partition
+        return {one for one in partitions if leader(one) in (None, -1)}

@@ -30,7 +30,7 @@ IDLE_LIMIT = "set_config('idle_in_transaction_session_timeout', '5s', true)"
 """For a transaction that locks what others wait for: a process that stops in it loses its locks."""
 
 _BESIDE_TRANSACTIONS = 5
-"""Connections for the relay, retention, positions, and the lanes of calls."""
+"""Connections for the relay, retention, positions, looks, and the lanes of calls."""
 
 _LONGER = 10
 """A lease of another process may be this many times as long as one's own: settings may differ."""

@@ -5,6 +5,7 @@ of a release works with the code of the previous one.
 """
 
 import json
+import os
 import traceback
 from importlib import resources
 from pathlib import Path
@@ -19,6 +20,8 @@ from pipeline.errors import describe_error, sqlstate_of
 
 _LONGEST_STATEMENT = 500
 """Characters of a statement that an error quotes."""
+_NO_SCHEMA = "3F000"
+"""PostgreSQL's error code if no schema of the search path exists."""
 _IS_NULL = "23502"
 """PostgreSQL's error code for a row that has no value in a column that is NOT NULL."""
 
@@ -138,6 +141,15 @@ def load_migrations() -> ScriptDirectory | None:
     Raises `alembic.util.CommandError` if Alembic can't read them.
     """
     return ScriptDirectory.from_config(Config(ALEMBIC)) if ALEMBIC.exists() else None
+
+
+def unreadable() -> Path | None:
+    """Return a file or folder of the migrations that Alembic would pass over or find empty."""
+    folder = ALEMBIC.with_name("migrations")
+    for path in (ALEMBIC, folder, *folder.rglob("*")):
+        if path.exists() and not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+            return path
+    return None
 
 
 async def check(connection: asyncpg.Connection, migrations: ScriptDirectory | None) -> None:
@@ -297,7 +309,12 @@ async def _known(
 
 
 def describe_failure(error: Exception) -> str | None:
-    """Return where a migration failed and what to do, in three lines; None if none failed."""
+    """Return why a migration failed, where, and what to do; None if it is the fault of none."""
+    if sqlstate_of(error) == _NO_SCHEMA:
+        return (
+            "no schema of the role's search_path exists, so that tables can't be created: create"
+            " one, or ALTER ROLE … SET search_path = public"
+        )
     frames = traceback.walk_tb(error.__traceback__)
     of_migrations = [one for one in frames if "down_revision" in one[0].f_globals]
     if not of_migrations:

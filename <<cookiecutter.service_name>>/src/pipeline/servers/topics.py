@@ -1,17 +1,24 @@
 """Topics as the brokers describe them: whether they exist, their settings, and where they end."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 
 from aiokafka import TopicPartition
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
-from aiokafka.errors import RebalanceInProgressError, TopicAuthorizationFailedError, for_code
+from aiokafka.errors import (
+    RebalanceInProgressError,
+    RequestTimedOutError,
+    TopicAuthorizationFailedError,
+    for_code,
+)
 from aiokafka.protocol.metadata import MetadataRequest
 
 from pipeline.errors import missing_acl
+from pipeline.events.message import time_of
 from pipeline.settings import Settings
 
 from . import clients
@@ -55,13 +62,23 @@ class Topic:
         return stable if stable <= position < self.end[partition] else None
 
 
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Raise `RequestTimedOutError` if the brokers don't answer in 10 seconds."""
+    try:
+        async with asyncio.timeout(2 * _ANSWER_SECONDS):
+            yield
+    except TimeoutError as error:
+        raise RequestTimedOutError(f"no answer in {2 * _ANSWER_SECONDS:.0f} s") from error
+
+
 async def first_since(
     settings: Settings, times: Mapping[tuple[str, int], datetime]
 ) -> dict[tuple[str, int], tuple[int, datetime]]:
     """Return offset and time of the first record of each topic and partition with that time or a
     later one, if any.
 
-    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
+    Raises `KafkaError` or `OSError` if the brokers don't answer, or not in 10 seconds.
     """
     if not times:
         return {}
@@ -69,21 +86,17 @@ async def first_since(
         TopicPartition(*place): max(0, int(time.timestamp() * 1_000))
         for place, time in times.items()
     }
-    async with asyncio.timeout(2 * _ANSWER_SECONDS), clients.offsets_client(settings) as client:
+    async with _in_time(), clients.offsets_client(settings) as client:
         found = await client.offsets_for_times(wanted)
-    return {
-        place: (one.offset, datetime.fromtimestamp(one.timestamp / 1_000, UTC))
-        for place, one in found.items()
-        if one
-    }
+    return {place: (one.offset, time_of(one.timestamp)) for place, one in found.items() if one}
 
 
 async def describe(settings: Settings, names: Iterable[str]) -> Topics:
     """Return those of the topics that exist, by name.
 
-    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds.
+    Raises `KafkaError` or `OSError` if the brokers don't answer, or not in 10 seconds.
     """
-    async with asyncio.timeout(2 * _ANSWER_SECONDS):
+    async with _in_time():
         async with clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin:
             # Without the second argument a broker may create those that don't exist.
             answer = await admin._send_request(MetadataRequest(sorted({*names}), False))
@@ -120,11 +133,11 @@ async def readers(settings: Settings, group: str) -> dict[TopicPartition, tuple[
     """Return the member of a consumer group that reads each partition: host and part of its id; and
     client id and host if it is another program than the service with the group's name.
 
-    Raises `KafkaError`, `OSError` or `TimeoutError` when the brokers don't answer in 10 seconds, or
+    Raises `KafkaError` or `OSError` if the brokers don't answer, or not in 10 seconds, or
     the group is in a rebalance; `ValueError` if a program has assigned what can't be read.
     """
     async with (
-        asyncio.timeout(2 * _ANSWER_SECONDS),
+        _in_time(),
         clients.admin_client(settings, answer_within=_ANSWER_SECONDS) as admin,
     ):
         (answer,) = await admin.describe_consumer_groups([group])

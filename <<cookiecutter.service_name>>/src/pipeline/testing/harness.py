@@ -14,8 +14,12 @@ from typing import Any, Self, TypeVar
 from sqlalchemy.exc import NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
+from pipeline.apply import corrections
+from pipeline.apply.batch import prepare
 from pipeline.apply.positions import Slot
 from pipeline.events.event import Event
+from pipeline.events.message import Record
+from pipeline.handlers.applied import Applied
 from pipeline.handlers.registry import Handlers
 from pipeline.servers.database import autocommitting
 from pipeline.service import Service
@@ -158,6 +162,33 @@ class Harness:
             while due := await self._query(stored.consumers_of_due_calls):
                 check_complete(functions, due)
                 await self._process.call(functions)
+
+        return await self._step(work)
+
+    async def correct(self, consumer: str, *messages: Event | Sent) -> Outcome:
+        """Hand messages to a correction, as `service correct` does: events, or `Applied`.
+
+        Raises `HarnessMisused` if it is no correction, or does not take one of them.
+        """
+        handlers, encryption = self.service.handlers, self.service.encryption
+        records: list[Record] = [
+            corrections.record_of(one, (one.key or "").encode() or None)
+            if isinstance(one, Applied)
+            else self._record(one)
+            for one in messages
+        ]
+        await prepare(handlers, records)
+        items = [corrections.item_of(handlers, consumer, one) for one in records]
+        taken = [one for one in items if one is not None]
+        if consumer not in handlers.corrections or len(taken) < len(items):
+            known = ", ".join(sorted(handlers.corrections)) or "none"
+            raise HarnessMisused(
+                f"{consumer!r} does not take all of these messages; corrections: {known}"
+            )
+
+        async def work() -> None:
+            await self._query(corrections.hand, taken, 0.0, encryption)
+            await self._process.work_off()
 
         return await self._step(work)
 

@@ -160,7 +160,7 @@ async def _open_for_input(service: Service) -> None:
         (one.__event_topic__, getattr(one, "__event_type__", "")) for one in declared_events()
     }
     with suppress(StoreUnavailable):
-        for handler in service.handlers:
+        for handler in service.handlers.takers:
             # Another class of a published type would be checked in place of the published one.
             if (handler.topic, handler.event.__event_type__) not in written:
                 with suppress(Unpublishable):

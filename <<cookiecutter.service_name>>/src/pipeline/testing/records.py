@@ -125,7 +125,7 @@ def check_topic(handlers: Handlers, topic: str) -> None:
 def _takers(handlers: Handlers, event: Event, topic: str | None) -> list[Handler]:
     """Return the handlers that take the event, all from one topic."""
     name, read = type(event).__name__, handlers.topics
-    takers = [one for one in handlers if one.event is type(event) and one.topic in read]
+    takers = [one for one in handlers.takers if one.event is type(event) and one.topic in read]
     topics = sorted({one.topic for one in takers})
     if topic is not None:
         check_topic(handlers, topic)

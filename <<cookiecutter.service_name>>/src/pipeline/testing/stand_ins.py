@@ -48,7 +48,7 @@ def with_functions(
 ) -> Handlers:
     """Return the same handlers with the functions that `function_of` returns for them."""
     changed = copy(handlers)
-    changed._by_topic = {}
+    changed._by_topic, changed._corrections = {}, {}
     for one in handlers:
         changed.add(replace(one, function=function_of(one)))
     return changed

@@ -17,6 +17,7 @@ from operate.commands import command_line
 from pipeline import Event, Policy, Transaction
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.item import Item
+from pipeline.consume import consumer
 from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.observe import logs
 from pipeline.retry import measuring
@@ -185,7 +186,7 @@ def unpacked_or_dead(raw: memoryview, limit: int) -> memoryview:
 if "BANK_MEMORY" in os.environ:
     record_batches._unpacked = unpacked_or_dead
 if "BANK_COUNTS" in os.environ:
-    measuring._SAMPLE_SECONDS = float(os.environ["BANK_COUNTS"])
+    measuring._SAMPLE_SECONDS = consumer._MEASURE_SECONDS = float(os.environ["BANK_COUNTS"])
 if "BANK_REPEATS" in os.environ:
     logs._PERIOD = float(os.environ["BANK_REPEATS"])
 

@@ -2,15 +2,17 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from time import monotonic
-from typing import Any, NamedTuple, TypeAlias
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import asyncpg
 import pydantic_core
 from aiokafka import ConsumerRecord
+from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline import Handlers
+from operate.dead import Store
+from pipeline import Handlers, Service
 from pipeline.apply import positions
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.item import Item
@@ -98,7 +100,7 @@ class Desk:
 
     def let_probe(self, consumer: str) -> None:
         """Let the time pass for which the breaker lets a consumer rest."""
-        self.lanes._breaker._failing[consumer].probe_at[True] = monotonic()
+        self.consume.throttles.rest("consumer", consumer, 0.0)
 
     async def backlog(self) -> list[asyncpg.Record]:
         """Return the rows of the backlog, in the order of their records."""
@@ -123,3 +125,17 @@ class Desk:
 
 
 NewDesk: TypeAlias = Callable[..., Awaitable[Desk]]
+
+
+Kind = TypeVar("Kind", bound=Store)
+
+
+def store_of(
+    kind: type[Kind],
+    connection: asyncpg.Connection,
+    handlers: Handlers | None = None,
+    patience: float = 300.0,
+) -> Kind:
+    """Return dead letters or events as commands have them, which wait for a lock for so long."""
+    settings: Any = SimpleNamespace(backlog_lease=patience, relay_lease=3 * patience)
+    return kind(connection, Service("desk", handlers or Handlers(), MetaData()), settings)

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline.apply import backlog, inbox, positions
+from pipeline.apply import backlog, inbox, positions, throttles
 from pipeline.consume import stamps
 from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, maintenance, partitions
-from pipeline.retry import lane_source, lanes
+from pipeline.retry import lane_source, lanes, measuring
 from pipeline.servers import cluster, revisions
 
 from . import bank
@@ -33,6 +33,7 @@ _STATEMENTS: Mapping[object, str] = {
     generations._GENERATION: "retention: read generation",
     maintenance._BEGIN_ROUND: "retention: begin round",
     archive._IS_ARCHIVED: "retention: check archive",
+    maintenance._SUMMARIZE: "retention: summarize",
     maintenance._FINISH_ROUND: "retention: finish round",
     generations._CLOSED_GENERATIONS: "retention: list closed generations",
     days._CLOSE_DAYS: "retention: close days",
@@ -72,10 +73,16 @@ _STATEMENTS: Mapping[object, str] = {
     scheduled._IS_DUE: "scheduled: poll",
     scheduled._LOCK: "scheduled: lock",
     scheduled._MOVE: "scheduled: move to outbox",
-    lanes._COUNT: "backlog: count",
+    throttles._LOOK: "throttle: look",
+    throttles._MOVE_ON: "throttle: move on",
+    measuring._TAKE_TURN: "backlog: take turn to count",
+    lanes._WAITING: "backlog: count",
+    measuring._STORE: "backlog: store count",
+    measuring._READ: "backlog: read count",
     lanes._CLAIM: "backlog: claim lane",
     lane_source._TAKE: "backlog: read due rows",
     lanes._HOLD: "backlog: fence lane",
+    lanes._END_PAUSES: "backlog: end pauses",
     lanes._DELETE: "backlog: delete settled rows",
     lanes._SET: "backlog: update failed rows",
     lanes._OVERTAKEN: "backlog: compare heads",

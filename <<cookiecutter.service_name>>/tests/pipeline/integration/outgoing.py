@@ -27,6 +27,7 @@ from pipeline.schema import SHARDS
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
 
+from .desk import store_of
 from tests.servers.topics import administrator
 from tests.servers.waiting import PATIENCE, eventually
 
@@ -127,7 +128,7 @@ def waits(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awaitab
 
 async def died(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[SimpleNamespace]:
     """Return dead events, in the order in which they were staged."""
-    found = DeadEvents(db, PATIENCE).chunks("dead", which, 10_000)
+    found = store_of(DeadEvents, db).chunks("dead", which, 10_000)
     events = [SimpleNamespace(**one) async for some in found for one in some]
     return sorted(events, key=lambda one: int(one.id))
 
@@ -143,7 +144,7 @@ def are_dead(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awai
 
 async def redrive(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[int]:
     """Redrive dead events, as the command does."""
-    chunks = DeadEvents(db, PATIENCE).redrive(which)
+    chunks = store_of(DeadEvents, db).redrive(which)
     return [id async for ids in chunks for id in ids]
 
 
@@ -151,7 +152,7 @@ async def discard(
     db: asyncpg.Connection, which: Selection = EVERYTHING, state: State = "dead"
 ) -> list[int]:
     """Discard events, as the command does."""
-    chunks = DeadEvents(db, PATIENCE).discard(
+    chunks = store_of(DeadEvents, db).discard(
         which, operator="zoë", why="sent by hand", state=state
     )
     return [row["id"] async for rows in chunks for row in rows]

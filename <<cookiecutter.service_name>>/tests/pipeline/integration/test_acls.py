@@ -184,7 +184,7 @@ def examine(
         chosen = settings(**options)
         engine = create_engine(chosen, name="bank")
         async with autocommitting(engine) as connection:
-            found = [one async for one in doctor.examine(connection, checked.service, chosen)]
+            found = await doctor.examine(connection, checked.service, chosen)
         await engine.dispose()
         named = (checked.deposits, checked.balances, checked.name)
         return [

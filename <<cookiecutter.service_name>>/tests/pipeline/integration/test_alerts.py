@@ -195,6 +195,13 @@ def told_of() -> set[str]:
     }
 
 
+OF_CALLS = {
+    "pipeline_calls_under_way",
+    *(f"pipeline_call_duration_seconds_{part}" for part in ("bucket", "count")),
+}
+"""Metrics that an optional package exposes."""
+
+
 def queries() -> str:
     """Return all that the rules and the dashboard ask."""
     return "\n".join([*re.findall(r"expr: \|-\n(.*?)\n {8}\w", TEXT, re.DOTALL), *panels()])
@@ -223,12 +230,12 @@ async def test_a_service_exposes_every_metric_and_label_that_rules_dashboard_and
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
     asked = queries()
-    named = set(re.findall(r"(\w+)\{", asked)) - {"up"}  # Prometheus' own
+    named = set(re.findall(r"(\w+)\{", asked)) - {"up", *OF_CALLS}  # of Prometheus, of effects
     labels = {
         (metric, label)
         for metric, chosen in re.findall(r"(\w+)\{([^}]*)\}", asked)
         for label in re.findall(r"(\w+)=", chosen)
-        if label not in ("job", "instance")
+        if label not in ("job", "instance") and metric not in OF_CALLS
     }
     by = {
         label
@@ -248,6 +255,11 @@ async def test_a_service_exposes_every_metric_and_label_that_rules_dashboard_and
     await stage(db, [event(missing, 1), event(compacted, 2, None)])
     for outcome in ("waiting", "dead"):
         await tells(process, "pipeline_outbox_rejected", positive, pipeline_outcome=outcome)
+    await db.execute(
+        "INSERT INTO pipeline.throttle (kind, subject, per_second, who, why)"
+        " VALUES ('topic', 'elsewhere', 0, 'ada', 'a test')"
+    )
+    await tells(process, "pipeline_throttle_age_seconds", positive)
     for amount in range(10, 16):
         await Deposit(amount, account=f"{amount}", failures=99).send(producer, bank.deposits)
     await tells(process, "pipeline_breaker_open", positive)
@@ -296,6 +308,29 @@ async def test_dead_letters_alert_until_they_are_redriven(
     check(tmp_path, [fires, over], quiet=ALERTS)
 
 
+def calls(done: int, failed: int) -> str:
+    """Return what a process exposes of its calls, in part; an optional package makes them."""
+    name = (
+        'pipeline_call_duration_seconds_count{{pipeline_consumer="pay",pipeline_outcome="{}"}} {}\n'
+    )
+    return "".join(name.format(*one) for one in (("done", done), ("failed", failed)))
+
+
+def test_calls_that_fail_alert_until_most_succeed(tmp_path: Path) -> None:
+    before, away, over = calls(10, 0), calls(10, 10), calls(110, 10)
+    check(tmp_path, [before, away], firing=["CallsFailing"], minutes=8)
+    check(tmp_path, [before, away, over], quiet=["CallsFailing"], minutes=8)
+    check(tmp_path, [before, calls(30, 10)], quiet=["CallsFailing"], minutes=8)
+
+
+def test_partitions_that_others_read_alert_until_the_service_reads_them(tmp_path: Path) -> None:
+    all_of_them, half, none = (f"pipeline_partitions_assigned {one}\n" for one in (12, 6, 0))
+    before = [all_of_them] * 3
+    check(tmp_path, [*before, half], firing=["FewerPartitions"], minutes=18)
+    check(tmp_path, [*before, half, all_of_them], quiet=["FewerPartitions"], minutes=18)
+    check(tmp_path, [*before, none], quiet=["FewerPartitions"], minutes=18)
+
+
 async def test_an_id_with_another_payload_alerts_until_an_hour_after_the_last_one(
     start: Start,
     command: Command,
@@ -339,6 +374,36 @@ async def test_shards_without_a_relay_alert_until_one_runs(start: Start, tmp_pat
     check(tmp_path, [over, await scraped(consumer)], firing=["NoRelayOwner"])
 
 
+async def test_a_pause_that_is_forgotten_alerts_until_it_is_resumed(
+    start: Start, command: Command, bank: Bank, db: asyncpg.Connection, tmp_path: Path
+) -> None:
+    process = await start("run")
+    because = "--because", "a test", "--yes"
+    ends = await command("pause", "topic", bank.deposits, "--for", "7d", *because)
+    assert ends.exit_code == 0, ends.output
+    await db.execute("UPDATE pipeline.throttle SET since = now() - interval '2 h'")
+    planned = await tells(process, "pipeline_throttle_rate", zero, pipeline_subject=bank.deposits)
+    check(tmp_path, [planned], quiet=["Paused", "PartitionBlocked", "NotReady", "NoConsumer"])
+    topic = "topic", bank.deposits
+    for words, is_asked in ((("pause", *topic), zero), (("throttle", *topic, "20"), positive)):
+        done = await command(*words, *because)
+        assert done.exit_code == 0, done.output
+        await tells(process, "pipeline_throttle_age_seconds", lambda age: age < 3_600)
+        await tells(process, "pipeline_throttle_rate", is_asked)
+        await db.execute("UPDATE pipeline.throttle SET since = now() - interval '2 h'")
+        fires = await tells(process, "pipeline_throttle_age_seconds", lambda age: age > 3_600)
+        check(tmp_path, [fires], firing=["Paused"], quiet=["PartitionBlocked", "NotReady"])
+    assert f"topic {bank.deposits} throttled to 20/s, 2 h" in (await command("status")).stdout
+    assert (await command("resume", "topic", bank.deposits)).exit_code == 0
+
+    async def is_over() -> bool:
+        found = {name for name, _ in series(await scraped(process))}
+        return "pipeline_ready" in found and "pipeline_throttle_age_seconds" not in found
+
+    await eventually(is_over)
+    check(tmp_path, [fires, await scraped(process)], quiet=["Paused"])
+
+
 async def test_topics_that_nobody_reads_alert_until_a_consumer_runs(
     start: Start, command: Command, bank: Bank, producer: AIOKafkaProducer, tmp_path: Path
 ) -> None:
@@ -360,6 +425,37 @@ async def test_topics_that_nobody_reads_alert_until_a_consumer_runs(
     await eventually(is_read)
     await consumer.kill()
     check(tmp_path, [over, await scraped(relay)], firing=["NoConsumer"])
+
+
+async def test_records_that_wait_in_kafka_alert_until_they_are_applied(
+    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, tmp_path: Path
+) -> None:
+    await db.execute("ALTER TABLE account RENAME TO elsewhere")
+    written = int((datetime.now(UTC) - timedelta(minutes=20)).timestamp() * 1_000)
+    for amount in range(6):
+        one = Deposit(amount, account=f"{amount}", timestamp=written)
+        await one.send(producer, bank.deposits)
+    process = await start("run", breaker_keys=2, retry_pause=0.2)
+    fires = await tells(process, "pipeline_consumer_delay_seconds", lambda delay: delay > 1_000)
+    check(tmp_path, [fires], firing=["ConsumerDelay"])
+    await db.execute("ALTER TABLE elsewhere RENAME TO account")
+    over = await tells(process, "pipeline_consumer_delay_seconds", zero)
+    check(tmp_path, [fires, over], quiet=["ConsumerDelay"])
+
+
+async def test_the_hot_key_of_a_partition_is_found_as_the_page_says(
+    start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    await start("consume")
+    for amount, account in enumerate(("hot", "hot", "hot", "cold", "\xe9")):
+        await Deposit(amount, account=account).send(producer, bank.deposits)
+    await eventually(lambda: db.fetchval("SELECT count(*) = 5 FROM pipeline.inbox"))
+    query, of_release = re.findall(r"```sql\n(SELECT .*?)```", INCIDENTS, re.DOTALL)
+    assert await db.fetch(of_release) == []
+    here = query.replace("'scans'", f"'{bank.deposits}'").replace("partition = 3", "partition = 0")
+    first, *others = await db.fetch(here)
+    assert tuple(first) == ("hot", 3)
+    assert len(others) == 2
 
 
 async def test_a_service_of_which_no_process_is_left_alerts_until_one_is_started_again(

@@ -148,6 +148,13 @@ async def test_the_look_up_of_a_batch(asked: Explaining) -> None:
     assert only(asked).blocks < 503 * 2 * 5
 
 
+async def test_whether_much_is_to_be_tried_again(asked: Explaining) -> None:
+    """Of each lane and consumer it looks at the latest rows that are due."""
+    await backlog.is_full(asked, CONSUMERS)
+    assert (only(asked).indexes, only(asked).scanned) == ({"backlog_due_idx"}, set())
+    assert only(asked).blocks < len(CONSUMERS) * 32 * 5 + 2 * (backlog._MOST_DUE + 10_000)
+
+
 async def test_new_rows_of_a_batch(asked: Explaining) -> None:
     decision = Decision("follows another")
     rows = [
@@ -287,6 +294,10 @@ async def test_rows_that_wait_for_an_open_breaker_are_not_looked_at(
         assert plan.blocks < len(consumers) * 64 * 5
 
 
+_WAYS = 256 * 5 + (96 + 32 + 5) * 5 * 2
+"""Blocks on the way to the first row of each slice of the keys, of each lane and consumer."""
+
+
 @pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
 async def test_the_rows_of_one_consumer_are_counted_by_index_beside_many_of_another(
     flooded: asyncpg.Connection, mode: str
@@ -296,8 +307,28 @@ async def test_the_rows_of_one_consumer_are_counted_by_index_beside_many_of_anot
     )
     await flooded.execute(f"SET plan_cache_mode = {mode}")
     asked = Explaining(flooded)
-    found = {row["consumer"]: row["waiting"] for row in await lanes.count_due(asked, 300.0)}
+    found = {one.consumer: one.waiting for one in await lanes.waiting(asked, 10, 300.0)}
     assert found == {"deposit": 32 * 100, "other": 5}
-    assert (only(asked).indexes, only(asked).scanned) == ({"backlog_due_idx"}, set())
-    # Each row that is read, and the way to the first one of each lane and consumer.
-    assert only(asked).blocks < 2 * 32 * 100 + 2 * (96 + 32 + 5) * 5
+    assert only(asked).scanned == set()
+    # Each row that is read, and the way to the first ones.
+    assert only(asked).blocks < 2 * 32 * 100 + _WAYS
+
+
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+async def test_the_count_reads_as_much_beside_many_rows_that_are_kept(
+    db: asyncpg.Connection, mode: str
+) -> None:
+    """Trap 20: the statistics are those of a table in which all of them waited."""
+    await db.execute("ALTER TABLE pipeline.backlog SET (autovacuum_enabled = off)")
+    await db.execute(_FLOOD, 1, 200_000)
+    await db.execute("ANALYZE")
+    bury = "UPDATE pipeline.backlog SET due_at = NULL, died_at = now()"
+    await db.execute(f'{bury}, discarded_at = now() WHERE "offset" > 300')
+    await db.execute(f'{bury} WHERE "offset" <= 20')
+    await db.execute("VACUUM pipeline.backlog")  # both versions of a row are in the indexes
+    await db.execute(f"SET plan_cache_mode = {mode}")
+    asked = Explaining(db)
+    (found,) = await lanes.waiting(asked, 100_000, 300.0)
+    assert (found.consumer, found.waiting, found.dead) == ("deposit", 280, 20)
+    assert only(asked).scanned == set()
+    assert only(asked).blocks < 3 * 300 + _WAYS

@@ -25,6 +25,9 @@ BY_COMMANDS = (
     "operate.inbox_commands",
     "operate.moves",
     "operate.status",
+    "pipeline.apply.audit",
+    "pipeline.apply.stopping",
+    "pipeline.retry.copies",
     "pipeline.servers.cluster",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
@@ -35,7 +38,7 @@ BY_COMMANDS_TOO = (
     archive._SKIP_ARCHIVE,
     archive._ARCHIVES_NO_LONGER,
     scheduled._LIST,
-    *(lanes._COUNT_SOME, lanes._COUNT_DUE, scheduled._COUNT, window._COUNT, cursor._RELAYS),
+    *(scheduled._COUNT, window._COUNT, cursor._RELAYS),
     *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, rejected._HOLD_SHARD),
     *(rejected._REDRIVE, rejected._DISCARD),
 )

@@ -297,7 +297,10 @@ def examples_of(app: object) -> dict[str, list[str]]:
     """Return the example of each command that connects."""
     assert isinstance(app, typer.Typer)
     return {
-        name: shlex.split((command.epilog or "").removeprefix("For example: service "))
+        name: [
+            __file__ if word == "new.json" else word
+            for word in shlex.split((command.epilog or "").removeprefix("For example: service "))
+        ]
         for name, command in with_parameters(typer.main.get_command(app))
         if name not in WITHOUT_DATABASE
     }

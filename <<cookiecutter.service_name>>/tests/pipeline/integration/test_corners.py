@@ -14,6 +14,7 @@ from pipeline.apply import backlog, breaker
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.item import order_key
 from pipeline.retry import lanes, measuring
+from pipeline.retry.lanes import Waiting
 from pipeline.schema import LANES
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
@@ -260,13 +261,13 @@ async def test_counting_what_waits_holds_no_worker_up(
     bank, desk = await bank_with(new_desk, mode="deferred")
     counted = 0
 
-    async def take_long(connection: asyncpg.Connection) -> dict[str, tuple[int, int, float]]:
+    async def take_long(connection: asyncpg.Connection, most: int, idle: float) -> list[Waiting]:
         nonlocal counted
         counted += 1
         await connection.execute("SELECT pg_sleep(600)")
-        return {}
+        return []
 
-    monkeypatch.setattr(lanes, "count", take_long)
+    monkeypatch.setattr(lanes, "waiting", take_long)
     monkeypatch.setattr(measuring, "_COUNT_SECONDS", 0.2)
     monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 0.1)
     working = asyncio.create_task(desk.lanes.run())
@@ -279,6 +280,31 @@ async def test_counting_what_waits_holds_no_worker_up(
     finally:
         desk.lanes.stop()
         await working
+
+
+async def test_one_process_counts_what_waits_and_all_report_its_count(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk = await bank_with(new_desk, mode="deferred")
+    await desk.apply(Deposit(1), Deposit(2, account="bob"))
+    counted, count = 0, lanes.waiting
+
+    async def counting(connection: asyncpg.Connection, most: int, idle: float) -> list[Waiting]:
+        nonlocal counted
+        counted += 1
+        return await count(connection, most, idle)
+
+    monkeypatch.setattr(lanes, "waiting", counting)
+    monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 3_600.0)
+    first, *others = [await measuring._counted(db) for _ in range(5)]
+    assert [(one.consumer, one.waiting, one.dead) for one in first] == [("deposit", 2, 0)]
+    assert others == [first] * 4
+    assert counted == 1
+    for passed in ("-2 h", "2 h"):  # or the clock was ahead when it was made
+        later = "UPDATE pipeline.backlog_count SET counted_at = clock_timestamp() + $1::interval"
+        await db.execute(later.replace("$1", f"'{passed}'"))
+        await measuring._counted(db)
+    assert counted == 3
 
 
 async def test_a_row_that_is_not_due_waits_behind_one_that_is_redriven(

@@ -101,6 +101,9 @@ async def keep_busy(world: World, wire: Wire, let_go: LetGo) -> None:
     async def has_met(boundary: str) -> bool:
         return is_dead() or wire.seen[boundary] > 0
 
+    async def has_looked(looks: int) -> bool:
+        return is_dead() or wire.seen["throttle: look"] > looks
+
     await world.send_a_promise()
     await eventually(partial(has_met, "retention: find oldest writer"), PATIENCE)
     await let_go()
@@ -114,6 +117,9 @@ async def keep_busy(world: World, wire: Wire, let_go: LetGo) -> None:
         await world.send_a_pair()
         await eventually(has_settled, PATIENCE)
     while not is_dead() and any(wire.seen[one.name] < one.occurrence for one in LASTING):
+        looks = wire.seen["throttle: look"]
+        await world.pause_a_little()
+        await eventually(partial(has_looked, looks), PATIENCE)
         await world.set_back()
         await world.send_deposits()
         await eventually(has_settled, PATIENCE)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from weakref import ref
 
@@ -19,8 +20,20 @@ from operate import dead, dead_commands
 from operate.commands import command_line
 from operate.dead import Selection, State
 from operate.dead_letters import REASONS, DeadLetters, Redriven
-from pipeline import CloudEvents, Codec, Handlers, Message, PayloadFields, Plain, Policy, Reject
+from operate.terminal import Invocation
+from pipeline import (
+    CloudEvents,
+    Codec,
+    Handlers,
+    Message,
+    PayloadFields,
+    Plain,
+    Policy,
+    Reject,
+    Transaction,
+)
 from pipeline.apply import backlog
+from pipeline.apply.audit import Change
 from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
@@ -30,19 +43,21 @@ from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, NEW
 from pipeline.handlers.policy import dead as fate_of
 from pipeline.retry import lanes
+from pipeline.retry.copies import Copy
 from pipeline.retry.lane_source import read_rows, take
 from pipeline.retry.lanes import LaneLost
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
+from pipeline.settings import Settings
 
 from .bank import Bank
 from .conftest import Command, complaint
-from .desk import Desk, NewDesk
+from .desk import Desk, NewDesk, store_of
 from .outgoing import bury as bury_events
 from .processes import starting
 from tests.conftest import Running
-from tests.contract.bank import Deposit, histories
+from tests.contract.bank import Deposit, Deposited, histories
 from tests.servers.processes import Start
 from tests.servers.waiting import eventually
 
@@ -79,7 +94,7 @@ async def bury(desk: Desk, *deposits: Deposit, holds: bool = False) -> None:
 
 def store(desk: Desk, connection: asyncpg.Connection, patience: float = PATIENCE) -> DeadLetters:
     """Return the dead letters as the service of the desk has them."""
-    return DeadLetters(connection, desk.handlers, patience)
+    return store_of(DeadLetters, connection, desk.handlers, patience)
 
 
 async def redrive(desk: Desk, selection: Selection = EVERYTHING) -> list[Redriven]:
@@ -241,6 +256,9 @@ async def test_a_key_that_holds_ten_thousand_followers_goes_on_when_the_first_is
     (row,) = await desk.backlog()
     assert (row["discarded_by"], row["discarded_why"]) == ("ann", "a test")
     assert row["discarded_at"] is not None
+    (audited,) = await db.fetch("SELECT who, action, subject, why FROM pipeline.audit")
+    subject = f"dead letter {row['key'].hex()[:16]}"
+    assert tuple(audited) == ("ann", "discard", subject, "a test")
 
 
 async def test_what_was_discarded_stays_known_and_is_not_applied_when_it_comes_again(
@@ -351,7 +369,7 @@ async def test_who_has_the_identity_of_another_is_not_applied_in_its_place(
     await desk.work_off()
     assert await became(desk, redriven) == {"dead": 1}
     assert await histories(db) == {}
-    (first, _) = await desk.backlog()
+    (_, first) = await desk.backlog()
     (letter,) = await letters(desk)
     async with autocommitting(desk.engine) as driver:
         detail = await store(desk, driver).show(letter.id)
@@ -403,7 +421,7 @@ async def test_what_belongs_to_a_consumer_that_the_service_lost_is_left_alone(
     other = Bank(bank.deposits, bank.balances, bank.name, handlers=Handlers())
     async with autocommitting(desk.engine) as driver:
         await driver.execute("UPDATE pipeline.backlog SET consumer = 'gone'")
-        lost = DeadLetters(driver, other.handlers, patience=1)
+        lost = store_of(DeadLetters, driver, other.handlers)
         assert [one async for one in lost.redrive(lost.redrivable(EVERYTHING))] == []
     assert len(await letters(desk)) == 1
 
@@ -508,13 +526,13 @@ async def test_an_operator_waits_for_the_worker_and_is_cut_off_when_he_stops(
                 waits = store(desk, driver, patience=2)
                 async for _ in waits.discard(EVERYTHING, operator="ann", why=""):
                     pass
-    operator = await connect()
+    operator, by = await connect(), Change("ann", "discard")
 
     async def stop(rows: object) -> None:
         await eventually(operator.is_closed)
 
     with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
-        async for _ in store(desk, operator, patience=0.2)._in_chunks("dead", EVERYTHING, stop):
+        async for _ in store(desk, operator, patience=0.2)._in_chunks("dead", EVERYTHING, stop, by):
             pass
     assert len(await letters(desk)) == 1
     assert await discard(desk) == 1
@@ -647,6 +665,7 @@ async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service:
         "due_at": None,
         "discarded_at": None,
         "holds": False,
+        "held": None,
         **varying,
     }
     summary = await service("list", "--summary", "--json", "--reason", "rejected")
@@ -728,7 +747,7 @@ async def test_discard_keeps_who_and_why(bank: Bank, desk: Desk, service: Comman
     told = (await service("show", bobs.id)).stdout
     assert "told Bob" in told
     again = await service("discard", bobs.id, "--because", "x", "--yes")
-    assert (again.exit_code, "was discarded" in again.stderr) == (1, True)
+    assert (again.exit_code, "not dead, but discarded" in again.stderr) == (1, True)
     assert f" {dead.DISCARDED}\n" in told
     done = await service("discard", "--because", "all of it", "--all", "--yes", "--json")
     assert json.loads(done.stdout) == {"found": 1, "discarded": 1}
@@ -814,7 +833,7 @@ async def test_redrive_says_what_it_leaves_out(
     done = await service("redrive", "--all", "--yes")
     assert done.exit_code == 0
     assert "this service has no consumer 'lost'" in done.stderr
-    assert "it is not known whether they were applied: see --reason 'too old'" in done.stderr
+    assert "it is not known whether they were applied: select the reason 'too old'" in done.stderr
     assert "0 dead" in done.stdout
     assert len(await letters(desk)) == 2
 
@@ -858,13 +877,34 @@ async def test_a_list_sorts_the_table_once_and_is_read_in_chunks(
         chunks = [[one["id"] for one in some] async for some in found]
         await asyncio.sleep(0)  # asyncpg calls the logger by the event loop
     of_letters = [one for one in statements if "FROM pipeline.backlog" in one]
-    assert ["LIMIT" in one for one in of_letters] == [True, False, False]
+    assert ["LIMIT $11" in one for one in of_letters] == [True, False, False]
     newest = [one.id for one in await letters(desk)][:4]
     assert chunks == [newest[:2], newest[2:]]
     names, *lines, last = (await service("list")).stdout.splitlines()
     assert names.split()[0] == "id"
     assert [line.split()[0] for line in lines[:4]] == newest
     assert (len(lines), last) == (5, "5 dead")
+
+
+async def test_a_list_without_a_limit_has_each_once_while_others_die(
+    desk: Desk, service: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read in the order of its keys, so that none of it has to be in memory."""
+    monkeypatch.setattr(dead, "CHUNK", 2)
+    await bury(desk, *(Deposit(n) for n in range(5)))
+    first = {one.id for one in await letters(desk)}
+    async with autocommitting(desk.engine) as driver:
+        found = store(desk, driver).chunks("dead", EVERYTHING)
+        listed = [one["id"] for one in await anext(found)]
+        await bury(desk, *(Deposit(n) for n in range(5, 10)))
+        async for some in found:
+            assert len(some) <= 2
+            assert "row_key" not in some[0]
+            listed += [one["id"] for one in some]
+    assert first <= {*listed}
+    assert len({*listed}) == len(listed)
+    assert len((await service("list", "--json")).stdout.splitlines()) == 10
+    assert len((await service("list", "--json", "--limit", "3")).stdout.splitlines()) == 3
 
 
 async def test_a_list_leaves_out_what_is_discarded_while_it_is_read(
@@ -922,6 +962,8 @@ async def test_show_tells_all_and_lets_no_payload_command_the_terminal(
         (["redrive", "0123abcd"], "no row has an id"),
         (["list", "--reason", "dance"], "is none of"),
         (["list", "--older-than", "soon"], "is not a time such as"),
+        (["list", "--older-than", "9999999999d"], "is not a time such as"),
+        (["list", "--newer-than", "36526d"], "is not a time such as"),
         (["list", "--waiting", "--discarded"], "exclude each other"),
         (["discard"], "--because"),
         (["discard", "--because", " "], "--because is empty"),
@@ -938,24 +980,123 @@ async def test_what_can_not_be_meant_is_refused(
     assert isinstance(done.exception, SystemExit), "and no traceback"
 
 
-async def test_list_says_whether_a_letter_holds_its_key_and_show_how_many_messages(
+async def test_a_list_says_how_many_messages_a_letter_holds(
     ledger: tuple[Bank, Desk], commands: Callable[..., Command]
 ) -> None:
     bank, desk = ledger
     service = commands(command_line(bank.service), "dead")
     await bury(desk, Deposit(1, "ada"), holds=True)
     await bury(desk, Deposit(2, "bob"))
+    await bury(desk, Deposit(6, "eve"), holds=True)
     await desk.apply(Deposit(3, "ada"), Deposit(4, "ada"), Deposit(5, "bob"))
-    (bobs, adas) = await letters(desk)
+    await desk.apply(*(Deposit(n, "eve") for n in range(10, 1_020)))
+    (eves, bobs, adas) = await letters(desk)
     names, *lines = (await service("list")).stdout.splitlines()
-    listed = {line.split()[0]: line[names.index("holds") :].split()[0] for line in lines[:2]}
-    assert listed == {adas.id: "yes", bobs.id: "no"}
+    listed = {line.split()[0]: line[names.index("holds") :].split()[0] for line in lines[:3]}
+    assert listed == {adas.id: "2", bobs.id: "no", eves.id: "1,000+"}
+    assert [(one.holds, one.held) for one in (bobs, eves)] == [(False, None), (True, 1_001)]
     assert json.loads((await service("show", adas.id, "--json")).stdout)["held"] == 2
     assert re.search("^held +2$", (await service("show", adas.id)).stdout, re.MULTILINE)
     assert json.loads((await service("show", bobs.id, "--json")).stdout)["held"] is None
 
 
-async def test_changes_are_counted_and_not_kept() -> None:
+async def test_a_letter_is_edited_and_its_copy_handled_in_its_place(
+    bank: Bank, desk: Desk, service: Command, db: asyncpg.Connection, tmp_path: Path
+) -> None:
+    await bury(desk, Deposit(1), Deposit(2))
+    first, second = sorted(await letters(desk), key=lambda one: int(one.offset))
+    payload = tmp_path / "corrected.json"
+    payload.write_text('{"account": "ada", "amount": 7}', "utf-8")
+    command = "edit", first.id, "--payload", str(payload), "--because", "wrong amount"
+    async with working(desk):
+        done = await service(*command)
+    assert (done.exit_code, "1 applied" in done.stdout) == (0, True), done.output
+    assert "redriven 1 of 1" in done.stderr
+    await redrive(desk, Selection(keys=[await key_of(desk, second)]))
+    await desk.work_off()
+    assert bank.calls == [7, 2], "in the order of the key"
+    (letter,) = await desk.backlog()
+    new_id = await db.fetchval("SELECT id FROM pipeline.inbox WHERE id LIKE '1~%'")
+    assert re.fullmatch("1~[0-9a-f]{12}", new_id)
+    assert letter["discarded_by"] == getpass.getuser()
+    assert letter["discarded_why"] == f"replaced by {new_id}: wrong amount"
+    again = await service(*command)
+    assert (again.exit_code, "is not dead, but discarded" in again.stderr) == (1, True)
+    # The letter itself is known if it comes again, and so it is not applied.
+    await desk.apply(Deposit(1))
+    assert bank.calls == [7, 2]
+
+
+async def test_a_mismatch_belongs_to_no_consumer_and_its_copy_goes_to_all(
+    bank: Bank, new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    heard: list[int] = []
+
+    @bank.handlers.on(Deposited, topic=bank.deposits, consumer="second")
+    async def second(event: Deposited, tx: Transaction) -> None:
+        heard.append(event.amount)
+
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    await desk.apply(Deposit(1))
+    await desk.apply(Deposit(2, id="1"))
+    (letter,) = await letters(desk)
+    assert (letter.reason, letter.consumer) == ("identity mismatch", "")
+    redriven = await redrive(desk)
+    await desk.work_off()
+    assert await became(desk, redriven) == {"dead": 1}
+    assert [one.id for one in await letters(desk)] == [letter.id]
+    selection = Selection(keys=[await key_of(desk, letter)])
+    copy = Copy(b'{"account": "ada", "amount": 3}', "ann", "a test")
+    async with autocommitting(desk.engine) as driver:
+        chunks = store(desk, driver).redrive(selection, copy)
+        copied = [one async for some in chunks for one in some]
+    await desk.work_off()
+    assert await became(desk, copied) == {"applied": 1}
+    assert (bank.calls, heard) == ([1, 3], [1, 3])
+    assert await letters(desk) == []
+    audited = await db.fetch("SELECT who, action, subject, why FROM pipeline.audit ORDER BY id")
+    subject = f"dead letter {letter.id}"
+    assert [tuple(row) for row in audited] == [
+        ("", "redrive", subject, None),
+        ("ann", "edit", subject, "a test"),
+    ]
+
+
+async def test_a_payload_is_read_from_standard_input(desk: Desk, service: Command) -> None:
+    await bury(desk, Deposit(1))
+    (letter,) = await letters(desk)
+    options = "--payload", "-", "--because", "a test", "--operator", "ann", "--wait", "0", "--json"
+    done = await service("edit", letter.id, *options, input='{"account": "ada", "amount": 7}')
+    assert done.exit_code == 0, done.output
+    became = {"found": 1, "redriven": 1, "became": None, "died": None}
+    assert json.loads(done.stdout) == became
+    waits, discarded = sorted(await desk.backlog(), key=lambda row: row["discarded_at"] is not None)
+    assert json.loads(waits["value"])["amount"] == 7
+    assert (waits["reason"], discarded["discarded_by"]) == ("redriven", "ann")
+
+
+@pytest.mark.parametrize(
+    ("payload", "why", "code", "said"),
+    [
+        ('{"account": "ada"}', "a test", 1, "the payload is invalid"),
+        ('{"account": "**********", "amount": 1}', "a test", 1, "secrets of the payload are hid"),
+        ('{"account": "ada", "amount": 1}', " ", 2, "--because is empty"),
+    ],
+)
+async def test_an_edit_that_could_not_be_handled_is_refused_and_the_letter_stays(
+    desk: Desk, service: Command, payload: str, why: str, code: int, said: str
+) -> None:
+    await bury(desk, Deposit(1))
+    (letter,) = await letters(desk)
+    options = "--payload", "-", "--because", why, "--json"
+    done = await service("edit", letter.id, *options, input=payload)
+    assert (done.exit_code, said in complaint(done)) == (code, True), done.output
+    assert [one.id for one in await letters(desk)] == [letter.id]
+
+
+async def test_changes_are_counted_and_not_kept(
+    bank: Bank, settings: Callable[..., Settings]
+) -> None:
     class Changed:
         """A row that was changed."""
 
@@ -971,5 +1112,8 @@ async def test_changes_are_counted_and_not_kept() -> None:
             del chunk
             assert [row() for row in rows[:number]] == [None] * number
 
-    assert await dead_commands._count_changes("discarded", [{"count": 3}], chunks()) == 3
+    chosen = dead_commands.Confirmation(everything=True, yes=True)
+    invocation = Invocation(bank.service, settings(), as_json=True)
+    change = dead_commands._change(invocation, "discard", [{"count": 3}], chosen, chunks())
+    assert await change == 3
     assert len(rows) == 3

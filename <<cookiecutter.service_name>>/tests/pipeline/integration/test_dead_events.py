@@ -17,6 +17,7 @@ from pipeline.settings import Settings
 
 from .bank import Bank
 from .conftest import Command, complaint
+from .desk import store_of
 from .outgoing import (
     EVERYTHING,
     LARGE,
@@ -46,7 +47,7 @@ NewTopic = Callable[..., Awaitable[str]]
 async def listed(
     db: asyncpg.Connection, state: State = "dead", which: Selection = EVERYTHING, limit: int = 1_000
 ) -> list[SimpleNamespace]:
-    found = DeadEvents(db, PATIENCE).chunks(state, which, limit)
+    found = store_of(DeadEvents, db).chunks(state, which, limit)
     return [SimpleNamespace(**one) async for some in found for one in some]
 
 
@@ -220,8 +221,8 @@ async def test_who_changes_events_waits_for_the_relay_and_is_cut_off_when_he_sto
     await bury(db, 1)
     relay, operator = await connect(), await connect()
     for change in (
-        DeadEvents(operator, 0.2).redrive(EVERYTHING),
-        DeadEvents(operator, 0.2).discard(EVERYTHING, operator="ann", why=""),
+        store_of(DeadEvents, operator, patience=0.2).redrive(EVERYTHING),
+        store_of(DeadEvents, operator, patience=0.2).discard(EVERYTHING, operator="ann", why=""),
     ):
         async with relay.transaction():
             await relay.execute("UPDATE pipeline.outbox_cursor SET token = token")
@@ -229,7 +230,7 @@ async def test_who_changes_events_waits_for_the_relay_and_is_cut_off_when_he_sto
                 await asyncio.wait_for(anext(change), PATIENCE)
     stopped = Stopped(operator)
     with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
-        await anext(DeadEvents(stopped, 0.2).redrive(EVERYTHING))
+        await anext(store_of(DeadEvents, stopped, patience=0.2).redrive(EVERYTHING))
     assert await numbers(db) == {1}
     assert await discard(db) == [1]
 
@@ -291,7 +292,7 @@ async def test_events_are_chosen_by_what_they_are(db: asyncpg.Connection) -> Non
     ):
         assert await numbers(db, which=which) == chosen, which
         assert sum(
-            one["count"] for one in await DeadEvents(db, PATIENCE).count("dead", which)
+            one["count"] for one in await store_of(DeadEvents, db).count("dead", which)
         ) == len(chosen)
     assert await numbers(db, "waiting", Selection(reasons=["follows another"])) == {7}
     assert await discard(db, Selection(topic="gone")) == [4]
@@ -407,7 +408,7 @@ async def test_redrive_counts_asks_and_says_what_waits(
     assert "the relay notices within " in done.stdout
     assert await numbers(db, "waiting") == {1, 3}
     again = await service("events", "redrive", "1", "--yes")
-    assert (again.exit_code, "1 is not dead, it waits" in again.stderr) == (1, True)
+    assert (again.exit_code, "1 is not dead, but waiting" in again.stderr) == (1, True)
     quiet = await service("events", "redrive", "--all", "--yes", "--wait", "0", "--json")
     assert json.loads(quiet.stdout) == {"found": 1, "redriven": 1, "became": None, "died": None}
 
@@ -424,7 +425,7 @@ async def test_discard_keeps_who_and_why(db: asyncpg.Connection, service: Comman
     assert "told Bob" in told
     assert dead.DISCARDED in told
     again = await service("events", "discard", "2", "--because", "x", "--yes")
-    assert (again.exit_code, "was discarded" in again.stderr) == (1, True)
+    assert (again.exit_code, "not dead, but discarded" in again.stderr) == (1, True)
     done = await service("events", "discard", "--because", "all of it", "--all", "--yes", "--json")
     assert json.loads(done.stdout) == {"found": 2, "discarded": 2}
     by = await db.fetchval("SELECT discarded_by FROM pipeline.outbox_rejected WHERE id = 1")
@@ -442,9 +443,9 @@ async def test_those_that_wait_for_a_topic_are_discarded_only_where_that_is_said
     )
     because = ("--because", "no such topic", "--yes")
     refused = await service("events", "discard", "1", *because)
-    assert (refused.exit_code, "1 is not dead, it waits" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "1 is not dead, but waiting" in refused.stderr) == (1, True)
     refused = await service("events", "discard", "3", "--waiting", *because)
-    assert (refused.exit_code, "3 is not waiting, it is dead" in refused.stderr) == (1, True)
+    assert (refused.exit_code, "3 is not waiting, but dead" in refused.stderr) == (1, True)
     done = await service("events", "discard", "--waiting", "--topic", "gone", *because)
     assert "discarded 2 of 2" in done.stderr
     assert await numbers(db, "discarded") == {1, 2}

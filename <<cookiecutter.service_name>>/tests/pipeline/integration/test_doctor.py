@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
 from servers.network import LOOPBACK
 
-from operate import doctor, health, status, status_commands, topic_checks
+from operate import doctor, health, status, status_commands
 from operate.commands import command_line
 from operate.health import Finding
 from pipeline import Reject, Retry
@@ -67,6 +67,10 @@ _FILL = {
     " content_type) SELECT n, now(), 't', n, '/s', 'x', 'y' FROM generate_series(1, 200) AS n",
 }
 """How each table gets two hundred rows."""
+_READ = """
+INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)
+VALUES ($1, $2, 0, $3, clock_timestamp() - $4::interval)
+"""
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
 
 
@@ -114,7 +118,7 @@ def examine(bank: Bank, settings: Callable[..., Settings], direct_url: str) -> E
 
         async def are_found() -> bool:
             async with _connected(chosen) as connection:
-                found[:] = [one async for one in doctor.examine(connection, of.service, chosen)]
+                found[:] = await doctor.examine(connection, of.service, chosen)
             # Brokers of a busy machine have not elected the group's coordinator yet.
             return not any("NotCoordinatorForGroup" in one.found for one in found)
 
@@ -162,7 +166,7 @@ async def test_a_healthy_service_has_nothing(
     names, *lines = process.output.splitlines()
     assert names.split() == ["level", "check", "found"]
     of_status = [check for some in health.CHECKS.values() for check in some]
-    checks = (*topic_checks.CHECKS, *of_status, *doctor.SERVER_CHECKS)
+    checks = (*doctor.TOPIC_CHECKS, *of_status, *doctor.SERVER_CHECKS)
     assert len(lines) == len(checks) + len(
         ("kafka", "settings", "group", "schema", "tables", "sequences", "pooler", "clock")
     )
@@ -319,7 +323,7 @@ async def test_a_pooler_that_the_settings_do_not_know_is_found(
         async with _connected(settings(database_url=way, database_pooler=True)) as connection:
             for knows, level in ((False, "warning"), (True, "ok")):
                 chosen = settings(database_url=way, database_pooler=knows)
-                found = [one async for one in doctor.examine(connection, bank.service, chosen)]
+                found = await doctor.examine(connection, bank.service, chosen)
                 (one,) = [one for one in found if one.check == "pooler"]
                 assert one.level == level
                 assert ("PIPELINE_DATABASE_POOLER=true" in one.advice) is not knows
@@ -375,8 +379,8 @@ async def test_events_that_nobody_publishes_are_told(
     await db.execute("UPDATE pipeline.outbox SET created_at = now() - interval '6 minutes'")
     found = (await examine())["outbox"]
     assert found.level == "wrong"
-    assert "1 events wait, one for 3" in found.found
-    assert "64 shards have no relay" in found.found
+    assert "no process has taken events of the outbox" in found.found
+    assert "(64 shards have no relay) for 3" in found.found
     await db.execute(
         "UPDATE pipeline.outbox_cursor SET owner = 'a', lease_until = now() + interval '1 hour'"
     )
@@ -476,8 +480,9 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
         bank.name,
         bank.deposits,
     )
-    found = (await examine())["readers"]
-    assert found.found.endswith("2 offsets before the end")
+    found = (await examine())["reads"]
+    place = f"no process has taken records of {bank.deposits} (no reader of partitions 0) for"
+    assert found.found.startswith(place)
     assert (found.level, "`service consume`" in found.advice) == ("wrong", True)
     async with AIOKafkaConsumer(
         bank.deposits,
@@ -489,23 +494,74 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
         await eventually(lambda: bool(consumer.assignment()))
         found = (await examine())["lag"]
     assert found.found.endswith("2 offsets before the end")
-    assert (found.level, found.advice) == ("warning", "see `/health/ready` of the service")
+    assert found.level == "warning"
+    assert re.match(r"see `/health/ready` of its reader, [\d.:]+ \S{8}; end one", found.advice)
     await db.execute("UPDATE pipeline.position SET moved_at = now()")
     assert await examine() == {}
 
 
 async def test_a_record_that_has_just_come_to_an_idle_partition_is_no_lag(
-    examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer
+    examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer, kafka: str
 ) -> None:
     await Deposit(1, timestamp=ago(hours=80)).send(producer, bank.deposits)
     await Deposit(2).send(producer, bank.deposits)
-    await db.execute(
-        "INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset, moved_at)"
-        " VALUES ($1, $2, 0, 1, now() - interval '3 days')",
-        bank.name,
+    await db.execute(_READ, bank.name, bank.deposits, 1, timedelta(days=3))
+    async with AIOKafkaConsumer(
         bank.deposits,
-    )
-    assert await examine() == {}
+        bootstrap_servers=kafka,
+        group_id=bank.name,
+        client_id=bank.name,
+        enable_auto_commit=False,
+    ) as consumer:
+        await eventually(lambda: bool(consumer.assignment()))
+        assert await examine() == {}
+
+
+async def test_topics_that_nobody_reads_are_told_also_if_no_record_waits(
+    examine: Examine, bank: Bank, db: asyncpg.Connection
+) -> None:
+    await db.execute(_READ, bank.name, bank.deposits, 0, timedelta(0))
+    assert await examine() == {}, "a process may be starting again"
+    await db.execute("UPDATE pipeline.position SET moved_at = now() - interval '1 h'")
+    found = (await examine())["reads"]
+    assert found.level == "wrong"
+    place = f"no process has taken records of {bank.deposits} (no reader of partitions 0) for 3,6"
+    assert found.found.startswith(place)
+
+
+async def test_each_kind_of_work_that_no_process_takes_is_wrong_after_a_minute(
+    examine: Examine,
+    bank: Bank,
+    db: asyncpg.Connection,
+    producer: AIOKafkaProducer,
+    direct_url: str,
+    kafka: str,
+) -> None:
+    async with starting(bank, database_url=direct_url, kafka_bootstrap_servers=kafka) as start:
+        process = await start("run")
+        await Deposit(1).send(producer, bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 1))
+        await process.kill()
+    for table in ("backlog", "scheduled"):
+        await db.execute(_FILL[table])
+    await stage(db, [event(bank.balances, 1)])
+    for change in (
+        "position SET moved_at = {}",
+        'backlog SET due_at = {}, lane = CASE WHEN "offset" % 2 = 0 THEN 64 ELSE 0 END',
+        "backlog_lane SET owner = NULL, lease_until = NULL, released_at = {}",
+        "outbox SET created_at = {}",
+        "outbox_cursor SET owner = NULL, lease_until = NULL",
+        "scheduled SET due_at = {}",
+    ):
+        then = "now() - interval '2 minutes'"
+        await db.execute(f"UPDATE pipeline.{change.format(then)}")
+
+    async def are_told() -> bool:  # the group misses its member only after a time
+        found = await examine()
+        wrong = {name for name, one in found.items() if one.level == "wrong"}
+        return {"reads", "backlog", "calls", "outbox", "scheduled"} <= wrong
+
+    await eventually(are_told)
 
 
 async def test_a_record_that_waits_for_over_a_minute_is_lag(
@@ -519,10 +575,10 @@ async def test_a_record_that_waits_for_over_a_minute_is_lag(
         " ON CONFLICT (consumer_group, topic, partition) DO UPDATE SET next_offset = $3"
     )
     await db.execute(read, bank.name, bank.deposits, 1)
-    assert (await examine())["readers"].level == "wrong"
+    assert (await examine())["reads"].level == "wrong"
     # A record before the position that is of a later time: its clock was wrong.
     await db.execute(read, bank.name, bank.deposits, 2)
-    assert (await examine())["readers"].level == "wrong"
+    assert (await examine())["reads"].level == "wrong"
 
 
 @asynccontextmanager
@@ -690,16 +746,16 @@ async def test_events_that_kafka_refuses_for_long_are_told(
     examine: Examine, db: asyncpg.Connection
 ) -> None:
     await db.execute(_FILL["outbox_rejected"])
-    await db.execute("UPDATE pipeline.outbox_rejected SET reason = 'topic missing' WHERE id = 1")
-    assert await examine() == {}, "they have just come"
     await db.execute(
         "UPDATE pipeline.outbox_rejected SET parked_at = now() - interval '16 minutes'"
     )
-    found = (await examine())["rejected events"]
-    assert found.level == "wrong"
-    assert found.found.startswith(
-        "Kafka accepts no events for topic t (topic missing): 200 wait, one"
+    assert await examine() == {}, "none was rejected: people have paused or slowed down its topic"
+    await db.execute(
+        "UPDATE pipeline.outbox_rejected SET reason = 'topic missing', error = 'x' WHERE id = 1"
     )
+    found = (await examine())["rejected"]
+    assert found.level == "wrong"
+    assert found.found.startswith("events for topic t (topic missing) wait: 200, one for 9")
     assert "`service dead events list --waiting --summary`" in found.advice
 
 
@@ -713,7 +769,7 @@ async def test_a_backlog_that_does_not_move_is_told(
     )
     found = (await examine())["backlog"]
     assert found.level == "warning"
-    assert found.found.startswith("messages wait for consumer deposit: 200, one for 3,6")
+    assert found.found.startswith("messages of consumer deposit wait: 200, one for 3,6")
     assert "`service dead list --waiting --summary`" in found.advice
 
 
@@ -792,8 +848,8 @@ async def test_a_standby_is_told(bank: Bank, settings: Callable[..., Settings]) 
             async def found_at(url: str) -> dict[str, Finding]:
                 chosen = settings(database_url=url, database_pooler=False)
                 async with _connected(chosen) as connection:
-                    found = doctor.examine(connection, bank.service, chosen)
-                    return {one.check: one async for one in found if one.level != "ok"}
+                    found = await doctor.examine(connection, bank.service, chosen)
+                    return {one.check: one for one in found if one.level != "ok"}
 
             assert "standby" not in await found_at(origin.url())
             server = (await found_at(standby.url()))["standby"]

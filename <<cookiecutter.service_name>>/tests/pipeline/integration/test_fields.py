@@ -6,7 +6,7 @@ import asyncpg
 
 from pipeline.apply import backlog, inbox
 from pipeline.apply.backlog import Row
-from pipeline.apply.item import Item, StoredRecord, order_key
+from pipeline.apply.item import Item, StoredRecord
 from pipeline.events.message import Message
 from pipeline.handlers.policy import Decision, History
 from pipeline.handlers.registry import Handler
@@ -72,5 +72,5 @@ async def test_a_row_of_the_backlog(ledger: tuple[Bank, Desk], db: asyncpg.Conne
     assert [row[name] for name in numbers] == [1, 2, 3, 6, 7.5, True, None]
     assert row["headers"] == '[["headers","5"]]'
     assert row["died_at"] is not None
-    assert row["order_key"] == order_key("consumer", record)
+    assert row["order_key"] == item.order_key
     assert row["lane"] == backlog.lane_of(row["order_key"], "immediate")

@@ -139,12 +139,62 @@ async def test_every_mismatch_of_a_batch_is_a_dead_letter_whoever_came_first(
         Deposit(300, id="2"),
         Deposit(3),
     )
-    assert await desk.park() == {("deposit", offset): "identity mismatch" for offset in (1, 3, 4)}
+    assert await desk.park() == {("", offset): "identity mismatch" for offset in (1, 3, 4)}
     assert await histories(db) == {"ada": [1, 2, 3]}
     assert await desk.position() == 6
     # Sent once more they are the same incidents, and no new ones.
     await desk.apply(Deposit(100, id="1"), Deposit(200, id="2"))
     assert len(await desk.backlog()) == 3
+
+
+def with_others(*consumers: str) -> Bank:
+    """Return a bank whose deposits more consumers take."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+
+    async def note(event: Deposited, tx: Transaction) -> None:
+        pass
+
+    for consumer in consumers:
+        bank.handlers.on(Deposited, topic=bank.deposits, consumer=consumer)(note)
+    return bank
+
+
+async def test_a_mismatch_is_one_letter_for_all_consumers_each_time_that_it_comes(
+    new_desk: NewDesk,
+    db: asyncpg.Connection,
+    outcomes: Counter[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bank = with_others("audit", "notice")
+    desk = await new_desk(bank.handlers, topic=bank.deposits, dead_letter_topic="dead")
+    sent = "SELECT count(*) FROM pipeline.outbox WHERE topic = 'dead'"
+    altered = Deposit(100, id="1")
+    await desk.apply(Deposit(1))
+    for is_discarded in (False, True):
+        await desk.apply(altered, altered)
+        (row,) = await desk.backlog()
+        assert row["reason"] == "identity mismatch"
+        assert (row["discarded_at"] is not None) == is_discarded
+        told = [one for one in caplog.records if "identity mismatch" in one.getMessage()]
+        assert (len(told), outcomes["identity mismatch"], await db.fetchval(sent)) == (1, 1, 1)
+        await db.execute("UPDATE pipeline.backlog SET discarded_at = now()")
+
+
+async def test_a_replay_for_a_new_consumer_reports_no_letter_again(
+    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+) -> None:
+    came = Deposit(1), Deposit(100, id="1"), Deposit(2, type=""), Deposit(3, "bob")
+    desk = await new_desk(with_others().handlers, topic="deposits", dead_letter_topic="dead")
+    await desk.apply(*came)
+    before = await desk.backlog()
+    assert [row["reason"] for row in before] == ["identity mismatch", "missing attribute"]
+    await db.execute("UPDATE pipeline.position SET next_offset = 0")
+    outcomes.clear()
+    new = await new_desk(with_others("new").handlers, topic="deposits", dead_letter_topic="dead")
+    await new.apply(*came)
+    assert outcomes == {"applied": 2, "duplicate": 2}
+    assert [dict(row) for row in await desk.backlog()] == [dict(row) for row in before]
+    assert await db.fetchval("SELECT count(*) FROM pipeline.outbox WHERE topic = 'dead'") == 2
 
 
 async def test_another_type_with_the_same_id_and_data_is_another_payload(
@@ -161,7 +211,7 @@ async def test_another_type_with_the_same_id_and_data_is_another_payload(
 
     await desk.apply(Deposit(1))
     await desk.apply(Deposit(1, type="withdrawn"))
-    assert await desk.park() == {("deposit", 1): "identity mismatch"}
+    assert await desk.park() == {("", 1): "identity mismatch"}
 
 
 async def test_a_hash_of_another_version_is_not_compared(

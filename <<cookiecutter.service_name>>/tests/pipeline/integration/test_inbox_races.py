@@ -184,7 +184,7 @@ async def test_another_payload_is_recognised_by_who_waited_for_the_first(
     if gives_up:
         await first.apply(Deposit(1))
     mismatched = await first.backlog()
-    assert [row["consumer"] for row in mismatched] == ["deposit", "waiting"]
+    assert len(mismatched) == 1, "it is an incident of the event, and not of each consumer"
     hashes = [
         (await desk.read(deposit, start=0)).items[0].message.hash
         for desk, deposit in ((first, Deposit(1)), (second, altered))

@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 import typer
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 
 from operate.commands import command_line
 from pipeline.runtime import Part
@@ -94,6 +94,22 @@ async def test_a_reset_tells_how_many_events_are_published_again(
     # The first line is the answer, as a terminal shows it.
     assert json.loads(asked.stdout.partition("\n")[2]) == {"published_again": 3}
     assert "make 0 calls, publish 0 scheduled events, 3 events again?" in asked.stderr
+
+
+async def test_who_adopts_is_told_of_processes_that_read_at_these_brokers(
+    command: Command, bank: Bank, kafka: str
+) -> None:
+    async with AIOKafkaConsumer(
+        bank.deposits,
+        bootstrap_servers=kafka,
+        group_id=bank.name,
+        client_id=bank.name,
+        enable_auto_commit=False,
+    ) as consumer:
+        await eventually(lambda: bool(consumer.assignment()))
+        asked = await command("adopt", input="n\n")
+    assert asked.exit_code == 1
+    assert "reads topics of the service: if for another database, end it before" in asked.stdout
 
 
 async def test_topics_create_tells_which_are_new(

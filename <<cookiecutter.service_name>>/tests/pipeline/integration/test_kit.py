@@ -108,6 +108,13 @@ async def book(event: Deposited, tx: Transaction) -> int:
     return account.balance
 
 
+@handlers.correct(Deposited, topic=TOPIC, of="book", consumer="unbook", loads=Account.by("account"))
+async def unbook(event: Deposited, tx: Transaction) -> None:
+    account = await tx.load_or_create(Account, event.account)
+    account.balance -= event.amount
+    tx.publish(Booked(account=account.id, balance=account.balance), of=account)
+
+
 class Stubborn(Event, type="kit.stubborn"):
     """Its handler suppresses its cancellation."""
 
@@ -247,6 +254,19 @@ async def test_the_records_of_all_steps_are_in_the_outbox(harness: Harness) -> N
         (Booked(account="bob", balance=1_000), None, None),
     ]
     assert (first.records, later.records) == (records[:1], records[2:])
+
+
+async def test_messages_are_handed_to_a_correction_as_by_the_command(harness: Harness) -> None:
+    await harness.handle(deposit(5))
+    outcome = await harness.correct("unbook", deposit(5))
+    assert outcome.applied == ["unbook"]
+    assert [one.sequence for one in outcome.records] == [2]
+    assert (await harness.get(Account, "ada")).balance == 0
+    assert (await harness.correct("unbook", deposit(5))).is_duplicate
+    with pytest.raises(HarnessMisused, match="corrections: unbook"):
+        await harness.correct("book", deposit(5))
+    with pytest.raises(HarnessMisused, match="does not take all"):
+        await harness.correct("unbook", Stubborn(account="ada"))
 
 
 async def test_one_id_with_two_payloads_is_a_mismatch(harness: Harness) -> None:

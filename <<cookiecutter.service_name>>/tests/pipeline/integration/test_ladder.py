@@ -23,6 +23,7 @@ from pipeline.errors import is_infrastructure
 from pipeline.observe import metrics
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.servers.probe import Probe
+from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -385,6 +386,26 @@ async def test_a_partition_waits_while_too_many_messages_are_to_be_tried_alone(
     assert [row["attempts"] for row in await desk.backlog()] == [1, 1]
     await desk.apply(*deposits(4, 14))
     assert (await desk.position(), len(await desk.backlog())) == (7, 3)
+
+
+async def test_messages_that_were_only_stored_do_not_fill_the_backlog(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a pause of a consumer that shares its topic."""
+    monkeypatch.setattr(backlog, "_MOST_DUE", 2)
+    await db.execute(AT_FLUSH.format("22023").replace("= 3)", "< 10)"))
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    batch = await desk.read(*deposits(20, 21, 22), start=await desk.position())
+    paused = PartitionSource([PartitionBatch(desk.slot, batch, stored={"deposit"})])
+    attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
+    await desk.consume.apply(paused, attempts)
+    await desk.apply(*(Deposit(n + 10, account=f"of {n}") for n in (20, 21, 22)))
+    await desk.apply(*deposits(1, 10))
+    reasons = Counter(row["reason"] for row in await desk.backlog())
+    assert (reasons["deferred"], reasons["follows another"], reasons.total()) == (3, 3, 7)
+    assert await desk.position() == 8
+    assert await histories(db) == {"of 10": [10]}
 
 
 async def test_a_message_over_which_connections_die_is_at_fault_at_the_third(

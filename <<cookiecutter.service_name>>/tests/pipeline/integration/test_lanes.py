@@ -286,11 +286,11 @@ async def test_workers_that_stop_do_not_wait_for_a_count(
     _, desk = await waiting(new_desk)
     counting = asyncio.Event()
 
-    async def count(driver: asyncpg.Connection) -> None:
+    async def count(driver: asyncpg.Connection, *limits: float) -> None:
         counting.set()
         await driver.fetch("SELECT pg_sleep(1000)")
 
-    monkeypatch.setattr(lanes, "count", count)
+    monkeypatch.setattr(lanes, "waiting", count)
     async with in_background(desk.lanes.run()) as running:
         await counting.wait()
         desk.lanes.stop()

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import math
 import os
+from hashlib import sha256
 from pathlib import Path
 
 import asyncpg
@@ -18,6 +20,9 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pipeline import migrations, schema
+from pipeline.apply import stopping
+from pipeline.apply.stopping import Subject
+from pipeline.errors import Refused
 from pipeline.handlers.staging import StagedEvent
 
 from tests.contract.bank import Base
@@ -77,7 +82,9 @@ async def differences(url: str, metadata: sa.MetaData) -> list[str]:
 
 
 ALL = [
+    "audit",
     "backlog",
+    "backlog_count",
     "backlog_lane",
     "claim",
     "guarded_transaction",
@@ -93,8 +100,10 @@ ALL = [
     "outbox_rejected",
     "outbox_relay",
     "position",
+    "release",
     "retention_round",
     "scheduled",
+    "throttle",
 ]
 
 
@@ -191,6 +200,52 @@ async def test_a_downgrade_takes_everything_back_and_an_upgrade_brings_it_again(
     assert await tables(url) == []
     await upgrade(config, "pipeline@head")
     assert await tables(url) == ALL
+
+
+_BEHIND = """
+INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
+       headers, hash_version, reason, attempts, waited, holds)
+SELECT set_byte(key, 0, 255 - get_byte(key, 0)), lane, order_key, consumer, 'deposits', 0, 7, 0,
+       '[]', 1, 'follows another', 0, 0, false
+  FROM pipeline.backlog WHERE topic = '(paused)' OR reason = 'correction'
+"""
+_CORRECTION = """
+INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
+       headers, hash_version, reason, attempts, waited, due_at, holds)
+SELECT key, 0, key, 'mend', 'deposits', 0, 5, 0, '[]', 1, 'correction', 0, 0, due_at, false
+  FROM (VALUES ('a'::bytea, now()), ('b', NULL)) AS of (key, due_at)
+"""
+
+
+async def test_a_downgrade_leaves_no_key_behind_what_the_older_version_does_not_end(
+    url: str, config: Config
+) -> None:
+    await upgrade(config)
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    try:
+        key = [Subject("key", "deposit", "deposits", b"ada")]
+        await stopping.ask(connection, key, lasts=None, who="ada", why="a test")
+        await connection.execute(_CORRECTION)
+        await connection.execute(_BEHIND)
+        await asyncio.to_thread(command.downgrade, config, "pipeline_0001")
+        rows = await connection.fetch(
+            "SELECT reason, due_at <= clock_timestamp() AS is_due FROM pipeline.backlog"
+        )
+        assert [tuple(row) for row in rows] == [("follows another", True)] * 3
+        assert not {"audit", "throttle"} & {*await tables(url)}
+    finally:
+        await connection.close()
+    await upgrade(config, "pipeline@head")
+    assert await tables(url) == ALL
+
+
+async def test_a_rate_that_nobody_can_keep_is_refused(db: asyncpg.Connection) -> None:
+    for rate in (-1.0, 1e-300, math.nan, math.inf):
+        with pytest.raises(Refused, match="between 0\\.001 and 1,000,000"):
+            await stopping.ask(
+                db, [Subject("topic", "a")], per_second=rate, lasts=None, who="ada", why="a test"
+            )
+    assert await stopping.listed(db, 10) == []
 
 
 async def test_the_upgrade_can_be_written_as_a_script_that_needs_no_database(
@@ -311,3 +366,54 @@ async def test_a_column_is_added_when_no_transaction_holds_the_table_and_others_
     finally:
         await reader.close()
         await other.close()
+
+
+_OLD_DAY = """
+ALTER TABLE pipeline.{table} DROP COLUMN shard;
+ALTER TABLE pipeline.{table} ADD COLUMN shard smallint NOT NULL GENERATED ALWAYS
+   AS ((get_byte(sha256(COALESCE(key, '\\x'::bytea)), 0) % 64)::smallint) STORED
+"""
+_DAYS = {
+    f"outbox_p2020010{day}": f"FOR VALUES FROM ('2020-01-0{day}') TO ('2020-01-0{day + 1}')"
+    for day in (1, 2)
+}
+_WITHOUT_A_KEY = """
+INSERT INTO pipeline.outbox (created_at, topic, event_id, source, type, content_type)
+SELECT '2020-01-01 12:00+00'::timestamptz + (n > 64)::integer * interval '1 day',
+       't', n, '/s', 'x', 'y'
+  FROM generate_series(1, 128) AS n
+"""
+_SHARDS = """
+SELECT count(DISTINCT shard) FROM pipeline.outbox GROUP BY tableoid::regclass::text
+ ORDER BY tableoid::regclass::text
+"""
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["new", "of version 1.0.0"])
+async def test_events_without_a_key_are_spread_over_the_shards(
+    url: str, config: Config, is_old: bool
+) -> None:
+    """Of an older database those of later days, if its server can change the column."""
+    connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+    (first, first_day), (second, second_day) = _DAYS.items()
+    create = "CREATE TABLE pipeline.{} PARTITION OF pipeline.outbox {}".format
+    try:
+        await connection.execute("SET timezone = 'UTC'")
+        await upgrade(config, "pipeline_0001")
+        if is_old:
+            for table in ("outbox", "outbox_rejected"):
+                await connection.execute(_OLD_DAY.format(table=table))
+            await connection.execute(create(first, first_day))
+        await upgrade(config)
+        if not is_old:
+            await connection.execute(create(first, first_day))
+        await connection.execute(create(second, second_day))
+        await connection.execute(_WITHOUT_A_KEY)
+        shards = [row[0] for row in await connection.fetch(_SHARDS)]
+        can_change = connection.get_server_version().major >= 17
+        assert shards == [1 if is_old else 64, 64 if can_change or not is_old else 1]
+        await connection.execute("UPDATE pipeline.outbox SET key = 'ada'")
+        of_key = await connection.fetchval("SELECT array_agg(DISTINCT shard) FROM pipeline.outbox")
+        assert of_key == [sha256(b"ada").digest()[0] % schema.SHARDS]
+    finally:
+        await connection.close()

@@ -22,7 +22,7 @@ from pipeline.servers import record_batches
 
 from .bank import Bank
 from .conftest import position_reaches
-from .desk import NewDesk
+from .desk import NewDesk, store_of
 from tests.conftest import Records, Running
 from tests.contract.bank import Deposit, histories
 from tests.pipeline.nasty import NASTY, Name, decisions, kafka_record
@@ -130,7 +130,7 @@ async def test_every_nasty_record_takes_effect_or_is_stored_as_it_came(
         nasty = NASTY[row["offset"]]
         assert (headers_of(row["headers"]), row["value"]) == (nasty.headers, nasty.value)
         assert (row["record_key"], row["timestamp"]) == (nasty.key, nasty.timestamp)
-        entry = await DeadLetters(db, handlers, patience=5).show(row["key"].hex())
+        entry = await store_of(DeadLetters, db, handlers).show(row["key"].hex())
         assert to_json(entry)
     taken = {one.item.record.offset for one in outcomes}
     assert len(taken | {row["offset"] for row in stored}) > len(NASTY) / 2

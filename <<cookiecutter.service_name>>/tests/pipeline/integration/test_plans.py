@@ -27,6 +27,7 @@ from pipeline.relay.rejected import Rejected, Rejection
 from pipeline.relay.window import Progress
 from pipeline.settings import Settings
 
+from .desk import store_of
 from .outgoing import ALL_SHARDS, event, stage
 from .plans import MAJOR_VERSIONS, Explaining, connected, execute, only, server_of
 from tests.contract.bank import Base, Deposit
@@ -358,7 +359,8 @@ async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
     assert 50 < len(ids) < 1_000
     await asked.execute(rejected._REDRIVE, [row["id"] for row in ids])
     await asked.execute(rejected._DISCARD, [row["id"] for row in ids], "ann", "a test")
-    await dead_events.DeadEvents(asked, patience=5)._stored([row["id"] for row in ids])
+    store = store_of(dead_events.DeadEvents, asked)
+    await store._stored([row["id"] for row in ids])
     chosen, redrive, discard, became = asked.plans
     assert (chosen.indexes, chosen.scanned) == ({"outbox_rejected_dead_idx"}, set())
     assert chosen.blocks < 3 * len(ids)

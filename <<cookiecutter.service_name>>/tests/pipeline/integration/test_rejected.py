@@ -19,6 +19,7 @@ from aiokafka.admin import NewTopic as Topic
 from servers.network import LOOPBACK
 
 from operate.dead import Selection
+from pipeline.apply.throttles import Throttles
 from pipeline.observe import logs, metrics
 from pipeline.observe.health import Health
 from pipeline.relay import publisher, relay
@@ -771,9 +772,28 @@ async def test_metrics_count_the_events_that_wait_and_the_dead_ones(
 ) -> None:
     counted: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        metrics, "observe_rejected", lambda waiting, dead: counted.append((waiting, dead))
+        metrics, "observe_rejected", lambda waiting, dead, paused: counted.append((waiting, dead))
     )
     topic = await new_topic(**{"max.message.bytes": "4000"})
     await stage(db, [event(topic, "x", payload=LARGE), *numbered(missing, range(3))])
     async with relaying(quick()):
         await eventually(lambda: (3, 1) in counted)
+
+
+async def test_a_throttled_topic_that_rejects_its_events_is_one_that_rejects(
+    quick: NewSettings, db: asyncpg.Connection, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Throttled(relay.Relay):
+        """A relay that knows of the throttle."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            throttles = Throttles()
+            throttles._rates = {("events", missing): 1_000.0}
+            super().__init__(*arguments, **named | {"throttles": throttles})
+
+    counted: list[dict[str, int]] = []
+    monkeypatch.setattr(metrics, "observe_rejected", lambda **numbers: counted.append(numbers))
+    await stage(db, numbered(missing, range(3)))
+    async with relaying(quick(), Throttled) as one:
+        await eventually(lambda: {"waiting": 3, "dead": 0, "paused": 0} in counted)
+        assert str(rejected_by(missing, one)).startswith("events wait: topic")

@@ -129,6 +129,8 @@ async def test_it_begins_at_a_time(
     assert f"{bank.deposits}/0 goes from 6 to 3" in done.stdout
     done = await command("topics", "seek", bank.deposits, "--to", datetime.now(UTC).isoformat())
     assert f"{bank.deposits}/0 goes from 3 to 6" in done.stdout
+    actions = await db.fetch("SELECT action FROM pipeline.audit ORDER BY id")
+    assert [row["action"] for row in actions] == ["replay", "seek"]
 
 
 async def store_position(db: asyncpg.Connection, bank: Bank, offset: int) -> None:

@@ -13,14 +13,12 @@ from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy import make_url
 
-from pipeline.migrations import first_inbox, first_outbox
 from pipeline.servers import revisions
 from pipeline.testing.databases import with_alembic
 
 from .bank import Bank
 from .processes import starting
 from tests.servers.databases import (
-    ADOPT,
     HOME,
     WAITING_TO_MIGRATE,
     administer,
@@ -268,22 +266,13 @@ async def test_a_database_of_an_older_first_revision_is_named_before_anything_is
 ) -> None:
     """Of a service that was baked before the first revision was edited in place."""
     url = await empty_database(server_url, used_databases)
-    older = first_outbox.TABLES.replace("    dataref      text,\n", "").replace(
-        "    archives    boolean NOT NULL DEFAULT false\n", "    rounds integer\n"
-    )
+    migrate = await start("migrate", cwd=folder, database_url=url)
+    assert await migrate.ended() == 0, migrate.output
     connection = await asyncpg.connect(url.replace("+asyncpg", ""))
     try:
-        await connection.execute("CREATE SCHEMA pipeline")
-        await connection.execute(first_inbox.REFUSE_COMMIT)
-        await connection.execute(first_inbox.TABLES + older)
-        await connection.execute(
-            "ALTER TABLE pipeline.backlog ADD deaths integer, ADD losses integer,"
-            " ADD is_redriven boolean;"
-            " ALTER TABLE pipeline.outbox_cluster ADD database_oid oid, ADD kafka_cluster text"
-        )
-        await connection.execute(ADOPT)
-        await connection.execute("CREATE TABLE alembic_version (version_num text PRIMARY KEY)")
-        await connection.execute("INSERT INTO alembic_version VALUES ('pipeline_0002')")
+        for table in ("outbox", "outbox_rejected", "scheduled"):
+            await connection.execute(f"ALTER TABLE pipeline.{table} DROP COLUMN dataref")
+        await connection.execute("ALTER TABLE pipeline.retention_round DROP COLUMN archives")
     finally:
         await connection.close()
     for command in ("migrate", "run"):

@@ -19,7 +19,8 @@ from operate import dead, dead_events, dead_letters, inbox_commands, moves, stat
 from operate.dead import STATES
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
-from pipeline.apply import backlog, inbox, limits, positions
+from pipeline.apply import audit, backlog, inbox, limits, positions, stopping, throttles
+from pipeline.apply.stopping import Subject
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
 from pipeline.relay import cursor, rejected, relay, scheduled, window
@@ -27,7 +28,8 @@ from pipeline.retention import archive, days, generations, maintenance, partitio
 from pipeline.retention.archive import Archive
 from pipeline.retention.maintenance import make_ahead, run_retention
 from pipeline.retention.partitions import NotOwner
-from pipeline.retry import lanes
+from pipeline.retry import lanes, measuring
+from pipeline.schema import FIRST_LANE_OF_CALLS
 from pipeline.servers import cluster
 from pipeline.settings import Settings
 
@@ -55,9 +57,12 @@ SELECT bool_and(pg_visible_in_snapshot(xid, seen))
 """
 
 MODULES: dict[str, tuple[ModuleType, ...]] = {
-    "service": (inbox, positions, limits, backlog, lanes, staging, moves),
-    "relay": (relay, window, rejected, scheduled),
-    "operator": (status, dead, dead_events, dead_letters, inbox_commands),
+    "service": (
+        *(inbox, positions, limits, backlog, lanes, measuring, staging, moves, throttles),
+        audit,
+    ),
+    "relay": (relay, window, rejected, scheduled, throttles),
+    "operator": (status, dead, dead_events, dead_letters, inbox_commands, stopping, audit),
     "retention": (archive, days, generations, maintenance),
 }
 """Modules whose statements each role executes."""
@@ -74,7 +79,7 @@ BY_A_PERSON = (
     *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
     *(staging.CANCEL, scheduled._LIST, backlog._ADD),
     *(rejected._HOLD_SHARD, rejected._REDRIVE, rejected._DISCARD),
-    *(positions._OF_GROUP, lanes._COUNT_SOME, lanes._COUNT_DUE, window._COUNT, cursor._RELAYS),
+    *(positions._OF_GROUP, lanes._WAITING, window._COUNT, cursor._RELAYS),
     *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, scheduled._COUNT),
     *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )
@@ -117,8 +122,8 @@ async def test_nobody_may_number_events(granted: Roles, db: asyncpg.Connection) 
     changes = "SELECT has_any_column_privilege($1, 'pipeline.outbox', 'UPDATE')"
     for part in ("service", "relay", "operator"):
         rows = await db.fetch(writable, granted.names[part])
-        event = () if part == "operator" else StagedEvent._fields
-        assert {row["attname"] for row in rows} == set(event)
+        event = {"service": StagedEvent._fields, "relay": (*StagedEvent._fields, "release")}
+        assert {row["attname"] for row in rows} == set(event.get(part, ()))
         assert not await db.fetchval(changes, granted.names[part])
 
 
@@ -175,6 +180,26 @@ async def test_each_process_does_its_work_under_its_own_role(
     )
     assert await process.ended() == 0, process.output
     assert await db.fetchval("SELECT discarded_why FROM pipeline.backlog") == "a test"
+    asked = "topic", bank.deposits, "--because", "a test"
+    for line in (("pause", *asked, "--yes"), ("resume", *asked)):
+        process = await start(*line, database_url=operator)
+        assert await process.ended() == 0, process.output
+    actions = [row[0] for row in await db.fetch("SELECT action FROM pipeline.audit ORDER BY id")]
+    assert actions == ["redrive", "discard", "pause", "resume"]
+
+
+async def test_a_script_that_was_not_run_after_a_migration_is_named(
+    granted: Roles, bank: Bank, start: Start, producer: AIOKafkaProducer, db: asyncpg.Connection
+) -> None:
+    """As where the table `release` is new, and was not granted yet."""
+    await db.execute(f"REVOKE ALL ON pipeline.release FROM {granted.names['service']}")
+    process = await start("consume", database_url=granted.of("service"), release="1.4.2")
+    await process.says("permission denied for table release")
+    await Deposit(5).send(producer, bank.deposits)
+    await grant(granted.of("owner"), granted.parts)
+    process = await start("consume", database_url=granted.of("service"), release="1.4.2")
+    await eventually(process.is_ready)
+    await eventually(lambda: db.fetchval("SELECT count(*) = 1 FROM pipeline.inbox"))
 
 
 async def test_a_relay_publishes_what_does_not_fit_on_a_page_under_its_own_role(
@@ -436,6 +461,46 @@ async def test_what_retention_has_left_to_its_next_round_is_no_partition_that_ru
         assert "cannot create future partitions of the inbox" in caplog.text
 
 
+async def test_a_partition_of_another_owner_keeps_no_other_from_being_summarized(
+    granted: Roles, db: asyncpg.Connection
+) -> None:
+    await db.execute(f"ALTER TABLE pipeline.inbox_g1 OWNER TO {granted.names['owner']}")
+    async with granted.connected("retention") as connection:
+        assert await connection.fetch(maintenance._SUMMARIZE)
+
+
+KEDA = ROOT / "deploy" / "kubernetes" / "components" / "keda"
+QUERIES = [
+    " ".join(query.split())
+    for path in sorted(KEDA.glob("*.yaml"))
+    for query in re.findall(r"query: >-\n((?: {10}.*\n)+)", path.read_text("utf-8"))
+]
+"""What the autoscaler asks as the operator."""
+
+
+async def test_the_autoscaler_counts_what_is_due(
+    granted: Roles, bank: Bank, db: asyncpg.Connection
+) -> None:
+    assert len(QUERIES) >= 2
+    await stage(db, [event(bank.balances, n) for n in range(3)])
+    await db.execute(
+        'INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset",'
+        " timestamp, headers, hash_version, reason, attempts, waited, holds, due_at)"
+        " SELECT sha256(n::text::bytea), 16 * n, '', 'deposit', 't', 0, n, 0, '[]', 1, 'x', 0, 0,"
+        " false, now() + (n % 2) * interval '1 hour' FROM generate_series(0, 5) AS n"
+    )
+    async with granted.connected("operator") as connection:
+        for query in QUERIES:
+            of_messages = 2 if f"lane < {FIRST_LANE_OF_CALLS} " in query else 1
+            waiting = 3 if "pipeline.outbox" in query else of_messages
+            assert await connection.fetchval(query) == waiting, query
+        paused = [Subject("consumer", "deposit")]
+        await stopping.ask(connection, paused, lasts=None, who="ada", why="a test")
+        for query in QUERIES:
+            waiting = 3 if "pipeline.outbox" in query else 0
+            assert await connection.fetchval(query) == waiting, query
+
+
 def statements(role: str) -> list[str]:
     """Return those that the role executes, of what the engine has written down."""
     found = [value for module in MODULES[role] for value in vars(module).values()]
@@ -501,6 +566,8 @@ FORBIDDEN = {
         "UPDATE pipeline.inbox_generation SET oldest = 0",
         "DELETE FROM pipeline.inbox_closed",
         "DELETE FROM pipeline.claim",
+        "UPDATE pipeline.throttle SET until = now()",
+        "DELETE FROM pipeline.throttle",
         "UPDATE pipeline.outbox_cluster SET system_identifier = 1",
         "UPDATE pipeline.retention_round SET held = 0",
         "TRUNCATE pipeline.backlog",
@@ -534,6 +601,8 @@ FORBIDDEN = {
         "UPDATE pipeline.backlog SET value = ''",
         "UPDATE pipeline.outbox_cursor SET last_id = 0",
         "UPDATE pipeline.outbox_rejected SET payload = ''",
+        "UPDATE pipeline.audit SET who = 'x'",
+        "DELETE FROM pipeline.audit",
         "DELETE FROM pipeline.outbox_rejected",
         "UPDATE pipeline.retention_round SET held = 0",
         "SELECT FROM account",

@@ -314,7 +314,9 @@ async def test_one_that_is_being_taken_back_is_not_waited_for(
     other = await connect()
     transaction = other.transaction()
     await transaction.start()
-    assert await scheduled.cancel(other, ["a"]) == ["a"]
+    assert await scheduled.cancel(other, ["a"], operator="ann", why="a test") == ["a"]
+    audited = await other.fetchrow("SELECT who, action, subject, why FROM pipeline.audit")
+    assert tuple(audited) == ("ann", "cancel", "scheduled event a", "a test")
     await move_all(db)
     assert await names(db) == ["a"]
     await transaction.rollback()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
@@ -13,7 +14,7 @@ from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssigno
 
 from operate import status, status_commands
 from operate.commands import command_line
-from operate.status import Backlog, Reading, Relay, Status
+from operate.status import Reading, Relay, Stage, Status
 from pipeline.servers import database
 
 from .bank import Bank
@@ -72,7 +73,7 @@ async def test_lag_is_what_the_topic_has_behind_the_position(
     assert reading["duplicates"] == 3
     assert reading["reader"] is None
     assert found["unknown"] == {}
-    assert "lag 1, moved " in (await told(service))["reads"][0]
+    assert re.search(r"lag 1, (oldest \d+ s, )?moved ", (await told(service))["reads"][0])
     assert (await told(service))["relays"] == ["none: run `service relay`"]
     await db.execute("UPDATE pipeline.position SET next_offset = 9")
     screen = await told(service)
@@ -154,7 +155,7 @@ async def test_what_is_scheduled_refused_and_held_is_told(
     )
     screen = await told(service)
     assert screen["scheduled"] == ["1, next 2030-01-02 03:04:00Z"]
-    assert screen["rejected"] == ["2 waiting, 1 dead"]
+    assert screen["rejected"][0].startswith("2 waiting, 1 dead, oldest ")
     held = "held partitions: outbox_p20200101 is overdue: it is not closed yet"
     assert any(line.startswith(held) for line in screen["warning"])
     assert screen["remembers"] == ["everything"]
@@ -345,7 +346,10 @@ def test_a_screen_holds_the_worst_that_can_be() -> None:
         at,
         unknown={f"{part}{long}": long for part in range(9)},
         readings=[Reading(f"{topic}{long}", 0, 1, 0, 10**12, 10**12, at) for topic in range(9)],
-        backlog={f"{consumer}{long}": Backlog(10**6, 10**6, 1e9) for consumer in range(9)},
+        stages=[
+            *(Stage("reads", f"{topic}{long}", 10**12) for topic in range(9)),
+            *(Stage("backlog", f"{name}{long}", 10**6, 10**6, oldest=1e9) for name in range(9)),
+        ],
         relays={long: Relay(list(range(64)))},
         held={f"{name}{long}": long for name in range(9)},
     )

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
@@ -18,6 +19,8 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from sqlalchemy import make_url
 
+from pipeline.apply import stopping
+from pipeline.apply.stopping import Subject
 from pipeline.handlers.staging import CALLS
 from pipeline.retention import partitions
 
@@ -346,6 +349,24 @@ class World:
     async def set_back(self) -> None:
         """Let a partition begin anew, as after a restore: all its records come again."""
         await self.db.execute("UPDATE pipeline.position SET next_offset = 0 WHERE partition = 0")
+
+    async def pause_a_little(self) -> None:
+        """Pause and throttle what goes on by itself in a moment."""
+        deposits, balances = self.bank.deposits, self.bank.balances
+        paused = [
+            Subject("key", "deposit", deposits, b"0-1"),
+            Subject("consumer", "deposit"),
+            Subject("events", balances),
+        ]
+        for subjects, rate in ((paused, 0.0), ([Subject("topic", deposits)], 200.0)):
+            await stopping.ask(
+                self.db,
+                subjects,
+                per_second=rate,
+                lasts=timedelta(seconds=2),
+                who="ada",
+                why="to see what happens",
+            )
 
     async def is_settled(self) -> bool:
         """Whether all that was sent is applied or dead, and all that was staged is in Kafka."""

@@ -5,7 +5,7 @@ from time import monotonic
 
 import pytest
 
-from pipeline.apply import breaker
+from pipeline.apply import throttles
 from pipeline.apply.breaker import Breaker, BreakerOpen, FailedMessage
 from pipeline.observe.health import Health
 
@@ -56,7 +56,7 @@ def test_one_batch_of_all_of_them_probes_in_each_pause(
     let_fail(of_three, *(failed(n, ValueError(n)) for n in range(3)))
     for pauses in range(3):
         now = monotonic() + pauses * PAUSE
-        monkeypatch.setattr(breaker, "monotonic", lambda now=now: now)
+        monkeypatch.setattr(throttles, "monotonic", lambda now=now: now)
         assert [read() for _ in range(12)].count(True) == (pauses > 0)
         with (
             pytest.raises(BreakerOpen, match="with ValueError") as refused,
@@ -76,7 +76,7 @@ def test_a_worker_that_tries_what_has_failed_leaves_readers_their_turn(
 ) -> None:
     let_fail(of_three, *(failed(n, ValueError(n)) for n in range(3)))
     later = monotonic() + PAUSE
-    monkeypatch.setattr(breaker, "monotonic", lambda: later)
+    monkeypatch.setattr(throttles, "monotonic", lambda: later)
     with of_three.probe({"ask"}, is_worker=True):
         with pytest.raises(BreakerOpen), of_three.probe({"ask"}, is_worker=True):
             pytest.fail("two workers at once")
@@ -95,7 +95,7 @@ def test_a_probe_is_that_of_the_consumer_which_fails(
         with suppress(BreakerOpen):
             fail(consumer, 1, 2, 3)
     later = monotonic() + PAUSE
-    monkeypatch.setattr(breaker, "monotonic", lambda: later)
+    monkeypatch.setattr(throttles, "monotonic", lambda: later)
     with suppress(BreakerOpen), of_three.probe({"ask", "tell"}, is_worker=is_worker):
         fail("ask", 4)
     with pytest.raises(BreakerOpen), of_three.probe({"ask"}, is_worker=is_worker):
@@ -109,11 +109,11 @@ def test_a_consumer_rests_for_as_long_after_a_probe_that_took_long(
 ) -> None:
     let_fail(of_three, *(failed(n, ValueError(n)) for n in range(3)))
     begun = monotonic() + PAUSE
-    monkeypatch.setattr(breaker, "monotonic", lambda: begun)
+    monkeypatch.setattr(throttles, "monotonic", lambda: begun)
     with suppress(BreakerOpen), of_three.probe({"ask"}, is_worker=True):
-        monkeypatch.setattr(breaker, "monotonic", lambda: begun + 10 * PAUSE)
+        monkeypatch.setattr(throttles, "monotonic", lambda: begun + 10 * PAUSE)
         of_three.observe([failed(1, ValueError(1))])
-    assert of_three.resting == {"ask"}
+    assert of_three.throttles.resting("consumer") == {"ask"}
 
 
 def test_a_batch_in_which_nothing_has_failed_leaves_the_probe_to_the_next(
@@ -121,7 +121,7 @@ def test_a_batch_in_which_nothing_has_failed_leaves_the_probe_to_the_next(
 ) -> None:
     let_fail(of_three, *(failed(n, ValueError(n)) for n in range(3)))
     later = monotonic() + PAUSE
-    monkeypatch.setattr(breaker, "monotonic", lambda: later)
+    monkeypatch.setattr(throttles, "monotonic", lambda: later)
     for _ in range(3):
         with of_three.probe({"ask"}):
             """Its messages are duplicates."""

@@ -107,9 +107,12 @@ with traces.sending("routes", 1, 5, []) as operation:
 with traces.polling("scans", "parcel-tracker"):
     pass
 metrics.set_blocked("scans", 3, is_blocked=True)
+metrics.observe_lag("scans", 3, 12, 61.5)
 metrics.set_breaker("track", is_open=True)
-metrics.observe_backlog("track", 12, 3, 61.5)
+metrics.observe_backlog("track", 12, 3, 61.5, has_calls=False)
 metrics.backlog_applied("track", 59.0)
+metrics.call_began("pay")
+metrics.call_ended("pay", "failed", 0.5)
 metrics.observe_ready(lambda: True)
 metrics.partitions_assigned.set(4)
 metrics.relay_shards.set(16)
@@ -118,6 +121,7 @@ metrics.observe_outbox(100, now)
 metrics.observe_partitions(now, now)
 metrics.observe_retention(3, now)
 metrics.observe_rejected(waiting=7, dead=2)
+metrics.observe_throttles([("topic", "scans", 0.0, 60.0)])
 metrics.retention_failures.add(1)
 metrics.conflicts.add(1)
 metrics.observe_log(lambda: 1)
@@ -198,8 +202,11 @@ BOUNDED = {
     "messaging.operation.type",
     "messaging.system",
     "pipeline.consumer",
+    "pipeline.kind",
+    "pipeline.mode",
     "pipeline.outcome",
     "pipeline.reason",
+    "pipeline.subject",
 }
 """Of metrics: named by configuration or by code; no ids, no keys, no offsets."""
 

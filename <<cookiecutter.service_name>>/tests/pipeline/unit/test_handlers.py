@@ -19,6 +19,7 @@ from sqlalchemy.orm import (
 
 from pipeline import (
     Aggregate,
+    Applied,
     CloudEvents,
     Codec,
     Event,
@@ -231,6 +232,60 @@ def test_topics_are_renamed_with_all_that_is_said_of_them_and_never_become_one()
     assert handlers.topics == {"bookings", "seats"}
     with pytest.raises(ValueError, match="two topics would have the same name"):
         handlers.with_topics(lambda topic: "one")
+
+
+async def correcting(event: Booked, tx: Transaction) -> None:
+    pass
+
+
+async def recalling(was: Applied, tx: Transaction) -> None:
+    pass
+
+
+def test_a_correction_is_apart_from_the_handlers_of_its_topic() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="book", mode="deferred", own_transaction=True)(note)
+    handlers.correct(Booked, topic="a", of="book", consumer="rebook")(correcting)
+    handlers.correct(Applied, topic="a", of="book", consumer="recall")(recalling)
+    assert [one.consumer for one in handlers] == ["book", "rebook", "recall"]
+    assert handlers.consumers == {"book", "rebook", "recall"}
+    assert [one.consumer for one in handlers.of("a", "booked")] == ["book"]
+    assert handlers.of("a", "(applied)") == ()
+    (correction,) = handlers.of("a", "booked", "rebook")
+    assert (correction.corrects, correction.order, correction.mode) == ("book", "book", "deferred")
+    assert (correction.policy, correction.own_transaction) == (Policy(attempts=1), True)
+    assert handlers.corrections == {"rebook": "book", "recall": "book"}
+    assert handlers.recalling == {"recall"}
+    assert [one.consumer for one in handlers.holders("a")] == ["book"]
+    renamed = handlers.with_topics("{}-7".format)
+    assert renamed.topics == {"a-7"}
+    assert renamed.corrections == handlers.corrections
+    assert [one.consumer for one in renamed.of("a-7", "booked", "rebook")] == ["rebook"]
+
+
+def test_a_correction_that_could_never_be_made_is_refused() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="book")(note)
+    handlers.on(Booked, topic=None, consumer="ask")(note)
+    with pytest.raises(TypeError, match="'pay' takes nothing of topic 'a': register it before"):
+        handlers.correct(Booked, topic="a", of="pay", consumer="repay")(correcting)
+    with pytest.raises(TypeError, match="'book' takes nothing of topic 'b'"):
+        handlers.correct(Booked, topic="b", of="book", consumer="rebook")(correcting)
+    with pytest.raises(TypeError, match="'ask' has applied has no records: take Applied"):
+        handlers.correct(Booked, topic="(requests)", of="ask", consumer="reask")(correcting)
+    with pytest.raises(TypeError, match="'ask' is the name of another consumer"):
+        handlers.correct(Booked, topic="a", of="book", consumer="ask")(correcting)
+    handlers.correct(Booked, topic="a", of="book", consumer="rebook")(correcting)
+    with pytest.raises(TypeError, match="already takes 'booked'"):
+        handlers.correct(Booked, topic="a", of="book", consumer="rebook")(correcting)
+    with pytest.raises(TypeError, match="'rebook' takes records, or Applied"):
+        handlers.correct(Applied, topic="a", of="book", consumer="rebook")(recalling)
+    with pytest.raises(TypeError, match="'rebook' is the name of another consumer"):
+        handlers.on(Booked, topic="a", consumer="rebook")(note)
+    with pytest.raises(TypeError, match="'rebook' takes nothing of topic 'a'"):
+        handlers.correct(Booked, topic="a", of="rebook", consumer="again")(correcting)
+    with pytest.raises(TypeError, match=r"see handlers\.correct"):
+        handlers.on(Applied, topic="a", consumer="recall")(recalling)
 
 
 def test_a_handler_has_the_options_that_it_was_registered_with_and_sound_ones_otherwise() -> None:

@@ -321,6 +321,7 @@ def test_the_service_what_is_beside_the_engine_and_what_is_named_is_heard_from_t
         "claims",
         "debezium.following",
         "effects",
+        "history.timeline",
         "http_api",
         "http_server.server",
         "page.gate",

@@ -8,7 +8,8 @@ import pytest
 from aiokafka import ConsumerRecord, TopicPartition
 
 from pipeline.apply.positions import Anchor, Slot
-from pipeline.consume.position import Blocked, PartitionPosition
+from pipeline.consume.blockage import Blocked
+from pipeline.consume.position import PartitionPosition
 from pipeline.servers.record_batches import FetchedBatches
 
 from .test_record_batches import batch
@@ -109,3 +110,20 @@ def test_the_anchor_itself_is_not_in_doubt_and_what_follows_it_only_once() -> No
     assert not one.may_have_lost(at_epoch(3))
     assert one.recognized([ANCHOR], START, at_epoch(3)) == []
     assert not one.may_have_lost(at_epoch(5))
+
+
+async def test_a_start_that_could_not_be_undone_is_not_counted_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def be_away(*_: object) -> None:
+        raise ConnectionError
+
+    async def answer(*_: object) -> None:
+        pass
+
+    one = position()
+    one.counted_at = START
+    for query, counted_at in ((be_away, START), (answer, None)):
+        monkeypatch.setattr(one, "_query", query)
+        await one.undo_start(START)
+        assert one.counted_at == counted_at

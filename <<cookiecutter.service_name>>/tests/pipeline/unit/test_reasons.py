@@ -21,6 +21,7 @@ GIVEN = {
     "dead": 1,
 }
 PASSED_ON = {
+    "CORRECTION",
     "DIED",
     "FORGOTTEN",
     "GAP",
@@ -28,6 +29,7 @@ PASSED_ON = {
     "error.reason",
     "found.reason",
     "item.fault.reason",
+    "item.undecoded",
     "one.reason",
     "reason",
     "failure.reason",
@@ -35,6 +37,7 @@ PASSED_ON = {
     "ISOLATED",
     "PARKED",
     "LOST",
+    "REDRIVEN",
 }
 """What holds a reason that is given elsewhere."""
 
@@ -43,6 +46,9 @@ def reasons(node: ast.expr) -> Iterator[str]:
     if isinstance(node, ast.IfExp):
         yield from reasons(node.body)
         yield from reasons(node.orelse)
+    elif isinstance(node, ast.BoolOp):
+        for one in node.values:
+            yield from reasons(one)
     elif isinstance(node, ast.Constant):
         yield str(node.value)
     else:
@@ -64,6 +70,8 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
                 "LOCKED_OUT",
                 "LOST",
                 "PARKED",
+                "PAUSED",
+                "CORRECTION",
                 "REDRIVEN",
                 "UNDECIDED",
                 "UNKNOWN",

@@ -365,11 +365,14 @@ metrics.received("scans", "parcel-tracker", 9)
 metrics.set_blocked("scans", 3, is_blocked=True)
 metrics.set_blocked("scans", 4, is_blocked=True)
 metrics.set_blocked("scans", 4, is_blocked=False)
+metrics.observe_lag("scans", 3, 12, 61.5)
 metrics.set_breaker("track", is_open=True)
 metrics.set_breaker("bill", is_open=True)
 metrics.set_breaker("bill", is_open=False)
-metrics.observe_backlog("track", 12, 3, 61.5)
+metrics.observe_backlog("track", 12, 3, 61.5, has_calls=False)
 metrics.backlog_applied("track", 59.0)
+metrics.call_began("pay")
+metrics.call_ended("pay", "failed", 0.5)
 metrics.relay_shards.set(16)
 metrics.lease_extended(until=monotonic() + 60)
 metrics.observe_outbox(100, None)
@@ -428,14 +431,21 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     blocked = "pipeline_partitions_blocked messaging_destination_name=scans"
     assert found[f"{blocked} messaging_destination_partition_id=3"] == 1
     assert found[f"{blocked} messaging_destination_partition_id=4"] == 0
+    place = "messaging_destination_name=scans messaging_destination_partition_id=3"
+    assert found[f"pipeline_consumer_lag {place}"] == 12
+    assert found[f"pipeline_consumer_delay_seconds {place}"] == 61.5
     assert found["pipeline_breaker_open pipeline_consumer=track"] == 1
     assert found["pipeline_breaker_open pipeline_consumer=bill"] == 0
-    assert found["pipeline_backlog_waiting pipeline_consumer=track"] == 12
-    assert found["pipeline_backlog_dead pipeline_consumer=track"] == 3
-    assert found["pipeline_backlog_age_seconds pipeline_consumer=track"] == 61.5
+    track = "pipeline_consumer=track pipeline_mode=message"
+    assert found[f"pipeline_backlog_waiting {track}"] == 12
+    assert found[f"pipeline_backlog_dead {track}"] == 3
+    assert found[f"pipeline_backlog_age_seconds {track}"] == 61.5
     waited = "pipeline_backlog_duration_seconds_bucket"
     assert found[f"{waited} le=10.0 pipeline_consumer=track"] == 0
     assert found[f"{waited} le=60.0 pipeline_consumer=track"] == 1
+    assert found["pipeline_calls_under_way pipeline_consumer=pay"] == 0
+    call = "pipeline_consumer=pay pipeline_outcome=failed"
+    assert found[f"pipeline_call_duration_seconds_count {call}"] == 1
     assert found["pipeline_relay_shards"] == 16
     assert found["pipeline_outbox_lag_events"] == 100
     assert found["pipeline_outbox_lag_duration_seconds"] == 0

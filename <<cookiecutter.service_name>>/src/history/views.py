@@ -1,0 +1,164 @@
+"""The pages of this package on the operations page."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+
+from operate.dead_commands import ago
+from operate.errors import Refused
+from page import parameters
+from page.auth import Change, View
+from page.rendering import Templates
+from page.sessions import Operator
+from pipeline import Service
+from pipeline.errors import describe_error
+from pipeline.servers.database import autocommitting
+from pipeline.settings import Settings
+
+from . import released, timeline
+from .correcting import RATE, Correcting, Group, Progress
+from .entries import Timeline
+from .released import Wanted
+
+log = logging.getLogger(__name__)
+
+NAMES = {"/timeline": "Timeline", "/affected": "Affected", "/correct": "Correct"}
+
+_KAFKA_SECONDS = 5.0
+_LISTED = 500
+
+
+class Views:
+    """The timeline of a key, what a release has written, and its correction."""
+
+    def __init__(
+        self, service: Service, settings: Settings, engine: AsyncEngine, templates: Templates
+    ) -> None:
+        self._service = service
+        self._settings = settings
+        self._engine = engine
+        self._templates = templates
+        self._task: asyncio.Task[None] | None = None
+        self._name = self._begun = ""
+        """The correction that was begun last; it with the release."""
+        self._progress = Progress()
+        self._failed = ""
+        self.views: Mapping[str, View] = {
+            "/timeline": self.timeline,
+            "/affected": self.affected,
+            "/correct": self.correct,
+        }
+        self.changes: Mapping[str, Change] = {
+            "/correct/begin": self.begin,
+            "/correct/cancel": self.cancel,
+        }
+
+    async def timeline(self, request: Request, operator: Operator) -> Response:
+        """Show what happened to a key."""
+        key = _given(request, "key")
+        found: Timeline | None = None
+        if key:
+            async with autocommitting(self._engine) as connection:
+                found = await timeline.look(
+                    connection,
+                    self._service,
+                    self._settings,
+                    key.encode(errors="surrogateescape"),
+                    await ago(connection, timeline.SINCE),
+                    limit=_LISTED,
+                    seconds=_KAFKA_SECONDS,
+                )
+        return self._templates.page("timeline.html", operator, key=key, found=found)
+
+    async def affected(self, request: Request, operator: Operator) -> Response:
+        """Show the releases, and count what one has written."""
+        release = _given(request, "release")
+        groups: list[dict[str, Any]] = []
+        async with autocommitting(self._engine) as connection:
+            known = await released.known(connection)
+            if release:
+                groups = await released.count(connection, Wanted(release=release))
+        return self._templates.page(
+            "affected.html", operator, known=known, release=release, groups=groups
+        )
+
+    async def correct(self, request: Request, operator: Operator) -> Response:
+        """Show the corrections, and count what would be handed to one."""
+        name, release = _given(request, "name"), _given(request, "release")
+        groups: list[Group] = []
+        wanted: Wanted | None = None
+        async with autocommitting(self._engine) as connection:
+            if name and release:
+                one = Correcting(connection, self._service, self._settings, name)
+                wanted = await one.wanted(release)
+                groups = await one.plan(wanted)
+        return self._templates.page(
+            "correct.html",
+            operator,
+            corrections=sorted(self._service.handlers.corrections.items()),
+            name=name,
+            release=release,
+            groups=groups,
+            wanted=wanted,
+            begun=self._begun,
+            progress=self._progress,
+            failed=self._failed,
+            is_running=self._task is not None and not self._task.done(),
+        )
+
+    async def begin(
+        self, request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Begin to hand messages, in this process. If it ends meanwhile, begin again."""
+        name, release, why = form.get("name", ""), form.get("release", ""), parameters.why(form)
+        if self._task is not None and not self._task.done():
+            raise Refused(f"{self._begun} is not handed to its end: the page does one at a time")
+        async with autocommitting(self._engine) as connection:
+            one = Correcting(connection, self._service, self._settings, name)
+            wanted = await one.wanted(release)
+            await one.begin(wanted, who=operator.name, why=why)
+        self._name, self._begun = name, f"{name} of {release}"
+        self._progress, self._failed = Progress(), ""
+        fields = {"operator": operator.name, "id": self._begun, "why": why}
+        log.warning("requested on the page: correct", extra=fields)
+        self._task = asyncio.create_task(self._hand(name, wanted))
+        return RedirectResponse("/correct", HTTPStatus.SEE_OTHER)
+
+    async def _hand(self, name: str, wanted: Wanted) -> None:
+        try:
+            async with autocommitting(self._engine) as connection:
+                one = Correcting(connection, self._service, self._settings, name)
+                async for progress in one.hand(wanted, RATE):
+                    self._progress = progress
+        except Exception as error:
+            self._failed = describe_error(error)
+            log.warning("failed on the page: correct: %s", self._failed, exc_info=error)
+
+    async def cancel(
+        self, request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Delete what waits for a correction."""
+        name, why = form.get("name", ""), parameters.why(form)
+        if self._task is not None and self._name == name:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self._begun = ""
+        async with autocommitting(self._engine) as connection:
+            one = Correcting(connection, self._service, self._settings, name)
+            number = await one.cancel(who=operator.name, why=why)
+        log.warning("done on the page: cancel", extra={"operator": operator.name, "id": name})
+        return self._templates.note(operator, f"Cancelled: {number:,}. They can be handed again.")
+
+
+def _given(request: Request, name: str) -> str:
+    """Return a parameter. Raises `Refused` for NUL, which no text of PostgreSQL has."""
+    text = request.query_params.get(name, "").strip()
+    if "\0" in text:
+        raise Refused("a search can't contain a NUL character: stored texts have none")
+    return text

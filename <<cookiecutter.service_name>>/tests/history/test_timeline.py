@@ -1,0 +1,205 @@
+"""The timeline of a key: what it has, in which order, and what it says that it has not."""
+
+import re
+from collections.abc import Callable
+from datetime import datetime
+from time import time
+from typing import Any
+from uuid import uuid4
+
+import asyncpg
+import pytest
+from aiokafka import AIOKafkaProducer
+
+from history import timeline
+from history.commands import app
+from operate.commands import command_line
+from pipeline import Event, Handlers, Reject, Service, Transaction
+from pipeline.apply import stopping
+from pipeline.apply.stopping import Subject
+
+from .conftest import Take, Tells
+from tests.contract.bank import Account, Base, Deposit, Deposited
+from tests.pipeline.integration.bank import Bank
+from tests.pipeline.integration.conftest import Command, complaint
+from tests.pipeline.integration.desk import Desk, NewDesk
+from tests.servers.waiting import PATIENCE
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+HOSTILE = "<script>\u202e\nkey"
+
+
+class Noticed(Event, type="timeline.noticed", topic="notices"):
+    """Something that a message has caused, of another key."""
+
+    what: int
+
+
+def minutes_ago(minutes: float) -> int:
+    """Return a timestamp of a record."""
+    return int((time() - 60 * minutes) * 1_000)
+
+
+async def test_it_has_what_arrived_was_applied_staged_waits_and_is_dead(
+    bank: Bank, desk: Desk, take: Take, producer: AIOKafkaProducer, tells: Tells
+) -> None:
+    traced = (("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01".encode()),)
+    bank.errors = {2: Reject("no"), 4: ValueError("later")}
+    await take(desk, Deposit(1, headers=traced))
+    await take(desk, Deposit(2), Deposit(3, "bob"), Deposit(4))
+    for one in (Deposit(5, "bob"), Deposit(6)):
+        await one.send(producer, bank.deposits)
+    found = await tells("timeline", "ada", "--seconds", str(PATIENCE))
+    assert sorted((one["what"], one["place"] and one["place"][2]) for one in found) == [
+        ("applied", 0),
+        ("arrived", 0),
+        ("arrived", 1),
+        ("arrived", 3),
+        ("dead", 1),
+        ("not read", 5),
+        ("staged", None),
+        ("waits", 3),
+    ]
+    times = [datetime.fromisoformat(one["at"]) for one in found]
+    assert times == sorted(times)
+    by = {(one["what"], one["place"] and one["place"][2]): one for one in found}
+    assert (by["arrived", 0]["trace"], by["arrived", 1]["trace"]) == (TRACE, None)
+    assert by["arrived", 0]["event"] == "deposited 1"
+    for what in (("applied", 0), ("staged", None), ("dead", 1), ("waits", 3)):
+        assert by[what]["release"] == "1.4.2"
+    assert "later" in by["waits", 3]["more"]
+    assert "rejected" in by["dead", 1]["more"]
+    assert by["staged", None]["more"] == "version 1"
+    assert by["not read", 5]["more"] == "1 offsets are before it"
+
+
+async def test_an_event_leads_to_the_message_of_another_key_that_has_caused_it(
+    bank: Bank, new_desk: NewDesk, commands: Callable[..., Command]
+) -> None:
+    handlers = Handlers()
+
+    @handlers.on(Deposited, topic=bank.deposits, consumer="notice", loads=Account.by("account"))
+    async def notice(event: Deposited, tx: Transaction) -> None:
+        tx.publish(Noticed(what=0), key="nobody")
+        tx.publish(Noticed(what=event.amount), key=f"of {event.account}")
+
+    desk = await new_desk(handlers, topic=bank.deposits)
+    await desk.apply(Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "cy"))
+    service = Service("desk", handlers=handlers, metadata=Base.metadata)
+    done = await commands(command_line(service, app))("timeline", "of bob")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert [re.split("  +", line)[1] for line in lines] == ["what", "applied", "staged"]
+    assert "deposited 2" in lines[1]
+    assert "notices" in lines[2]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.5, PATIENCE])
+async def test_a_record_that_is_not_read_yet_is_found_or_it_is_said_where_was_not_looked(
+    bank: Bank, command: Command, producer: AIOKafkaProducer, seconds: float
+) -> None:
+    sent = [
+        await producer.send(bank.deposits, b"{}", key=b"bob", partition=0) for _ in range(20_000)
+    ]
+    for one in sent:
+        await one
+    await Deposit(1).send(producer, bank.deposits)
+    done = await command("timeline", "ada", "--seconds", str(seconds))
+    is_found = "not read" in done.stdout
+    is_left = "--seconds gives more time" in done.stderr or "not known" in done.stderr
+    assert is_found is not is_left
+    assert is_found or seconds < PATIENCE
+
+
+async def test_records_of_an_aborted_transaction_are_not_there(
+    bank: Bank, kafka: str, tells: Tells
+) -> None:
+    for commits in (False, True):
+        id = uuid4().hex
+        async with AIOKafkaProducer(bootstrap_servers=kafka, transactional_id=id) as one:
+            await one.begin_transaction()
+            for amount in range(3):
+                await Deposit(amount + 10 * commits).send(one, bank.deposits)
+            await (one.commit_transaction() if commits else one.abort_transaction())
+    found = await tells("timeline", "ada", "--seconds", str(PATIENCE))
+    assert [one["event"] for one in found] == [f"deposited {10 + n}" for n in range(3)]
+
+
+async def test_the_longest_wait_is_marked_and_no_other(
+    bank: Bank, desk: Desk, take: Take, tells: Tells, command: Command
+) -> None:
+    bank.errors = {2: ValueError("later")}
+    await take(desk, Deposit(1, timestamp=minutes_ago(3)), Deposit(3, timestamp=minutes_ago(1)))
+    await take(desk, Deposit(2, timestamp=minutes_ago(14)))
+    found = await tells("timeline", "ada", "--since", "2h")
+    (longest,) = (one for one in found if one["is_longest"])
+    assert (longest["what"], longest["event"]) == ("waits", "deposited 2")
+    assert 13.9 * 60 < longest["waited"] < 14 * 60 + PATIENCE
+    assert (await command("timeline", "ada")).stdout.count("<- ") == 1
+
+
+async def test_what_people_have_asked_is_in_it_with_who_and_why(
+    bank: Bank, desk: Desk, take: Take, db: asyncpg.Connection, tells: Tells
+) -> None:
+    await take(desk, Deposit(1))
+    subjects = [
+        Subject("topic", bank.deposits),
+        Subject("topic", "another"),
+        Subject("key", "deposit", bank.deposits, b"ada"),
+        Subject("key", "deposit", bank.deposits, b"ada lovelace"),
+    ]
+    for one in subjects:
+        await stopping.ask(db, [one], lasts=None, who="ann", why="a test")
+    found = [one for one in await tells("timeline", "ada") if one["what"] == "pause"]
+    assert [one["where"] for one in found] == [str(subjects[0]), str(subjects[2])]
+    assert {one["more"] for one in found} == {"ann: a test"}
+    id = await db.fetchval("SELECT left(encode(key, 'hex'), 16) FROM pipeline.inbox")
+    for subject in (f"dead letter 0123456789abcdef, {id}", "dead letter 0123456789abcdef"):
+        note = "INSERT INTO pipeline.audit (who, action, subject) VALUES ('bob', 'redrive', $1)"
+        await db.execute(note, subject)
+    (redriven,) = (one for one in await tells("timeline", "ada") if one["what"] == "redrive")
+    assert (redriven["where"].endswith(id), redriven["more"]) == (True, "bob")
+    await db.execute("UPDATE pipeline.throttle SET since = now() - interval '2 days'")
+    await db.execute("DELETE FROM pipeline.audit")
+    still = [one for one in await tells("timeline", "ada") if one["what"] == "paused"]
+    assert {one["where"] for one in still} == {str(subjects[0]), str(subjects[2])}
+
+
+async def test_a_part_that_can_not_be_read_is_named_and_the_others_are_shown(
+    desk: Desk,
+    take: Take,
+    db: asyncpg.Connection,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    unused_tcp_port: int,
+) -> None:
+    await take(desk, Deposit(1))
+    monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", f"127.0.0.1:{unused_tcp_port}")
+    async with db.transaction():
+        await db.execute("LOCK TABLE pipeline.scheduled IN ACCESS EXCLUSIVE MODE")
+        monkeypatch.setattr(timeline, "_PART_SECONDS", 5.0)
+        done = await command("timeline", "ada", "--seconds", "5")
+    assert done.exit_code == 0, done.output
+    assert "applied" in done.stdout
+    unknown = re.findall(r"^not known: (\w+): ", done.stderr, re.MULTILINE)
+    assert unknown == ["scheduled", "kafka"]
+
+
+async def test_nothing_that_is_found_is_an_error(command: Command, bank: Bank) -> None:
+    done = await command("timeline", "nobody", "--seconds", str(PATIENCE))
+    assert done.exit_code == 1
+    assert "nothing of key nobody is known" in complaint(done)
+    assert f"not searched: before {bank.deposits}/0 at offset 0" in done.stderr
+
+
+async def test_a_hostile_key_is_one_line(
+    bank: Bank, desk: Desk, take: Take, command: Command, tells: Tells
+) -> None:
+    bank.errors = {1: ValueError(HOSTILE)}
+    await take(desk, Deposit(1, HOSTILE, id=HOSTILE))
+    done = await command("timeline", HOSTILE, "--seconds", str(PATIENCE))
+    lines = done.stdout.splitlines()
+    assert (done.exit_code, len(lines)) == (0, 3)
+    assert "\u202e" not in done.stdout
+    found: list[Any] = await tells("timeline", HOSTILE)
+    assert {one["event"] for one in found} == {f"deposited {HOSTILE}"}

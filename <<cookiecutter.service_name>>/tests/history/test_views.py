@@ -1,0 +1,140 @@
+"""The pages of the package on the operations page."""
+
+import re
+from collections.abc import AsyncIterator, Callable
+
+import asyncpg
+import httpx2
+import pytest
+
+from history import views
+from page.app import Page
+from page.settings import PageSettings
+from pipeline.servers.database import create_engine
+from pipeline.settings import Settings
+
+from .conftest import Take
+from .test_correct import _AGE, Undoing, deployed, undoing, work_off  # noqa: F401 (fixtures)
+from tests.contract.bank import Deposit
+from tests.page.conftest import ORIGIN, TOKEN, buried, csrf, log_in
+from tests.page.test_furnished import rows
+from tests.page.test_page import HOSTILE, assert_harmless
+from tests.pipeline.integration.bank import Bank
+from tests.pipeline.integration.desk import Desk
+from tests.servers.waiting import eventually
+
+
+@pytest.fixture
+async def ann(
+    bank: Bank, settings: Callable[..., Settings], database_url: str
+) -> AsyncIterator[httpx2.AsyncClient]:
+    """Return the page as Ann sees it, who is logged in."""
+    chosen = settings(database_url=database_url)
+    engine = create_engine(chosen, name=bank.service.name)
+    page = Page(
+        bank.service, chosen, PageSettings.model_validate({"token": TOKEN}), engine, [views]
+    )
+    transport = httpx2.ASGITransport(page.app(), client=("127.0.0.1", 1))
+    try:
+        async with httpx2.AsyncClient(
+            transport=transport, base_url=ORIGIN, headers={"origin": ORIGIN}
+        ) as client:
+            await log_in(client)
+            yield client
+    finally:
+        await engine.dispose()
+
+
+async def test_a_letter_leads_to_the_timeline_of_its_key(
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+) -> None:
+    id = await buried(desk, db, Deposit(1, "a & b"))
+    text = (await ann.get(f"/dead/{id}")).text
+    assert 'href="/timeline?key=a+%26+b"' in text or 'href="/timeline?key=a%20%26%20b"' in text
+    found = await rows(ann, "/timeline", key="a & b")
+    assert [row[1] for row in found] == ["dead"]
+    for name in views.NAMES.values():
+        assert f">{name}</a>" in text, "in the navigation"
+
+
+async def test_what_is_hostile_is_shown_as_text(
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+) -> None:
+    await buried(desk, db, Deposit(1, HOSTILE, id=HOSTILE))
+    await db.execute("UPDATE pipeline.backlog SET type = $1, release = '1.4.2'", HOSTILE)
+    assert_harmless((await ann.get("/timeline", params={"key": HOSTILE})).text)
+    assert_harmless((await ann.get("/affected", params={"release": "1.4.2"})).text)
+    for path in ("/timeline?key=%00", "/affected?release=%00", "/correct?name=%00"):
+        assert (await ann.get(path)).status_code == 409
+
+
+async def test_a_release_is_counted(
+    ann: httpx2.AsyncClient, desk: Desk, take: Take, bank: Bank, db: asyncpg.Connection
+) -> None:
+    await take(desk, Deposit(1), Deposit(2))
+    found = await rows(ann, "/affected", release="1.4.2")
+    assert [row[:4] for row in found] == [
+        ["2", "message", "deposit", bank.deposits],
+        ["1", "aggregate", "-", bank.balances],
+        ["2", "event", "-", bank.balances],
+    ]
+    assert await rows(ann, "/affected", release="2") == []
+
+
+async def test_a_correction_is_previewed_begun_with_a_reason_and_cancelled(
+    ann: httpx2.AsyncClient,
+    deployed: Undoing,  # noqa: F811
+    desk: Desk,
+    take: Take,
+    db: asyncpg.Connection,
+) -> None:
+    await take(desk, Deposit(1), Deposit(2))
+    await db.execute(_AGE)
+    wanted = {"name": "undo", "release": "1.4.2"}
+    assert [row[:3] for row in await rows(ann, "/correct", **wanted)] == [["2", "0", "0"]]
+    form = {**wanted, "csrf": await csrf(ann, "/correct?name=undo&release=1.4.2")}
+    assert (await ann.post("/correct/begin", data=form)).status_code == 409, "why?"
+    assert await desk.backlog() == []
+
+    async def is_done() -> bool:
+        return "undo of 1.4.2: 2 handed; done" in (await ann.get("/correct")).text
+
+    for _ in range(2):
+        begun = await ann.post("/correct/begin", data={**form, "why": "a fee"})
+        assert begun.status_code == 303
+        await eventually(is_done)
+        cancelled = await ann.post("/correct/cancel", data={**form, "why": "not so"})
+        assert "Cancelled: 2." in cancelled.text
+        assert await desk.backlog() == []
+    await ann.post("/correct/begin", data={**form, "why": "a fee"})
+    await eventually(is_done)
+    await work_off(desk)
+    assert sorted(deployed.made) == [1, 2]
+    audit = await db.fetch("SELECT who, action FROM pipeline.audit ORDER BY id")
+    assert {row["who"] for row in audit} == {"ann"}
+    assert [row["action"] for row in audit] == [*("correct", "cancel") * 2, "correct"]
+
+
+async def test_one_is_handed_at_a_time(
+    ann: httpx2.AsyncClient,
+    deployed: Undoing,  # noqa: F811
+    desk: Desk,
+    take: Take,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(views, "RATE", 1)
+    await take(desk, *(Deposit(number) for number in range(1, 61)))
+    await db.execute(_AGE)
+    form = {"name": "undo", "release": "1.4.2", "why": "a fee", "csrf": await csrf(ann)}
+    assert (await ann.post("/correct/begin", data=form)).status_code == 303
+    again = await ann.post("/correct/begin", data=form)
+    assert again.status_code == 409
+    assert "one at a time" in re.sub(r"\s+", " ", again.text)
+
+    async def has_begun() -> bool:
+        return bool(await desk.backlog())
+
+    await eventually(has_begun)
+    assert (await ann.post("/correct/cancel", data=form)).status_code == 200
+    assert await desk.backlog() == []
