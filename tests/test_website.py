@@ -321,7 +321,7 @@ def test_the_reference_has_every_metric_that_alerts_dashboard_and_guide_name(sit
     named = set(re.findall(r"\bpipeline_[a-z_]+[a-z]\b", used))
     metrics = {re.sub("_(bucket|sum|count)$", "", name) for name in named}
     assert len(known) > 25
-    attributes = {"pipeline_consumer", "pipeline_mode", "pipeline_outcome"}
+    attributes = {f"pipeline_{one}" for one in ("consumer", "kind", "mode", "outcome", "subject")}
     assert metrics - known == attributes
 
 

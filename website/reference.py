@@ -51,7 +51,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "pipeline": (
                 *("Event", "Tombstone", "Message", "Codec", "CloudEvents"),
-                *("Plain", "Header", "PayloadFields", "Position"),
+                *("Plain", "Header", "PayloadFields", "Position", "Applied", "AppliedEvent"),
                 *("Record", "Outgoing", "Encoded", "Reason", "payload_hash"),
             )
         },
@@ -66,7 +66,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 """Title of each page and the names on it, by package; without names: all that it exports."""
 
 MEMBERS = {
-    "pipeline.Handlers": "on, on_batch, topic",
+    "pipeline.Handlers": "on, on_batch, correct, topic",
     "pipeline.Service": "writer",
     "effects.Effects": "on",
 }

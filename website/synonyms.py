@@ -12,7 +12,7 @@ WORDS = {
     "handlers": "handle messages",
     "history": "timeline, audit, bad deploy, wrong release, undo",
     "http": "REST, endpoint",
-    "incidents": "lag, restore, backup",
+    "incidents": "lag, falling behind, restore, backup",
     "managed-databases": "PgBouncer",
     "monitoring": "outbox metrics, dead letter topic, outage, down",
     "outside": "email, mail, webhook, side effect, once",
