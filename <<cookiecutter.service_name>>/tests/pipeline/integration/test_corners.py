@@ -490,7 +490,7 @@ async def test_a_clean_end_while_suspects_are_tried_one_by_one_counts_no_attempt
         begun.set()
         await asyncio.sleep(1.5)
 
-    bank.waits = {5: wait}
+    bank.waits = dict.fromkeys(range(10), wait)
     async with running(bank.service, unclean_starts=1, shutdown_grace=60):
         await asyncio.wait_for(begun.wait(), PATIENCE)
     assert await position_of(db, bank.deposits) == 10
