@@ -634,8 +634,8 @@ proctype Worker(byte me)
            at = IDLE
        }
     :: atomic {
-           at == LEASED && can_lock_lane && is_owner && !failed
-           && (waiting & due || is_pause_due) ->
+           at == LEASED && can_lock_lane && is_owner && !failed &&
+           (waiting & due || is_pause_due) ->
            take_up()
        }
     :: d_step { at == LEASED && can_lock_lane && is_owner && failed -> bury() }
@@ -643,8 +643,8 @@ proctype Worker(byte me)
     :: d_step { at == MARKING && to_mark && is_decided(next_event) -> mark() }
     :: d_step { at == MARKING && !to_mark -> compare_head(); promote() }
     :: atomic {
-           at == MARKING && !to_mark && failures > 0 && (taken == head) && new
-           && !pause_is_head_of(key) ->
+           at == MARKING && !to_mark && failures > 0 && (taken == head) && new &&
+           !pause_is_head_of(key) ->
            failures--;
            printf("row %d fails\n", head);
            failed = head;

@@ -22,7 +22,7 @@ INSTALL_HINT = """\
   Debian, Ubuntu:  sudo apt-get install spin gcc libc6-dev
   macOS:           brew install spin"""
 
-MEMORY_MB = 2000
+MEMORY_MB = 3000
 DEPTH = 10_000
 COLUMNS = "{:<8} {:<30} {:<36} {:>10}  {}"
 

@@ -678,6 +678,7 @@ ELSEWHERE = {
     "docker ": "wants an engine; tests/test_deploy.py follows the steps of the Dockerfile",
     "kubectl": "wants a cluster; tests/test_deploy.py has the manifests and what their jobs say,"
     " and tests/test_guides.py what is done in a pod",
+    "service correct": "wants a function of yours: tests/history has one",
 }
 """What the pages show and the test below does not run, and why."""
 
@@ -722,8 +723,10 @@ WORK = {
     "zcat": ("", '"event_id": "7d0f2c5e"'),
     "replay scans": ("", "had done so before"),
     "scheduled cancel": ("", "cancelled payment-due-4711"),
-    "topics seek scans --partition 3 --to 1235": ("", "scans/3 goes from 1300 to 1235"),
+    "topics seek scans --partition 3 --to 1235": ("", "from 1300 to 1235"),
     "adopt": ("", "is the service's now"),
+    "service timeline": ("", "scans/2 at 0"),
+    "service affected --release": ("", "record-scan"),
     "deploy/postgres/roles.sql": ("", "GRANT"),
 }
 """What has to be there for a command, and what it says when it has done its work."""
@@ -757,6 +760,14 @@ async def furnish(url: str, kafka: str) -> None:
                 partition=3,
                 headers=[(f"ce_{name}", text.encode()) for name, text in headers.items()],
             )
+        headers |= {"id": "17"}
+        await producer.send(
+            "scans",
+            json.dumps(SCAN | {"number": 17}).encode(),
+            key=b"parcel-17",
+            partition=2,
+            headers=[(f"ce_{name}", text.encode()) for name, text in headers.items()],
+        )
         await producer.flush()
 
 
@@ -802,6 +813,7 @@ def of_administrators(project: BakedProject) -> set[str]:
 def as_here(text: str, letters: Iterator[str], archive: Path, database: str) -> str:
     """Put in what there is, and let what never ends be ended, as by Ctrl-C."""
     text = text.replace("postgresql://parcels_migration@host/parcels", database)
+    text = text.replace("consumer notify-customer", "consumer tell-webhook")
     text = text.replace("part-*.jsonl.gz", f"{archive}/*/outbox/2020-01-02/part-*.jsonl.gz")
     endless = re.compile(r"^service (relay|page)\b", re.MULTILINE)
     text = endless.sub(rf"{FOR_A_WHILE} \g<0>", text)
@@ -816,6 +828,7 @@ def test_the_commands_of_the_pages_do_their_work(set_up: BakedProject, tmp_path:
     for name in ("archive", "claim"):
         (tmp_path / name).mkdir()
         settings[f"PIPELINE_{name.upper()}_URL"] = (tmp_path / name).as_uri()
+    settings["PIPELINE_RELEASE"] = "1.4.2"
     wrong, pasted = [], []
     with running(set_up, **settings):
         told = bash(set_up, ".venv/bin/python dev/stack.py env").stdout

@@ -150,8 +150,8 @@ class EffectWorkers(BacklogWorkers):
         begun_now = Counter[str]()
         chosen = [item for item in heads if self._has_room_for(item, begun_now)]
         try:
-            for consumer, number in begun_now.items():
-                await self._throttles.took("consumer", consumer, number)
+            taken = {("consumer", one): number for one, number in begun_now.items()}
+            await self._throttles.took(taken)
             # Or rows behind calls that are under way fill the page, and hide others that are due.
             hides = not chosen and any(len(items) > 1 for items in of_keys.values())
             if source.unhandleable or hides or source.keys != list(of_keys):

@@ -95,7 +95,7 @@ class RequestSource:
             raise Resting
         if not self._is_taken:
             self._is_taken = True
-            await self.throttles.took(*consumer, 1)
+            await self.throttles.took({consumer: 1})
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
         """Lock the key until the transaction ends. Raises `UnderWay` if another request has it.

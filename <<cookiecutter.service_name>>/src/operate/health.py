@@ -222,6 +222,17 @@ def lag(status: Status) -> Iterator[Finding]:
         )
 
 
+def processes(status: Status) -> Iterator[Finding]:
+    """A process of each kind that the service needs was started once."""
+    is_known = status.are_readers_known and "positions" not in status.unknown
+    were_read = any(one.reader or one.position is not None for one in status.readings)
+    unseen = ["`service consume`"] if status.readings and is_known and not were_read else []
+    unseen += [] if status.was_relayed else ["`service relay`"]
+    if unseen:
+        found = f"no process of {' or '.join(unseen)} has been seen yet"
+        yield Finding("warning", found, f"start {' and '.join(unseen)}, or `service run`")
+
+
 _WORK = ("positions", "topics", "readers", "backlog", "outbox", "relays", "rejected", "scheduled")
 
 CHECKS: Mapping[Sequence[str], Sequence[Callable[[Status], Iterator[Finding]]]] = {
@@ -234,5 +245,6 @@ CHECKS: Mapping[Sequence[str], Sequence[Callable[[Status], Iterator[Finding]]]] 
     ("retention",): (held_partitions,),
     ("positions", "topics"): (partitions, positions),
     ("positions", "topics", "readers"): (readers, lag),
+    ("positions", "topics", "readers", "relays"): (processes,),
 }
 """By the parts of the status that they need to say that all is well."""

@@ -27,11 +27,9 @@ from pipeline.settings import Settings
 
 AT_MOST = 10_000
 """The largest exact count; a larger one means that there are more."""
-
 STALLED = 60.0
 """Seconds for which work may be due while no process takes it, and for which the position of a
 partition with records to read may stay the same."""
-
 _SECONDS = 5.0
 
 
@@ -139,6 +137,8 @@ class Status:
     relays: dict[str, Relay] = field(default_factory=dict)
     """By owner of shards."""
     shards_without_relay: int = 0
+    was_relayed: bool = True
+    """False: the service publishes, and no relay was ever started."""
     next_due: datetime | None = None
     """When the first scheduled event is due."""
     remembered_since: datetime | None = None
@@ -284,6 +284,8 @@ class _Measure:
         for one in self.found.of("outbox"):
             one.unserved = one.oldest if shards else 0.0
             one.why = f"{shards} shards have no relay" if shards else None
+        if self.service.declared_topics:
+            self.found.was_relayed = await cursor.has_begun(self.connection)
 
     async def rejected(self) -> None:
         rows, dead = await rejected.count(self.connection, AT_MOST + 1)
@@ -345,5 +347,4 @@ class _Measure:
         readers = await topics.readers(self.settings, self.service.name)
         self.found.are_readers_known = True
         for one in self.found.readings:
-            who = readers.get((one.topic, one.partition), (None, None))
-            one.reader, one.stranger = who
+            one.reader, one.stranger = readers.get((one.topic, one.partition), (None, None))

@@ -95,7 +95,7 @@ def screen(found: Status) -> list[str]:
     lines += _lines("backlog", [_consumer(found, one) for one in found.of("backlog", "calls")], 5)
     for name, part, text in _parts(found):
         lines += _lines(name, ["not known, see below" if part in found.unknown else text], 1)
-    shown = found.unknown.keys() | {"paused"}
+    shown = found.unknown.keys() | {"paused", "processes"}  # other lines say it
     findings = [one for one in judge(found) if one.check not in shown]
     for level in ("wrong", "warning"):
         texts = [f"{one.check}: {one.found}" for one in findings if one.level == level]

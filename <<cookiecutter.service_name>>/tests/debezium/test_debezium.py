@@ -398,6 +398,9 @@ async def test_events_are_not_paused_once_there_is_a_connector(
     async with following(kafka, topic) as tail, follow():
         await tail.until_ids(range(5))
     assert tail.first_ids() == {b"ada": [str(n) for n in range(5)]}
+    await db.execute("SELECT pg_drop_replication_slot($1)", debezium.slot)
+    with pytest.raises(Refused, match=f"DROP PUBLICATION {debezium.slot}"):
+        await pause()  # the relay publishes, as long as there is no slot
 
 
 async def test_an_oversized_event_stops_the_connector_until_its_topic_takes_it(

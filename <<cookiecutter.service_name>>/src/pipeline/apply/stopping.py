@@ -129,13 +129,12 @@ UPDATE pipeline.backlog SET due_at = clock_timestamp()
  WHERE key = ANY ($1::bytea[]) AND topic = '{PAUSES}' AND died_at IS NULL
 """
 
-# A slot that has the name of its publication, as `service debezium sql` makes them.
-_HAS_CONNECTOR = """
-SELECT EXISTS (
-    SELECT FROM pg_publication_rel JOIN pg_publication AS published ON published.oid = prpubid
-      JOIN pg_replication_slots ON slot_name = pubname
-     WHERE prrelid = 'pipeline.outbox'::regclass
-       AND database = current_database() AND wal_status <> 'lost')
+# One that `service debezium sql` has made. Its slot may be missing or lost for a time, in which
+# `service debezium follow` publishes and heeds no pause.
+_PUBLICATION = """
+SELECT quote_ident(pubname) FROM pg_publication_rel
+  JOIN pg_publication AS published ON published.oid = prpubid
+ WHERE prrelid = 'pipeline.outbox'::regclass AND right(pubname, 7) = '_outbox' LIMIT 1
 """
 
 _TAKE_TURN = "SELECT pg_advisory_xact_lock($1)"
@@ -221,8 +220,11 @@ async def ask(
     `Refused` for events that a connector publishes, and a rate that nobody can keep.
     """
     is_of_events = any(one.kind == "events" for one in subjects)
-    if is_of_events and await connection.fetchval(_HAS_CONNECTOR):
-        raise Refused("a connector publishes the events, by a replication slot: pause it instead")
+    if is_of_events and (name := await connection.fetchval(_PUBLICATION)):
+        raise Refused(
+            f"a connector publishes the events, by the publication {name}: pause the connector"
+            f" instead. If the relay publishes them again: DROP PUBLICATION {name}"
+        )
     action = f"throttle to {per_second:g}/s" if per_second else "pause"
     async with connection.transaction():
         await connection.execute(_TAKE_TURN, _TURN)

@@ -12,7 +12,7 @@ database knows of a pause before it takes anything. What was taken before is fin
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from time import monotonic
 
 import asyncpg
@@ -39,6 +39,9 @@ _KEYS = 1_000
 """Paused keys that are looked at: they are only told, as no loop needs to know of them."""
 _PART = "throttles"
 """The part of the health that reports whether looks succeed."""
+
+Place = tuple[str, str]
+"""The kind and the name of a subject."""
 
 
 class Resting(Exception):
@@ -75,14 +78,14 @@ class Throttles:
         """Without an engine nobody can ask for anything, as in the test kit."""
         self._engine = engine
         self._health = health
-        self._rates: dict[tuple[str, str], float] = {}
-        """What may be taken in a second, by kind and name; 0: it is paused."""
-        self._until: dict[tuple[str, str], float] = {}
+        self._rates: dict[Place, float] = {}
+        """What may be taken in a second; 0: it is paused."""
+        self._until: dict[Place, float] = {}
         """Until when nothing is taken of what is throttled, by the monotonic clock."""
-        self._own: dict[tuple[str, str], float] = {}
-        self._own_until: dict[tuple[str, str], float] = {}
+        self._own: dict[Place, float] = {}
+        self._own_until: dict[Place, float] = {}
         """The same, of what this process is limited to."""
-        self._rests: dict[tuple[str, str], float] = {}
+        self._rests: dict[Place, float] = {}
         """The same, of what this process lets rest whatever people ask: the breaker's consumers."""
         self._unnoted = ""
         """Why what is taken can't be noted, as was logged."""
@@ -114,8 +117,13 @@ class Throttles:
         async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
             rows = await driver.fetch(_LOOK)
         places = {(row["kind"], row["name"]): row for row in rows}
-        self._rates = {place: row["per_second"] for place, row in places.items()}
-        self._until = {place: begun + row["rests"] for place, row in places.items()}
+        rates = {place: row["per_second"] for place, row in places.items()}
+        # What this process has taken at an unchanged rate may not be stored yet.
+        noted = {one: self._until.get(one, 0.0) for one, _ in rates.items() & self._rates.items()}
+        self._until = {
+            place: max(begun + row["rests"], noted.get(place, 0.0)) for place, row in places.items()
+        }
+        self._rates = rates
         self._looked_at = begun
         self._looked.set()
         self._looked = asyncio.Event()
@@ -185,29 +193,40 @@ class Throttles:
         """Return how much may be taken of a subject at once: that of a second, but at least one."""
         return max(1.0, self._rate(kind, name))
 
-    async def took(self, kind: str, name: str, number: int) -> None:
-        """Note that so much is about to be taken of a subject: if it is throttled, it rests."""
-        place, now = (kind, name), monotonic()
-        # At once: the others of this process take before the database has answered.
-        if number and (own := self._own.get(place)):
-            self._own_until[place] = max(self._own_until.get(place, 0.0), now) + number / own
-        if number and (rate := self._rates.get(place)):
-            until = max(self._until.get(place, 0.0), now - _LATE_SECONDS)
-            self._until[place] = until + number / rate
-            if self._engine is not None:
-                await self._move_on(self._engine, kind, name, number)
+    def free(self, kind: str, name: str) -> float:
+        """Return how much may be taken of a subject now: at most that of a second."""
+        return 0.0 if self.left(kind, name) else self.most(kind, name)
 
-    async def _move_on(self, engine: AsyncEngine, kind: str, name: str, number: int) -> None:
+    async def took(self, taken: Mapping[Place, int]) -> None:
+        """Note that so much of each subject is about to be taken: those that are throttled rest.
+
+        Call it without an `await` since it was asked what may be taken: all is noted in this
+        process before it lets others ask.
+        """
+        now, engine = monotonic(), self._engine
+        asked: dict[Place, int] = {}
+        for place, number in taken.items():
+            if number and (own := self._own.get(place)):
+                self._own_until[place] = max(self._own_until.get(place, 0.0), now) + number / own
+            if number and (rate := self._rates.get(place)):
+                until = max(self._until.get(place, 0.0), now - _LATE_SECONDS)
+                self._until[place] = until + number / rate
+                asked[place] = number
+        if engine is not None:
+            for place, number in asked.items():
+                await self._move_on(engine, place, number)
+
+    async def _move_on(self, engine: AsyncEngine, place: Place, number: int) -> None:
         """Let all processes know that so much is taken."""
         unnoted = ""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(engine) as driver:
-                rests = await driver.fetchval(_MOVE_ON, kind, name, float(number))
+                rests = await driver.fetchval(_MOVE_ON, *place, float(number))
             if rests is not None:  # others of this process may have taken since
-                place = kind, name
                 self._until[place] = max(self._until.get(place, 0.0), monotonic() + rests)
         except Exception as error:
-            unnoted = f"{kind} {name} is throttled in each process by itself: {_described(error)}"
+            what = f"{' '.join(place)} is throttled in each process by itself"
+            unnoted = f"{what}: {_described(error)}"
             if unnoted != self._unnoted:
                 log.warning("%s", unnoted)
         self._unnoted = unnoted

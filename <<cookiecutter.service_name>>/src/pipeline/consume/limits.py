@@ -2,10 +2,11 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Iterable, Set
 
 from pipeline.apply.batch import Batch
-from pipeline.apply.throttles import LOOK_SECONDS, Resting, Throttles
+from pipeline.apply.throttles import LOOK_SECONDS, Place, Resting, Throttles
 from pipeline.handlers.registry import Handler
 
 
@@ -66,19 +67,20 @@ class TopicLimits:
         """How many records may be taken at once."""
         return min((self._throttles.most(*one) for one in self._rates), default=math.inf)
 
-    async def took(self, batch: Batch) -> None:
-        """Note that the records of a batch are taken: before they are, as others take meanwhile."""
-        called = [one.consumer for one in batch.items if one.handler.mode == "immediate"]
-        for kind, name in self._rates:
-            number = len(batch.records) if kind == "topic" else called.count(name)
-            await self._throttles.took(kind, name, number)
+    async def take(self, batch: Batch, *, others_wait: bool = False) -> None:
+        """Wait as `wait` does, until the rates allow a batch, which counts as taken then."""
+        await self.wait(others_wait=others_wait)
+        called = [one for one in batch.items if one.handler.mode == "immediate"]
+        taken = Counter(("consumer", one.consumer) for one in called)
+        taken["topic", self._topic] = len(batch.records)
+        await self._throttles.took({one: taken[one] for one in self._rates})
 
     @property
     def _paused(self) -> Set[str]:
         return self._consumers & self._throttles.paused("consumer")
 
     @property
-    def _rates(self) -> list[tuple[str, str]]:
+    def _rates(self) -> list[Place]:
         """The kinds and names of what is throttled, and not stored."""
         topics = {self._topic} & self._throttles.limited("topic")
         consumers = (self._called - self.stored) & self._throttles.limited("consumer")

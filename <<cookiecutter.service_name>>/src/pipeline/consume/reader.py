@@ -113,10 +113,7 @@ class Reader:
             pause = 0.0
             try:
                 await self._rest()
-                position = await self._stored_position.locate()
-                if position != self.position:
-                    self.since = self._stored_position.anchored_at
-                self._move_to(position)
+                await self._locate()
                 await self._read_on()
             except Resting:
                 # A process that dies while it is paused has not died over its records.
@@ -179,8 +176,7 @@ class Reader:
             self._memory = self._client.share
 
     async def _apply(self, part: PartitionBatch) -> None:
-        await self.limits.wait(others_wait=self._memory == inf)  # for this reader's turn
-        await self.limits.took(part.batch)
+        await self.limits.take(part.batch, others_wait=self._memory == inf)  # for its turn
         part = replace(part, stored=self.limits.stored, limits=self.limits)
         memory = Memory()
         # Not with others while its records may kill the process; a full batch gains nothing.
@@ -208,11 +204,22 @@ class Reader:
             self._has_begun = bool(part.batch.records) and not self._deaths
 
     async def _rest(self) -> None:
-        """Wait, ready, while the topic or each of its consumers is paused."""
+        """Wait, ready, while the topic or each of its consumers is paused.
+
+        A process that begins so locates the position: its lag is known, and no record is passed by.
+        """
         while await self.limits.are_paused() and not self._stopping.is_set():
+            if self.position is None:
+                await self._locate()
             self._blockage.end()
             with self._client.resting(self._partition):
                 await sleep_or_event(self._stopping, LOOK_SECONDS)
+
+    async def _locate(self) -> None:
+        position = await self._stored_position.locate()
+        if position != self.position:
+            self.since = self._stored_position.anchored_at
+        self._move_to(position)
 
     async def _fetch(self, start: int) -> PartitionBatch:
         """Wait for the records from `start` on, decode them and fetch the data they refer to.

@@ -97,6 +97,8 @@ RETURNING cursor.shard
 
 _LEAVE = "DELETE FROM pipeline.outbox_relay WHERE owner = $1"
 
+_HAS_BEGUN = "SELECT EXISTS (SELECT FROM pipeline.outbox_cursor WHERE token > 0)"
+
 
 class Cursor:
     """The shards that one relay owns, and how far it has published each."""
@@ -270,6 +272,11 @@ async def relays(connection: asyncpg.Connection) -> list[asyncpg.Record]:
     """
     rows: list[asyncpg.Record] = await connection.fetch(_RELAYS)
     return rows
+
+
+async def has_begun(connection: asyncpg.Connection) -> bool:
+    """Return whether any relay has ever held a shard."""
+    return bool(await connection.fetchval(_HAS_BEGUN))
 
 
 def grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:

@@ -331,7 +331,7 @@ class Relay:
         shards = {row["shard"] for row in rows}
         async with self._cursor.writing(driver, self._cursor.of(shards)):
             await self._rejected.settle(driver, rows, rejections)
-        await self._throttles.took("events", rows[0]["topic"], len(rows) - len(rejections))
+        await self._throttles.took({("events", rows[0]["topic"]): len(rows) - len(rejections)})
 
     async def _decrypted(
         self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]

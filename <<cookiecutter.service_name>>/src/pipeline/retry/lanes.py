@@ -148,6 +148,10 @@ UPDATE pipeline.backlog AS b
 """
 
 
+# A row waits only behind a head that is locked: who ends that head, in another lane, then sees that
+# the row waits. Behind a head that another transaction is ending rows stay due. They are demoted
+# before heads are updated, as a row that the statement has updated itself can't be locked.
+#
 # The last WHERE compares head.died_at: with b.died_at the planner, whose statistics may be older
 # than the waiting rows, could search for the head among all of them.
 _ONLY_HEADS_ARE_DUE = """
@@ -158,18 +162,26 @@ WITH head AS MATERIALIZED (
             WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds)
             ORDER BY sequence, partition, "offset" LIMIT 1) AS b
 ), behind AS MATERIALIZED (
-    SELECT b.key FROM head CROSS JOIN LATERAL (
+    SELECT b.key, head.key AS head_key FROM head CROSS JOIN LATERAL (
            SELECT key FROM pipeline.backlog b
             WHERE b.order_key = head.order_key AND b.due_at <= statement_timestamp()
               AND b.lane = ANY ($2) AND b.key <> head.key) AS b
      LIMIT $3
+), locked AS MATERIALIZED (
+    SELECT key, died_at, holds FROM pipeline.backlog
+     WHERE key IN (SELECT head_key FROM behind)
+       FOR SHARE SKIP LOCKED
 ), demoted AS (
-    UPDATE pipeline.backlog SET due_at = NULL WHERE key IN (SELECT key FROM behind)
+    UPDATE pipeline.backlog SET due_at = NULL
+     WHERE key IN (SELECT behind.key FROM behind JOIN locked ON locked.key = behind.head_key
+                    WHERE locked.died_at IS NULL OR locked.holds)
+    RETURNING key
 )
 UPDATE pipeline.backlog AS b SET due_at = clock_timestamp()
   FROM head
  WHERE b.key = head.key AND head.died_at IS NULL
    AND (b.due_at IS NULL OR b.reason = $4 AND b.order_key = ANY ($5))
+   AND (SELECT count(*) FROM demoted) IS NOT NULL
 """
 
 

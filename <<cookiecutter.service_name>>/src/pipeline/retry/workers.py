@@ -357,20 +357,27 @@ class BacklogWorkers:
     async def _try(
         self, consume: ConsumeTransactions, source: LaneSource
     ) -> Sequence[BatchOutcome]:
-        """Call the handlers of rows, which is the probe of consumers whose breaker is open."""
-        source = replace(self._within_rates(source), throttles=self._throttles)
-        called = Counter(one.consumer for one in without_decision(source, source.decisions))
-        with self._breaker.probe(called, is_worker=True):
-            for consumer, number in called.items():
-                await self._throttles.took("consumer", consumer, number)
+        """Call the handlers of rows, which is the probe of consumers whose breaker is open.
+
+        Raises `Resting` if others have taken what may be taken of all their consumers.
+        """
+        within = self._within_rates(source)
+        if source.items and not within.items:
+            raise Resting
+        source = replace(within, throttles=self._throttles)
+        called = Counter(
+            ("consumer", one.consumer) for one in without_decision(source, source.decisions)
+        )
+        with self._breaker.probe((name for _, name in called), is_worker=True):
+            await self._throttles.took(called)
             return await self._apply(consume, source)
 
     def _within_rates(self, source: LaneSource) -> LaneSource:
-        """Leave out what throttled consumers may not take at once, and what follows it."""
+        """Leave out what throttled consumers may not take now, and what follows it."""
         limited = self._throttles.limited("consumer")
         if not limited:
             return source
-        left = {one: self._throttles.most("consumer", one) for one in limited}
+        left = {one: self._throttles.free("consumer", one) for one in limited}
         items, behind, decided = list[Item](), set[bytes](), source.decisions
         for item in source.items:
             if item.consumer in left and item.key not in decided:

@@ -126,6 +126,12 @@ def commands(
 
 
 @pytest.fixture
+def command(bank: Bank, commands: Callable[..., Command]) -> Command:
+    """Call `service …` of the bank."""
+    return commands(command_line(bank.service))
+
+
+@pytest.fixture
 def service(bank: Bank, commands: Callable[..., Command]) -> Command:
     """Call `service dead …` of a service that has this bank's handlers."""
     return commands(command_line(bank.service), "dead")

@@ -12,10 +12,8 @@ from uuid import uuid4
 
 import asyncpg
 import pytest
-import typer
 from aiokafka import AIOKafkaProducer, ConsumerRecord
 
-from operate.commands import command_line
 from pipeline import Event, Transaction
 from pipeline.apply.item import Item
 from pipeline.errors import StoreUnavailable
@@ -38,14 +36,6 @@ SHARE = {"memory_mebibytes": 64}
 """Settings with which each of four partitions has a mebibyte."""
 
 NewTopic = Callable[..., Awaitable[str]]
-
-
-@pytest.fixture
-def command(bank: Bank, commands: Callable[[typer.Typer], Command]) -> Command:
-    """Call `service …` of the bank."""
-    app = command_line(bank.service)
-    assert isinstance(app, typer.Typer)
-    return commands(app)
 
 
 async def send_batch(kafka: str, topic: str, *deposits: Deposit, codec: str | None) -> None:

@@ -38,7 +38,7 @@ BY_COMMANDS_TOO = (
     archive._SKIP_ARCHIVE,
     archive._ARCHIVES_NO_LONGER,
     scheduled._LIST,
-    *(scheduled._COUNT, window._COUNT, cursor._RELAYS),
+    *(scheduled._COUNT, window._COUNT, cursor._RELAYS, cursor._HAS_BEGUN),
     *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, rejected._HOLD_SHARD),
     *(rejected._REDRIVE, rejected._DISCARD),
 )

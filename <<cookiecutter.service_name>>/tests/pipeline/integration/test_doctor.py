@@ -18,7 +18,6 @@ from aiokafka.errors import RebalanceInProgressError
 from servers.network import LOOPBACK
 
 from operate import doctor, health, status, status_commands
-from operate.commands import command_line
 from operate.health import Finding
 from pipeline import Reject, Retry
 from pipeline.servers import cluster, peers, topics
@@ -52,6 +51,8 @@ def new_topic(new_topic: NewTopic) -> NewTopic:
 
 
 Examine = Callable[..., Awaitable[dict[str, Finding]]]
+NEVER_STARTED = "processes"
+"""The check of whether the bank was ever started, as few tests do it."""
 OF_DECLARED = ("topics", "compaction", "message size")
 """Checks of every topic for which an event is declared."""
 _FILL = {
@@ -107,7 +108,7 @@ async def _connected(chosen: Settings) -> AsyncIterator[asyncpg.Connection]:
 
 @pytest.fixture
 def examine(bank: Bank, settings: Callable[..., Settings], direct_url: str) -> Examine:
-    """Examine the bank, past any pooler, and return what is not well, by check.
+    """Examine the bank as if it was started, past any pooler; return what is not well, by check.
 
     Other tests' events belong to every service of this process: their topics don't count.
     """
@@ -127,6 +128,7 @@ def examine(bank: Bank, settings: Callable[..., Settings], direct_url: str) -> E
             one.check: one
             for one in reversed(found)
             if one.level != "ok"
+            and one.check != NEVER_STARTED
             and (
                 one.check not in OF_DECLARED or of.balances in one.found or of.deposits in one.found
             )
@@ -136,7 +138,7 @@ def examine(bank: Bank, settings: Callable[..., Settings], direct_url: str) -> E
 
 
 @pytest.fixture
-async def command(
+async def run_doctor(
     bank: Bank,
     direct_url: str,
     kafka: str,
@@ -159,9 +161,11 @@ async def command(
 
 
 async def test_a_healthy_service_has_nothing(
-    command: Callable[..., Awaitable[Process]],
+    bank: Bank, run_doctor: Callable[..., Awaitable[Process]], direct_url: str, kafka: str
 ) -> None:
-    process = await command("--strict")
+    async with starting(bank, database_url=direct_url, kafka_bootstrap_servers=kafka) as start:
+        await eventually((await start("run")).is_ready)
+        process = await run_doctor("--strict")
     assert await process.ended() == 0, process.output
     names, *lines = process.output.splitlines()
     assert names.split() == ["level", "check", "found"]
@@ -172,6 +176,30 @@ async def test_a_healthy_service_has_nothing(
     )
     assert all(line.startswith("ok ") for line in lines), lines
     assert any(re.match(r"ok +server +PostgreSQL 1\d\.", line) for line in lines), lines
+
+
+async def test_kinds_of_processes_that_were_never_started_are_told(
+    bank: Bank, settings: Callable[..., Settings], direct_url: str, kafka: str
+) -> None:
+    of_bank = {"database_url": direct_url, "database_pooler": False}
+    chosen = settings(**of_bank)
+
+    def are_told(found: str, advice: str) -> Callable[[], Awaitable[bool]]:
+        told = Finding("warning", found, advice, check=NEVER_STARTED)
+
+        async def are_found() -> bool:
+            async with _connected(chosen) as connection:
+                return told in await doctor.examine(connection, bank.service, chosen)
+
+        return are_found
+
+    both = "`service consume` or `service relay`"
+    advice = "start `service consume` and `service relay`, or `service run`"
+    await eventually(are_told(f"no process of {both} has been seen yet", advice))
+    async with starting(bank, kafka_bootstrap_servers=kafka, **of_bank) as start:
+        await eventually((await start("relay")).is_ready)
+    advice = "start `service consume`, or `service run`"
+    await eventually(are_told("no process of `service consume` has been seen yet", advice))
 
 
 async def test_a_database_that_is_not_migrated_is_told(
@@ -788,7 +816,7 @@ async def test_messages_of_a_consumer_that_is_gone_are_told(
 
 
 async def test_the_largest_tables_are_told(
-    command: Callable[..., Awaitable[Process]], db: asyncpg.Connection
+    run_doctor: Callable[..., Awaitable[Process]], db: asyncpg.Connection
 ) -> None:
     await db.execute(
         "INSERT INTO pipeline.outbox (topic, event_id, source, type, content_type, payload)"
@@ -796,7 +824,7 @@ async def test_the_largest_tables_are_told(
         "        convert_to(repeat(md5(n::text), 40), 'UTF8')"
         " FROM generate_series(1, 5000) AS n"
     )
-    process = await command()
+    process = await run_doctor()
     (line,) = [one for one in process.output.splitlines() if " sizes  " in one]
     assert line.startswith("ok ")
     assert float(line.partition("indexes: outbox ")[2].split()[0]) > 5, line
@@ -869,43 +897,37 @@ async def test_without_kafka_the_other_checks_are_made(
     assert "PIPELINE_KAFKA_BOOTSTRAP_SERVERS" in found["kafka"].advice
 
 
-@pytest.fixture
-def service(bank: Bank, commands: Callable[..., Command]) -> Command:
-    """Call commands of the bank."""
-    return commands(command_line(bank.service))
-
-
 async def test_the_exit_code_says_whether_something_is_wrong(
-    command: Callable[..., Awaitable[Process]], db: asyncpg.Connection, tmp_path: Path
+    run_doctor: Callable[..., Awaitable[Process]], db: asyncpg.Connection, tmp_path: Path
 ) -> None:
     (tmp_path / "alembic.ini").unlink()
-    process = await command()
+    process = await run_doctor()
     assert await process.ended() == 0, process.output
     assert re.search("^warning  schema +there is no alembic.ini", process.output, re.MULTILINE)
-    assert await (await command("--strict")).ended() == 1
+    assert await (await run_doctor("--strict")).ended() == 1
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
-    process = await command("--json")
+    process = await run_doctor("--json")
     assert await process.ended() == 1
     # Log lines, of a client that tries again, stand between those of the checks.
     lines = [one for one in process.output.splitlines() if one.startswith("{")]
     levels = {one["check"]: one["level"] for one in map(json.loads, lines)}
     assert levels["cluster"] == "wrong"
     assert levels["kafka"] == "ok"
-    assert await (await command("--dance")).ended() == 2
+    assert await (await run_doctor("--dance")).ended() == 2
 
 
 async def test_a_database_that_is_away_is_told_and_the_rest_is_checked(
-    service: Command, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+    command: Command, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
     monkeypatch.setenv("PIPELINE_DATABASE_POOLER", "false")
     monkeypatch.setenv(
         "PIPELINE_DATABASE_URL", f"postgresql+asyncpg://service:x@127.0.0.1:{unused_tcp_port}/x"
     )
     away = f"PostgreSQL at 127.0.0.1:{unused_tcp_port} (PIPELINE_DATABASE_URL)"
-    done = await service("status")
+    done = await command("status")
     assert done.exit_code == 1
     assert away in done.stderr
-    done = await service("doctor", "--json")
+    done = await command("doctor", "--json")
     assert done.exit_code == 1
     found = {one["check"]: one for one in map(json.loads, done.stdout.splitlines())}
     assert found["postgresql"]["level"] == "wrong"

@@ -168,4 +168,4 @@ async def test_work_that_has_just_become_due_or_has_no_consumer_is_not_looked_fo
     await db.execute("UPDATE pipeline.backlog_lane SET released_at = now() - interval '1 h'")
     await store(db, "deposit", 3, due=timedelta(seconds=5))
     await store(db, "gone", 3, due=timedelta(hours=1))
-    assert judged(await look()).keys() == {"topics", "consumers"}
+    assert judged(await look()).keys() == {"topics", "consumers", "processes"}

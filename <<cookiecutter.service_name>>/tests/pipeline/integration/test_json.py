@@ -36,12 +36,6 @@ def line(bank: Bank) -> typer.Typer:
 
 
 @pytest.fixture
-def command(line: typer.Typer, commands: Commands) -> Command:
-    """Call `service …` of the bank."""
-    return commands(line)
-
-
-@pytest.fixture
 def tells(command: Command) -> Tells:
     """Call a command with `--json`, and return what each line on standard output says."""
 

@@ -75,6 +75,27 @@ async def test_what_is_paused_has_a_lag_and_is_not_late(
         await eventually(lambda: told[place] == (0, 0.0))
 
 
+async def test_a_process_that_begins_paused_knows_its_lag(
+    bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection, told: Told
+) -> None:
+    place = bank.deposits, 0
+    paused = [Subject("topic", bank.deposits)]
+    async with running(bank.service):
+        await Deposit(1).send(producer, bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 1))
+    await stopping.ask(db, paused, lasts=None, who="ada", why="a test")
+    for amount in (2, 3):
+        await Deposit(amount).send(producer, bank.deposits)
+    told.clear()
+    async with running(bank.service) as health:
+        await eventually(lambda: told.get(place, (0, 0.0))[0] == 2)
+        assert told[place] == (2, 0.0)
+        await eventually(lambda: not health.reasons)
+        await stopping.resume(db, paused, who="ada", why=None)
+        await eventually(position_reaches(db, bank.deposits, 3))
+        await eventually(lambda: told[place] == (0, 0.0))
+
+
 async def test_a_partition_without_a_leader_hides_no_lag_of_others(
     bank: Bank,
     running: Running,

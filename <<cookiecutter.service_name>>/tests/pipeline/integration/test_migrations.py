@@ -20,7 +20,8 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pipeline import migrations, schema
-from pipeline.apply import stopping
+from pipeline.apply import audit, stopping
+from pipeline.apply.audit import Change
 from pipeline.apply.stopping import Subject
 from pipeline.errors import Refused
 from pipeline.handlers.staging import StagedEvent
@@ -205,15 +206,18 @@ async def test_a_downgrade_takes_everything_back_and_an_upgrade_brings_it_again(
 _BEHIND = """
 INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
        headers, hash_version, reason, attempts, waited, holds)
-SELECT set_byte(key, 0, 255 - get_byte(key, 0)), lane, order_key, consumer, 'deposits', 0, 7, 0,
+SELECT set_byte(key, 0, 255 - get_byte(key, 0)), lane, order_key, 'deposit', 'deposits', 0, 7, 0,
        '[]', 1, 'follows another', 0, 0, false
-  FROM pipeline.backlog WHERE topic = '(paused)' OR reason = 'correction'
+  FROM pipeline.backlog WHERE died_at IS NULL
 """
 _CORRECTION = """
 INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
-       headers, hash_version, reason, attempts, waited, due_at, holds)
-SELECT key, 0, key, 'mend', 'deposits', 0, 5, 0, '[]', 1, 'correction', 0, 0, due_at, false
-  FROM (VALUES ('a'::bytea, now()), ('b', NULL)) AS of (key, due_at)
+       headers, hash_version, reason, attempts, waited, due_at, died_at, holds)
+SELECT key, 0, key, 'mend', 'deposits', 0, 5, 0, '[]', 1, reason, 0, 0, due_at, died_at, false
+  FROM (VALUES ('a'::bytea, 'correction', now(), NULL::timestamptz),
+               ('b', 'correction', NULL, NULL),
+               ('c', 'failed', now() + interval '1 hour', NULL),
+               ('d', 'failed', NULL, now())) AS of (key, reason, due_at, died_at)
 """
 
 
@@ -226,12 +230,15 @@ async def test_a_downgrade_leaves_no_key_behind_what_the_older_version_does_not_
         key = [Subject("key", "deposit", "deposits", b"ada")]
         await stopping.ask(connection, key, lasts=None, who="ada", why="a test")
         await connection.execute(_CORRECTION)
+        handed = Change("ada", "correct", "release 1: a test")
+        await audit.note(connection, handed, "consumer mend")
         await connection.execute(_BEHIND)
         await asyncio.to_thread(command.downgrade, config, "pipeline_0001")
         rows = await connection.fetch(
-            "SELECT reason, due_at <= clock_timestamp() AS is_due FROM pipeline.backlog"
+            "SELECT reason, due_at <= clock_timestamp() FROM pipeline.backlog ORDER BY reason"
         )
-        assert [tuple(row) for row in rows] == [("follows another", True)] * 3
+        dead = "failed", None
+        assert [tuple(row) for row in rows] == [dead, *[("follows another", True)] * 4]
         assert not {"audit", "throttle"} & {*await tables(url)}
     finally:
         await connection.close()

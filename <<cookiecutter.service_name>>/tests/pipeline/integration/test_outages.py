@@ -5,6 +5,7 @@ the service goes on by itself.
 """
 
 import asyncio
+import re
 import shutil
 import signal
 import subprocess
@@ -477,7 +478,9 @@ async def test_a_slow_database_costs_time_and_nothing_else(new_world: NewWorld) 
     await world.catches_up()
     assert await world.generation() == generation
     assert await world.blamed() == {}
-    assert world.log() == []
+    # A busy machine's broker may be slow as well, which is told.
+    told = "".join(world.log())
+    assert not re.search("WARNING|ERROR|PostgreSQL", told), told
 
 
 async def test_a_database_that_is_too_slow_for_any_record_blames_none(world: World) -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import asyncpg
 import pytest
-import typer
 from aiokafka import AIOKafkaProducer
 
 from operate import moves
-from operate.commands import command_line
 from operate.moves import Replay
 from pipeline import Park
 from pipeline.apply import inbox
@@ -24,16 +22,6 @@ from .test_inbox import close_generation
 from tests.conftest import Running
 from tests.contract.bank import Deposit, histories
 from tests.servers.waiting import eventually
-
-Commands = Callable[[typer.Typer], Command]
-
-
-@pytest.fixture
-def command(bank: Bank, commands: Commands) -> Command:
-    """Call `service …` of the bank."""
-    app = command_line(bank.service)
-    assert isinstance(app, typer.Typer)
-    return commands(app)
 
 
 async def test_what_took_effect_is_skipped_and_what_did_not_is_applied(

@@ -27,15 +27,9 @@ from tests.servers.topics import administrator
 from tests.servers.waiting import PATIENCE, eventually
 
 
-@pytest.fixture
-def service(bank: Bank, commands: Callable[..., Command]) -> Command:
-    """Call commands of the bank."""
-    return commands(command_line(bank.service))
-
-
-async def told(service: Command) -> dict[str, list[str]]:
+async def told(command: Command) -> dict[str, list[str]]:
     """Return the lines of the screen by their first word."""
-    done = await service("status")
+    done = await command("status")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert len(lines) <= 24
@@ -47,7 +41,7 @@ async def told(service: Command) -> dict[str, list[str]]:
 
 
 async def test_lag_is_what_the_topic_has_behind_the_position(
-    service: Command,
+    command: Command,
     bank: Bank,
     producer: AIOKafkaProducer,
     db: asyncpg.Connection,
@@ -57,42 +51,42 @@ async def test_lag_is_what_the_topic_has_behind_the_position(
         for amount in (1, 2):
             await Deposit(amount).send(producer, bank.deposits)
         await eventually(position_reaches(db, bank.deposits, 2))
-        screen = await told(service)
+        screen = await told(command)
         assert "lag 0, moved " in screen["reads"][0]
         assert screen["reads"][0].endswith(", 1 reader")
-        (reading,) = json.loads((await service("status", "--json")).stdout)["readings"]
+        (reading,) = json.loads((await command("status", "--json")).stdout)["readings"]
         assert reading["reader"].startswith("127.0.0.1 ")
         assert screen["relays"] == ["1 with 64 shards"]
         for amount in (1, 2, 1):
             await Deposit(amount).send(producer, bank.deposits)
         await eventually(position_reaches(db, bank.deposits, 5))
     await Deposit(3).send(producer, bank.deposits)
-    found = json.loads((await service("status", "--json")).stdout)
+    found = json.loads((await command("status", "--json")).stdout)
     (reading,) = found["readings"]
     assert (reading["position"], reading["end"], reading["lag"]) == (5, 6, 1)
     assert reading["duplicates"] == 3
     assert reading["reader"] is None
     assert found["unknown"] == {}
-    assert re.search(r"lag 1, (oldest \d+ s, )?moved ", (await told(service))["reads"][0])
-    assert (await told(service))["relays"] == ["none: run `service relay`"]
+    assert re.search(r"lag 1, (oldest \d+ s, )?moved ", (await told(command))["reads"][0])
+    assert (await told(command))["relays"] == ["none: run `service relay`"]
     await db.execute("UPDATE pipeline.position SET next_offset = 9")
-    screen = await told(service)
+    screen = await told(command)
     assert "lag not known" in screen["reads"][0]
     (beyond,) = (line for line in screen["wrong"] if line.startswith("positions: "))
     assert "is at offset 9" in beyond
 
 
 async def test_what_was_never_read_is_all_lag(
-    service: Command, bank: Bank, producer: AIOKafkaProducer
+    command: Command, bank: Bank, producer: AIOKafkaProducer
 ) -> None:
     await Deposit(1).send(producer, bank.deposits)
-    assert (await told(service))["reads"][0].endswith("lag 1, never read, no reader")
+    assert (await told(command))["reads"][0].endswith("lag 1, never read, no reader")
 
 
 async def test_what_waits_and_what_is_dead_is_told_by_consumer(
-    service: Command, db: asyncpg.Connection
+    command: Command, db: asyncpg.Connection
 ) -> None:
-    assert (await told(service))["backlog"] == ["deposit  0 waiting, 0 dead"]
+    assert (await told(command))["backlog"] == ["deposit  0 waiting, 0 dead"]
     await db.execute(
         'INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset",'
         " timestamp, headers, hash_version, reason, attempts, waited, holds, received_at, died_at)"
@@ -100,44 +94,44 @@ async def test_what_waits_and_what_is_dead_is_told_by_consumer(
         " now() - interval '3 h', CASE WHEN n > 10001 THEN now() END"
         " FROM generate_series(1, 10003) AS n"
     )
-    (line,) = (await told(service))["backlog"]
+    (line,) = (await told(command))["backlog"]
     assert line == "deposit  10,000+ waiting, 2 dead, oldest at least 3 h"
-    assert (await told(service)).get("wrong") is None
+    assert (await told(command)).get("wrong") is None
     await db.execute("UPDATE pipeline.backlog SET due_at = now() WHERE died_at IS NULL")
-    (full,) = (await told(service))["wrong"]
+    (full,) = (await told(command))["wrong"]
     assert full.startswith("backlog: full of due messages of consumer deposit: partitions wait")
     await db.execute("UPDATE pipeline.backlog SET consumer = 'retired'")
-    assert (await told(service))["backlog"] == [
+    assert (await told(command))["backlog"] == [
         "retired  10,000+ waiting, 2 dead, oldest at least 3 h",
         "deposit  0+ waiting, 0 dead",
     ]
 
 
 async def test_the_outbox_is_measured_by_what_relays_have_not_published(
-    service: Command, bank: Bank, db: asyncpg.Connection, running: Running
+    command: Command, bank: Bank, db: asyncpg.Connection, running: Running
 ) -> None:
-    assert (await told(service))["outbox"] == ["0 to publish"]
+    assert (await told(command))["outbox"] == ["0 to publish"]
     await stage(db, [event(bank.balances, n, f"key {n}") for n in range(5)])
-    assert (await told(service))["outbox"][0].startswith("5 to publish, oldest ")
+    assert (await told(command))["outbox"][0].startswith("5 to publish, oldest ")
     async with running(bank.service, relay_lease=1):
 
         async def is_published() -> bool:
-            return (await told(service))["outbox"] == ["0 to publish"]
+            return (await told(command))["outbox"] == ["0 to publish"]
 
         await eventually(is_published)
 
         async def is_told_of() -> bool:
-            found = json.loads((await service("status", "--json")).stdout)
+            found = json.loads((await command("status", "--json")).stdout)
             told = [(one["shards"], one["published"]) for one in found["relays"].values()]
             return told == [(list(range(64)), 5)]
 
         await eventually(is_told_of)
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
-    assert "service adopt" in (await told(service))["outbox"][0]
+    assert "service adopt" in (await told(command))["outbox"][0]
 
 
 async def test_what_is_scheduled_refused_and_held_is_told(
-    service: Command, db: asyncpg.Connection
+    command: Command, db: asyncpg.Connection
 ) -> None:
     await db.execute(
         "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)"
@@ -153,7 +147,7 @@ async def test_what_is_scheduled_refused_and_held_is_told(
         "CREATE TABLE pipeline.outbox_p20200101 PARTITION OF pipeline.outbox"
         " FOR VALUES FROM ('2020-01-01 00:00+00') TO ('2020-01-02 00:00+00')"
     )
-    screen = await told(service)
+    screen = await told(command)
     assert screen["scheduled"] == ["1, next 2030-01-02 03:04:00Z"]
     assert screen["rejected"][0].startswith("2 waiting, 1 dead, oldest ")
     held = "held partitions: outbox_p20200101 is overdue: it is not closed yet"
@@ -172,10 +166,10 @@ async def test_who_reads_which_partition_is_told(
     commands: Callable[..., Command],
 ) -> None:
     wide = Bank(deposits=await new_topic(partitions=3), balances=bank.balances, name=bank.name)
-    service = commands(command_line(wide.service))
+    command = commands(command_line(wide.service))
 
     async def readers() -> list[str | None]:
-        found = json.loads((await service("status", "--json")).stdout)
+        found = json.loads((await command("status", "--json")).stdout)
         return [one["reader"] for one in found["readings"]]
 
     async def two_share() -> bool:
@@ -184,7 +178,7 @@ async def test_who_reads_which_partition_is_told(
     async with running(wide.service), running(wide.service):
         await eventually(two_share)
         assert None not in await readers()
-        assert (await told(service))["reads"][0].endswith(", 2 readers")
+        assert (await told(command))["reads"][0].endswith(", 2 readers")
     assert await readers() == [None, None, None]
 
 
@@ -210,7 +204,7 @@ async def test_another_program_in_the_group_is_told_by_status_and_readiness(
 ) -> None:
     """What it reads of other topics does not count."""
     wide = Bank(deposits=await new_topic(partitions=4), balances=bank.balances, name=bank.name)
-    service = commands(command_line(wide.service))
+    command = commands(command_line(wide.service))
     stranger = AIOKafkaConsumer(
         wide.deposits,
         await new_topic(partitions=3),
@@ -229,13 +223,13 @@ async def test_another_program_in_the_group_is_told_by_status_and_readiness(
         assert health.reasons["group"].startswith(
             "other programs read partitions of the service (2): client 'billing' at 127.0.0.1"
         )
-        assert "client 'billing' at 127.0.0.1 reads" in (await told(service))["wrong"][0]
-        found = json.loads((await service("status", "--json")).stdout)["readings"]
+        assert "client 'billing' at 127.0.0.1 reads" in (await told(command))["wrong"][0]
+        found = json.loads((await command("status", "--json")).stdout)["readings"]
         theirs = {(one["topic"], one["partition"]) for one in found if one["stranger"]}
         assert theirs == {one for one in stranger.assignment() if one.topic == wide.deposits}
         await stranger.stop()
         await eventually(lambda: health.is_ready)
-        assert "billing" not in (await service("status")).stdout
+        assert "billing" not in (await command("status")).stdout
 
 
 class Careless(RoundRobinPartitionAssignor):  # type: ignore[misc]  # it has no types
@@ -247,7 +241,7 @@ class Careless(RoundRobinPartitionAssignor):  # type: ignore[misc]  # it has no 
 
 
 async def test_partitions_that_a_program_assigns_in_its_own_way_are_not_known(
-    service: Command, bank: Bank, kafka: str
+    command: Command, bank: Bank, kafka: str
 ) -> None:
     stranger = AIOKafkaConsumer(
         bank.deposits,
@@ -258,7 +252,7 @@ async def test_partitions_that_a_program_assigns_in_its_own_way_are_not_known(
     )
 
     async def is_told() -> bool:
-        unknown = json.loads((await service("status", "--json")).stdout)["unknown"]
+        unknown = json.loads((await command("status", "--json")).stdout)["unknown"]
         return "ValueError" in unknown.get("readers", "")
 
     joining = asyncio.create_task(stranger.start())
@@ -270,7 +264,7 @@ async def test_partitions_that_a_program_assigns_in_its_own_way_are_not_known(
 
 
 async def test_without_kafka_it_tells_what_postgresql_knows(
-    service: Command,
+    command: Command,
     bank: Bank,
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
@@ -283,7 +277,7 @@ async def test_without_kafka_it_tells_what_postgresql_knows(
         bank.deposits,
     )
     monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", f"127.0.0.1:{unused_tcp_port}")
-    screen = await told(service)
+    screen = await told(command)
     assert "1 partitions, lag not known" in screen["reads"][0]
     assert screen["unknown"][0].startswith(f"topics: Kafka at 127.0.0.1:{unused_tcp_port}")
 
@@ -299,7 +293,7 @@ async def test_without_kafka_it_tells_what_postgresql_knows(
     ],
 )
 async def test_what_is_locked_is_not_waited_for_and_the_rest_is_told(
-    service: Command,
+    command: Command,
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
     table: str,
@@ -309,8 +303,8 @@ async def test_what_is_locked_is_not_waited_for_and_the_rest_is_told(
     monkeypatch.setattr(database, "_COMMAND_SECONDS", 2 * PATIENCE)
     async with asyncio.timeout(PATIENCE), db.transaction():
         await db.execute(f"LOCK TABLE pipeline.{table} IN ACCESS EXCLUSIVE MODE")
-        found = json.loads((await service("status", "--json")).stdout)
-        screen = await told(service)
+        found = json.loads((await command("status", "--json")).stdout)
+        screen = await told(command)
     assert found["unknown"][part] == "PostgreSQL has not answered in 3 s"
     assert f"{part}: PostgreSQL has not answered in 3 s" in screen["unknown"]
     assert screen["relays"] == ["none: run `service relay`"]
@@ -360,7 +354,7 @@ def test_a_screen_holds_the_worst_that_can_be() -> None:
 
 
 async def test_a_screen_is_not_exceeded_by_many_topics_and_consumers(
-    service: Command, bank: Bank, db: asyncpg.Connection
+    command: Command, bank: Bank, db: asyncpg.Connection
 ) -> None:
     await db.execute(
         'INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset",'
@@ -368,6 +362,6 @@ async def test_a_screen_is_not_exceeded_by_many_topics_and_consumers(
         " SELECT sha256(n::text::bytea), 0, '', 'consumer ' || n || repeat('x', 90), 't', 0, n, 0,"
         " '[]', 1, 'x', 0, 0, false FROM generate_series(1, 40) AS n"
     )
-    screen = await told(service)
+    screen = await told(command)
     assert len(screen["backlog"]) == 4
     assert screen["and"][0] == "and 37 more: see --json"

@@ -15,8 +15,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from operate.commands import command_line
-from pipeline import Policy, Transaction
+from pipeline import Policy, Transaction, errors
 from pipeline.apply import positions, stopping, throttles
 from pipeline.apply.attempt import Memory
 from pipeline.apply.positions import Slot
@@ -28,6 +27,7 @@ from pipeline.consume.limits import TopicLimits
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
+from pipeline.retry import lanes
 from pipeline.runtime import Part
 from pipeline.servers.database import create_engine
 from pipeline.servers.retrying import Attempts
@@ -39,7 +39,9 @@ from .conftest import Command, position_of, position_reaches
 from .desk import Desk, NewDesk
 from .outgoing import all_is_written, event, numbered, stage, waits
 from .processes import starting
+from .test_backlog import bank_with
 from .test_bombs import SHARE, large, send_batch
+from .test_dead import somebody_waits
 from .test_interrupted import Gate
 from tests.conftest import Running
 from tests.contract.bank import Deposit, Deposited, histories
@@ -132,6 +134,18 @@ async def test_a_paused_topic_is_not_read_and_its_neighbour_is(
         assert knows(health)()
     assert await histories(db) == {"ada": [*range(30)]}
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
+
+
+async def test_what_comes_to_a_paused_topic_is_read_also_with_the_start_latest(
+    bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, running: Running
+) -> None:
+    await pause(db, "topic", bank.deposits)
+    async with running(bank.service, consumer_start="latest"):
+        await eventually(position_reaches(db, bank.deposits, 0))
+        await send(producer, bank.deposits, range(3))
+        await resume(db, "topic", bank.deposits)
+        await eventually(position_reaches(db, bank.deposits, 3))
+    assert await histories(db) == {"ada": [0, 1, 2]}
 
 
 async def test_a_topic_that_is_paused_while_it_is_read_goes_on_where_it_was(
@@ -389,45 +403,39 @@ async def test_a_process_that_was_stopped_looks_before_it_takes(
     await eventually(position_reaches(db, bank.deposits, 10))
 
 
-@pytest.fixture
-def service(bank: Bank, commands: Callable[..., Command]) -> Command:
-    """Call commands of the bank."""
-    return commands(command_line(bank.service))
-
-
 async def test_who_pauses_and_resumes_is_written_down(
-    service: Command, bank: Bank, db: asyncpg.Connection
+    command: Command, bank: Bank, db: asyncpg.Connection
 ) -> None:
     topic = "topic", bank.deposits
     because = "--because", "wrong prices", "--operator", "ada"
-    done = await service("pause", *topic, *because)
+    done = await command("pause", *topic, *because)
     assert done.exit_code == 1
     assert "give --yes" in done.stderr
     for wrong in (("--because", " "), ("--because", "x", "--operator", "")):
-        assert (await service("pause", *topic, *wrong, "--yes")).exit_code == 2
-    unknown = await service("pause", "topic", "elsewhere", *because, "--yes")
+        assert (await command("pause", *topic, *wrong, "--yes")).exit_code == 2
+    unknown = await command("pause", "topic", "elsewhere", *because, "--yes")
     assert unknown.exit_code == 1
     assert f"the service has no such topic; it has topic {bank.deposits}" in unknown.stderr
     assert await stopping.listed(db, 10) == []
-    done = await service("pause", *topic, *because, "--for", "30m", "--yes", "--json")
+    done = await command("pause", *topic, *because, "--for", "30m", "--yes", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == {"subjects": [f"topic {bank.deposits}"], "are": "paused"}
-    (one,) = json.loads((await service("status", "--json")).stdout)["stops"]
+    (one,) = json.loads((await command("status", "--json")).stdout)["stops"]
     assert (one["kind"], one["name"], one["who"]) == ("topic", bank.deposits, "ada")
     # Asked again, it is another one.
-    assert (await service("pause", *topic, *because, "--yes")).exit_code == 0
+    assert (await command("pause", *topic, *because, "--yes")).exit_code == 0
     (row,) = await stopping.listed(db, 10)
     assert row.until is None
-    screen = (await service("status")).stdout
+    screen = (await command("status")).stdout
     assert re.search(
         rf"^paused +topic {bank.deposits}, \d+ s, ada: wrong prices$", screen, re.MULTILINE
     )
-    found = [json.loads(line) for line in (await service("doctor", "--json")).stdout.splitlines()]
+    found = [json.loads(line) for line in (await command("doctor", "--json")).stdout.splitlines()]
     (paused,) = [each for each in found if each["check"] == "paused"]
     assert paused["level"] == "warning"
     assert f"`service resume topic {bank.deposits}`" in paused["advice"]
-    assert (await service("resume", *topic, "--operator", "bob")).exit_code == 0
-    again = await service("resume", *topic)
+    assert (await command("resume", *topic, "--operator", "bob")).exit_code == 0
+    again = await command("resume", *topic)
     assert again.exit_code == 1
     assert f"topic {bank.deposits} is not paused" in again.stderr
     assert [tuple(row) for row in await db.fetch(_AUDIT)] == [
@@ -498,6 +506,35 @@ async def test_a_key_goes_on_when_its_time_is_over(
     await desk.work_off()
     assert await histories(db) == {"ada": [1, 2]}
     assert await desk.backlog() == []
+
+
+async def test_a_row_that_another_lane_demotes_as_a_pause_ends_goes_on(
+    new_desk: NewDesk,
+    db: asyncpg.Connection,
+    connect: Callable[[], Awaitable[asyncpg.Connection]],
+) -> None:
+    bank, desk = await bank_with(new_desk, mode="deferred")
+    await pause_key(db, bank, lasts=timedelta(0))
+    await desk.apply(Deposit(1))
+    (row,) = [row for row in await desk.backlog() if row["topic"] == bank.deposits]
+    other = await connect()
+    async with other.transaction():  # of the worker that has the lane of deferred messages
+        await other.execute(_LOCK_LANE, row["lane"])
+        await lanes.schedule_heads(other, [row["lane"]], [row["order_key"]])
+        ending = asyncio.create_task(desk.work_off())
+
+        async def has_ended_or_waits() -> bool:
+            return ending.done() or await somebody_waits(db, other.get_server_pid())
+
+        await eventually(has_ended_or_waits)
+        assert bank.calls == []
+    await ending
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1]}
+    assert await desk.backlog() == []
+
+
+_LOCK_LANE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
 
 
 async def test_a_key_that_a_process_has_died_with_is_not_tried_for_its_pause(
@@ -633,30 +670,30 @@ SELECT (convert_from(value, 'UTF8')::json ->> 'amount')::integer AS amount
 
 
 async def test_a_key_is_paused_by_a_command_wherever_it_is_handled_and_found_in_the_backlog(
-    service: Command, bank: Bank, other: str, db: asyncpg.Connection
+    command: Command, bank: Bank, other: str, db: asyncpg.Connection
 ) -> None:
     because = "--because", "a dispute", "--operator", "ada", "--yes"
-    unknown = await service("pause", "key", "parcel 17", "--topic", "elsewhere", *because)
+    unknown = await command("pause", "key", "parcel 17", "--topic", "elsewhere", *because)
     assert unknown.exit_code == 1
     assert f"the service has no such key; it has key of {min(bank.deposits, other)}" in (
         unknown.stderr
     )
-    done = await service("pause", "key", "parcel 17", *because, "--json")
+    done = await command("pause", "key", "parcel 17", *because, "--json")
     both = {
         f"key 'parcel 17' --topic {topic} --consumer {consumer}"
         for topic, consumer in ((bank.deposits, "deposit"), (other, "other"))
     }
     assert {*json.loads(done.stdout)["subjects"]} == both
-    listed = (await service("dead", "list", "--waiting", "--reason", "paused")).stdout
+    listed = (await command("dead", "list", "--waiting", "--reason", "paused")).stdout
     assert listed.count("parcel 17") == 2
     (shown,) = {row["error"] for row in await db.fetch("SELECT error FROM pipeline.backlog")}
     assert shown == "ada: a dispute"
     alone = "key", "parcel 17", "--topic", other
-    assert (await service("resume", *alone)).exit_code == 0
-    again = await service("resume", *alone)
+    assert (await command("resume", *alone)).exit_code == 0
+    again = await command("resume", *alone)
     assert again.exit_code == 1
     assert "key parcel 17 is not paused" in again.stderr
-    assert (await service("resume", "key", "parcel 17")).exit_code == 0
+    assert (await command("resume", "key", "parcel 17")).exit_code == 0
     assert await stopping.listed(db, 10) == []
     due = "SELECT count(*) FROM pipeline.backlog WHERE due_at <= clock_timestamp()"
     assert await db.fetchval(due) == 2
@@ -822,7 +859,7 @@ async def test_a_suspect_whose_consumer_is_paused_before_its_try_spends_no_attem
 
 
 async def test_what_is_paused_is_no_other_finding(
-    service: Command, bank: Bank, db: asyncpg.Connection
+    command: Command, bank: Bank, db: asyncpg.Connection
 ) -> None:
     await db.execute(
         'INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset",'
@@ -833,7 +870,7 @@ async def test_what_is_paused_is_no_other_finding(
     await db.execute("UPDATE pipeline.backlog_lane SET released_at = now() - interval '1 d'")
 
     async def found() -> set[str]:
-        lines = (await service("doctor", "--json")).stdout.splitlines()
+        lines = (await command("doctor", "--json")).stdout.splitlines()
         each = [json.loads(line) for line in lines]
         return {one["check"] for one in each if one["level"] != "ok"}
 
@@ -846,18 +883,31 @@ async def test_what_is_paused_is_no_other_finding(
     told = await found()
     assert "backlog" not in told
     assert "paused" in told
-    topics = json.loads((await service("status", "--json")).stdout)["paused_topics"]
+    topics = json.loads((await command("status", "--json")).stdout)["paused_topics"]
     assert topics == [bank.deposits]
 
 
 async def test_who_pauses_a_consumer_is_told_what_is_stored(
-    service: Command, bank: Bank, heard: list[int], other: str
+    command: Command, bank: Bank, heard: list[int], other: str
 ) -> None:
-    alone = await service("pause", "consumer", "other", "--because", "x")
+    alone = await command("pause", "consumer", "other", "--because", "x")
     assert "consumer other will be paused. Go on?" in alone.stderr
-    shared = await service("pause", "consumer", "deposit", "--because", "x")
+    shared = await command("pause", "consumer", "deposit", "--because", "x")
     assert "Its messages are stored: second of its topic go on." in shared.stderr
     assert alone.exit_code == shared.exit_code == 1
+
+
+async def test_events_are_not_paused_while_the_outbox_has_a_publication(
+    bank: Bank, db: asyncpg.Connection
+) -> None:
+    await db.execute("CREATE PUBLICATION bank_outbox FOR TABLE pipeline.outbox")
+    with pytest.raises(errors.Refused, match="relay publishes them again: DROP PUBLICATION bank_"):
+        await pause(db, "events", bank.balances)
+    assert await stopping.listed(db, 10) == []
+    await pause(db, "topic", bank.deposits)
+    await db.execute("DROP PUBLICATION bank_outbox")
+    await pause(db, "events", bank.balances)
+    assert len(await stopping.listed(db, 10)) == 2
 
 
 async def test_a_relay_pauses_one_topic_and_publishes_the_others(
@@ -955,15 +1005,15 @@ async def test_a_throttle_is_kept_by_all_that_take_together(
             assert each.most("topic", "scans") == 10
             assert each.most("topic", "elsewhere") == float("inf")
         assert list(health.paused) == ["topic scans at 10/s"]
-        await one.took("topic", "scans", 10)  # those of the second before
-        await one.took("topic", "scans", 2_000)
-        await other.took("topic", "scans", 1_000)
+        await one.took({("topic", "scans"): 10})  # those of the second before
+        await one.took({("topic", "scans"): 2_000})
+        await other.took({("topic", "scans"): 1_000})
         assert 200 < other.left("topic", "scans") <= 300
         assert one.resting("topic") == {"scans"}
         assert one.paused("topic") == set()
         before = await db.fetchval("SELECT next_at FROM pipeline.throttle")
-        await one.took("topic", "elsewhere", 10)
-        await one.took("topic", "scans", 0)
+        await one.took({("topic", "elsewhere"): 10})
+        await one.took({("topic", "scans"): 0})
         assert await db.fetchval("SELECT next_at FROM pipeline.throttle") == before
     finally:
         await engine.dispose()
@@ -977,12 +1027,95 @@ async def test_an_answer_of_the_database_does_not_shorten_the_rest_of_later_take
     one = Throttles(engine)
     try:
         await one.look()
-        await one.took("topic", "scans", 2_000)
+        await one.took({("topic", "scans"): 2_000})
         await db.execute("UPDATE pipeline.throttle SET next_at = NULL")  # as of an earlier answer
-        await one.took("topic", "scans", 10)
+        await one.took({("topic", "scans"): 10})
         assert one.left("topic", "scans") > 100
     finally:
         await engine.dispose()
+
+
+async def test_a_look_does_not_forget_what_is_being_noted(
+    settings: Callable[..., Settings],
+    db: asyncpg.Connection,
+    connect: Callable[[], Awaitable[asyncpg.Connection]],
+) -> None:
+    await slow_down(db, "topic", "scans", 0.01)
+    engine, other = create_engine(settings(), name="bank"), await connect()
+    one = Throttles(engine)
+    try:
+        await one.look()
+        async with other.transaction():
+            await other.execute("SELECT FROM pipeline.throttle FOR UPDATE")
+            taking = asyncio.create_task(one.took({("topic", "scans"): 1}))
+            await eventually(lambda: somebody_waits(db, other.get_server_pid()))
+            await one._look(monotonic())
+            assert one.left("topic", "scans") > 0
+        await taking
+    finally:
+        await engine.dispose()
+
+
+async def test_a_reader_notes_all_that_it_takes_before_others_ask(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    places = ("topic", bank.deposits), ("consumer", "deposit")
+    for kind, name in places:
+        await slow_down(db, kind, name, 0.01)
+    rates = Throttles(desk.engine)
+    limits = TopicLimits(rates, bank.handlers.takers, bank.deposits)
+    batch = await desk.read(Deposit(1), start=0)
+    await rates.look()
+    assert [rates.left(*one) for one in places] == [0, 0]
+    taking = asyncio.create_task(limits.take(batch))
+    await asyncio.sleep(0)
+    assert not taking.done(), "the database has not answered yet"
+    assert all(rates.left(*one) > 0 for one in places)
+    await taking
+
+
+async def test_two_workers_of_a_process_do_not_both_take_what_may_be_taken(
+    new_desk: NewDesk,
+) -> None:
+    bank, desk = await bank_with(new_desk, mode="deferred")
+    await desk.apply(*(Deposit(n, f"of {n}") for n in range(40)))
+    desk.consume.throttles._rates = {("consumer", "deposit"): 0.01}
+    sources = []
+    for _ in range(2):
+        lease = await desk.lanes._claim(8)
+        assert lease is not None
+        sources.append(await desk.lanes._read(lease, await desk.lanes._due(lease, 100)))
+    await desk.lanes._try(desk.consume, sources[0])
+    with pytest.raises(Resting):
+        await desk.lanes._try(desk.consume, sources[1])
+    assert len(bank.calls) == 1
+
+
+async def test_a_suspect_that_the_rate_does_not_allow_spends_no_attempt(
+    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+) -> None:
+    bank, desk = ledger
+    bank.refused = {1}
+    await desk.apply(Deposit(1))
+    bank.refused, calls = set(), len(bank.calls)
+    await db.execute("UPDATE pipeline.backlog SET deaths = 1, due_at = now()")
+    (before,) = await desk.backlog()
+    rates, slots = desk.consume.throttles, desk.consume._slots
+    async with slots.one(waits=False):
+        working = asyncio.create_task(desk.work_off())
+        await eventually(slots._entrance.locked)
+        rates._rates = {("consumer", "deposit"): 0.001}
+        await rates.took({("consumer", "deposit"): 1})
+    await working
+    assert len(bank.calls) == calls
+    (row,) = await desk.backlog()
+    for column in ("attempts", "deaths", "reason"):
+        assert row[column] == before[column]
+    rates._rates = {}
+    await db.execute(_MESSAGES_ARE_DUE)
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1]}
 
 
 async def test_what_can_not_be_noted_is_reported_once(
@@ -995,7 +1128,7 @@ async def test_what_can_not_be_noted_is_reported_once(
     try:
         await one.look()
         for _ in range(3):
-            await one.took("topic", "scans", 20)
+            await one.took({("topic", "scans"): 20})
         assert one.left("topic", "scans") > 0, "it keeps to the rate by itself"
     finally:
         await engine.dispose()
@@ -1117,14 +1250,14 @@ async def test_the_events_of_a_throttled_topic_are_published_at_its_rate(
 
 
 async def test_a_key_is_not_throttled_and_a_rate_is_a_positive_number(
-    service: Command, bank: Bank, db: asyncpg.Connection
+    command: Command, bank: Bank, db: asyncpg.Connection
 ) -> None:
     because = "--because", "a slow disk", "--yes"
     for wrong in (("key", "ada", "20"), ("topic", bank.deposits, "0"), ("topic", bank.deposits)):
-        assert (await service("throttle", *wrong, *because)).exit_code == 2
+        assert (await command("throttle", *wrong, *because)).exit_code == 2
     assert await stopping.listed(db, 10) == []
-    done = await service("throttle", "consumer", "deposit", "0.5", *because)
+    done = await command("throttle", "consumer", "deposit", "0.5", *because)
     assert done.exit_code == 0, done.output
     assert "consumer deposit is throttled to 0.5/s" in done.stdout
-    screen = (await service("status")).stdout
+    screen = (await command("status")).stdout
     assert "consumer deposit throttled to 0.5/s, " in screen

@@ -174,18 +174,24 @@ def upgrade() -> None:
 def downgrade() -> None:
     """Remove the tables and the columns, and find due rows as before.
 
-    Keys are not paused any more, and corrections that wait are lost: they would stop their keys.
+    Keys are not paused any more, and corrections that wait are lost, also those that have failed:
+    they would stop their keys.
     """
     # Workers with a lane let rows wait for the first one of their key.
     op.execute("SELECT FROM pipeline.backlog_lane ORDER BY lane FOR NO KEY UPDATE")
     op.execute("""
-        WITH ended AS (
-            DELETE FROM pipeline.backlog WHERE topic = '(paused)' OR reason = 'correction'
-            RETURNING order_key
+        WITH correction AS (
+            SELECT substr(subject, length('consumer ') + 1) AS consumer
+              FROM pipeline.audit WHERE action = 'correct'
+        ), ended AS (
+            DELETE FROM pipeline.backlog
+             WHERE topic = '(paused)' OR reason = 'correction'
+                OR consumer IN (SELECT consumer FROM correction) AND (died_at IS NULL OR holds)
+            RETURNING key, order_key
         )
         UPDATE pipeline.backlog SET due_at = clock_timestamp()
-         WHERE order_key IN (SELECT order_key FROM ended)
-           AND due_at IS NULL AND died_at IS NULL AND reason <> 'correction'
+         WHERE order_key IN (SELECT order_key FROM ended) AND key NOT IN (SELECT key FROM ended)
+           AND due_at IS NULL AND died_at IS NULL
     """)
     op.execute("DROP TABLE pipeline.throttle, pipeline.audit, pipeline.backlog_count")
     op.execute("""
