@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import asyncpg
 import typer
 
-from operate.dead_commands import Operator, Wait, ago, signed, span
+from operate.dead_commands import Age, Operator, Wait, ago, signed, span
 from operate.errors import Refused
 from operate.output import (
     content_of,
@@ -37,8 +37,6 @@ _LOOK_SECONDS = 1.0
 """Time between two looks at what became of what was handed, and two reports of it."""
 
 app = typer.Typer()
-
-_Age = Annotated[timedelta | None, typer.Option(parser=span, metavar="90s|15m|2h|7d")]
 
 
 @operation(app, "timeline", example="service timeline parcel-17 --since 2h")
@@ -117,7 +115,7 @@ async def affected(
     consumer: Annotated[str | None, typer.Option(help="of messages and calls: which")] = None,
     type: Annotated[str | None, typer.Option(help="type of the event")] = None,
     topic: Annotated[str | None, typer.Option(help="topic of the record or event")] = None,
-    newer_than: _Age = None,
+    newer_than: Age = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="largest number; 50, and with --json all")
     ] = None,
@@ -185,7 +183,7 @@ async def correct(
     release: Annotated[str | None, typer.Option(help="what it has applied is handed")] = None,
     because: Annotated[str, typer.Option(help="reason to store")] = "",
     operator: Operator = None,
-    newer_than: _Age = None,
+    newer_than: Age = None,
     rate: Annotated[
         int, typer.Option(min=1, max=1_000, help="messages in a second, at most")
     ] = correcting.RATE,

@@ -20,7 +20,9 @@ from operate.dead import CHUNK, SECONDS
 from operate.errors import Refused
 from operate.inbox_commands import events_of
 from pipeline import Applied, AppliedEvent, Tombstone
-from pipeline.apply import backlog, batch, corrections
+from pipeline.apply import audit, backlog, batch, corrections
+from pipeline.apply.audit import Change
+from pipeline.apply.inbox import KEPT
 from pipeline.apply.item import Item
 from pipeline.events.message import marker_key
 from pipeline.events.payload import HASH_VERSION
@@ -33,7 +35,6 @@ from pipeline.settings import Settings
 from . import released
 from .records import Records, reading
 from .released import Wanted
-from .stored import KEPT
 
 RATE = 100
 """Messages that are handed in a second, unless it is said."""
@@ -70,8 +71,6 @@ DELETE FROM pipeline.backlog
                 WHERE lane = $1 AND consumer = $2 AND died_at IS NULL LIMIT {CHUNK})
 RETURNING order_key
 """
-
-_AUDIT = "INSERT INTO pipeline.audit (who, action, subject, why) VALUES ($1, $2, $3, $4)"
 
 
 @dataclass
@@ -168,8 +167,8 @@ class Correcting:
         """
         if not await self._connection.fetchval(_IS_REGISTERED, self._name):
             raise Refused(f"no process has had {self._name!r} yet: deploy it, then run this again")
-        of = f"consumer {self._name}", f"release {wanted.release}: {why}"
-        await self._connection.execute(_AUDIT, who, "correct", *of)
+        change = Change(who, "correct", f"release {wanted.release}: {why}")
+        await audit.note(self._connection, change, f"consumer {self._name}")
 
     async def hand(self, wanted: Wanted, rate: int) -> AsyncGenerator[Progress, None]:
         """Hand the messages that are left, so many in a second; yields after each transaction.
@@ -205,7 +204,8 @@ class Correcting:
 
         They can be handed again.
         """
-        await self._connection.execute(_AUDIT, who, "cancel", f"consumer {self._name}", why)
+        change = Change(who, "cancel", why)
+        await audit.note(self._connection, change, f"consumer {self._name}")
         number = 0
         for (lane,) in await self._connection.fetch(_LANES, self._name, timeout=SECONDS):
             deleted = CHUNK

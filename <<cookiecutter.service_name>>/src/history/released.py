@@ -4,7 +4,7 @@ An index finds which times have rows of a release. Lists go through them minute 
 nothing is kept in memory, and no statement takes long.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -13,10 +13,9 @@ import asyncpg
 
 from operate.dead import CHUNK, SECONDS, STATE
 from operate.errors import Refused
+from pipeline.apply.inbox import KEPT
 from pipeline.apply.stopping import PAUSES
 from pipeline.handlers.staging import CALLS
-
-from .stored import KEPT
 
 MOST_AGGREGATES = 100_000
 _NAMED = 20
@@ -141,16 +140,30 @@ async def minutes(
 
 async def markers(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator[Rows]:
     """Yield markers in chunks: minute by minute, each in the order of topics and offsets."""
-    for minute in await minutes(connection, wanted):
-        after: Sequence[object] = "", -1, -1, b""
+    its = await minutes(connection, wanted)
+    place = {"topic": "", "partition": -1, "offset": -1, "key": b""}
+    async for rows in _chunks(connection, wanted, its, _LIST_MARKERS, place):
+        yield rows
+
+
+async def _chunks(
+    connection: asyncpg.Connection,
+    wanted: Wanted,
+    its: Sequence[datetime],
+    statement: str,
+    place: Mapping[str, object],
+) -> AsyncIterator[Rows]:
+    """Yield rows of each minute in chunks, the first one behind this place."""
+    for minute in its:
+        after = [*place.values()]
         while True:
             of = *astuple(wanted), minute, *after
-            rows = await connection.fetch(_LIST_MARKERS, *of, timeout=SECONDS)
+            rows = await connection.fetch(statement, *of, timeout=SECONDS)
             if rows:
                 yield rows
             if len(rows) < CHUNK:
                 break
-            after = [rows[-1][name] for name in ("topic", "partition", "offset", "key")]
+            after = [rows[-1][name] for name in place]
 
 
 async def messages(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator[Rows]:
@@ -168,16 +181,9 @@ async def calls(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator
 
 async def events(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator[Rows]:
     """Yield events in chunks, minute by minute."""
-    for minute in await minutes(connection, wanted, are_events=True):
-        after = -1
-        while True:
-            of = *astuple(wanted), minute, after
-            rows = await connection.fetch(_LIST_EVENTS, *of, timeout=SECONDS)
-            if rows:
-                yield rows
-            if len(rows) < CHUNK:
-                break
-            after = rows[-1]["id"]
+    its = await minutes(connection, wanted, are_events=True)
+    async for rows in _chunks(connection, wanted, its, _LIST_EVENTS, {"id": -1}):
+        yield rows
 
 
 async def aggregates(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator[Rows]:

@@ -12,6 +12,7 @@ from operate.dead import STATE
 from operate.inbox_commands import ORDINALS, events_of
 from operate.output import format_time
 from pipeline.apply import stopping
+from pipeline.apply.inbox import KEPT
 from pipeline.apply.stopping import PAUSES
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS, event_id
@@ -20,9 +21,6 @@ from .entries import READ, Entry, Place, Timeline
 
 _MOST_STOPS = 1_000
 
-KEPT = """generation = ANY (ARRAY(
-           SELECT generate_series(oldest, current) FROM pipeline.inbox_generation))"""
-"""The condition of markers that are kept."""
 _MARKER = 'key, hash, xid, created_at, consumer, id, type, topic, partition, "offset", release'
 
 _MARKERS = f"""

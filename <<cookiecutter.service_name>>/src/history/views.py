@@ -61,7 +61,7 @@ class Views:
 
     async def timeline(self, request: Request, operator: Operator) -> Response:
         """Show what happened to a key."""
-        key = _given(request, "key")
+        key = parameters.searched(request.query_params, "key")
         found: Timeline | None = None
         if key:
             async with autocommitting(self._engine) as connection:
@@ -78,7 +78,7 @@ class Views:
 
     async def affected(self, request: Request, operator: Operator) -> Response:
         """Show the releases, and count what one has written."""
-        release = _given(request, "release")
+        release = parameters.searched(request.query_params, "release")
         groups: list[dict[str, Any]] = []
         async with autocommitting(self._engine) as connection:
             known = await released.known(connection)
@@ -90,7 +90,10 @@ class Views:
 
     async def correct(self, request: Request, operator: Operator) -> Response:
         """Show the corrections, and count what would be handed to one."""
-        name, release = _given(request, "name"), _given(request, "release")
+        name, release = (
+            parameters.searched(request.query_params, "name"),
+            parameters.searched(request.query_params, "release"),
+        )
         groups: list[Group] = []
         wanted: Wanted | None = None
         async with autocommitting(self._engine) as connection:
@@ -154,11 +157,3 @@ class Views:
             number = await one.cancel(who=operator.name, why=why)
         log.warning("done on the page: cancel", extra={"operator": operator.name, "id": name})
         return self._templates.note(operator, f"Cancelled: {number:,}. They can be handed again.")
-
-
-def _given(request: Request, name: str) -> str:
-    """Return a parameter. Raises `Refused` for NUL, which no text of PostgreSQL has."""
-    text = request.query_params.get(name, "").strip()
-    if "\0" in text:
-        raise Refused("a search can't contain a NUL character: stored texts have none")
-    return text

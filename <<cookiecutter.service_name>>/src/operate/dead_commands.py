@@ -33,7 +33,7 @@ def span(text: str) -> timedelta:
     return time
 
 
-_Age = Annotated[timedelta | None, typer.Option(parser=span, metavar="90s|15m|2h|7d")]
+Age = Annotated[timedelta | None, typer.Option(parser=span, metavar="90s|15m|2h|7d")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
 Waiting = Annotated[bool, typer.Option("--waiting", help="waiting ones instead")]
 Wait = Annotated[float, typer.Option(min=0, help="seconds to wait for results")]
@@ -56,8 +56,8 @@ class Filters:
     type: Annotated[str | None, typer.Option(help="type of the event")] = None
     topic: Annotated[str | None, typer.Option(help="topic of the record or event")] = None
     key: Annotated[str | None, typer.Option(help="the key in Kafka")] = None
-    older_than: _Age = None
-    newer_than: _Age = None
+    older_than: Age = None
+    newer_than: Age = None
 
     @property
     def are_given(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import asyncpg
 
 from pipeline.apply.backlog import mismatch_key
+from pipeline.apply.inbox import KEPT
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import FORGOTTEN, UNKNOWN
 from pipeline.retry import copies, lanes
@@ -72,11 +73,10 @@ REASONS: Mapping[str, str] = {
 
 _KEYS = "SELECT key FROM pipeline.backlog WHERE key BETWEEN $1 AND $2 ORDER BY key LIMIT 2"
 
-_MARKED = """
+_MARKED = f"""
 SELECT key, topic, partition, "offset"
   FROM pipeline.inbox
- WHERE generation = ANY (ARRAY(
-           SELECT generate_series(oldest, current) FROM pipeline.inbox_generation))
+ WHERE {KEPT}
    AND key = ANY ($1)
 """
 

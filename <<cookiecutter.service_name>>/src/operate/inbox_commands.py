@@ -8,6 +8,7 @@ import asyncpg
 import typer
 from pydantic_core import from_json
 
+from pipeline.apply.inbox import KEPT
 from pipeline.events.message import marker_key
 from pipeline.handlers.staging import event_id
 from pipeline.servers.revisions import check_database
@@ -23,12 +24,11 @@ _SECONDS = 86_400.0
 ORDINALS = 1_000
 """Largest number of events of one message that are searched in the outbox."""
 
-_MARKERS = """
+_MARKERS = f"""
 SELECT consumer, source, id, type, topic, partition, "offset", created_at AS applied_at,
        xid AS transaction, generation, traceparent, hash, result::text
   FROM pipeline.inbox
- WHERE generation = ANY (ARRAY(
-           SELECT generate_series(oldest, current) FROM pipeline.inbox_generation))
+ WHERE {KEPT}
    AND id = $1 AND ($2::bytea[] IS NULL OR key = ANY ($2))
  ORDER BY created_at, consumer
 """

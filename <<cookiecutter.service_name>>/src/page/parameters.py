@@ -92,10 +92,15 @@ def state(request: Request) -> State:
 
 def search(given: Mapping[str, str]) -> Mapping[str, str]:
     """Return the fields of a search; an empty one matches all. Raises `Refused` for NUL."""
-    found = {name: given.get(name, "").strip() for name in SEARCHED}
-    if any("\0" in text for text in found.values()):
+    return {name: searched(given, name) for name in SEARCHED}
+
+
+def searched(given: Mapping[str, str], name: str) -> str:
+    """Return a field of a search; empty if it is missing. Raises `Refused` for NUL."""
+    text = given.get(name, "").strip()
+    if "\0" in text:
         raise Refused("a search can't contain a NUL character: stored texts have none")
-    return found
+    return text
 
 
 def selection(wanted: Mapping[str, str], until: datetime | None = None) -> Selection:

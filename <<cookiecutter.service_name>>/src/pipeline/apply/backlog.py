@@ -220,7 +220,12 @@ async def add(
         if not decision.is_dead or decision.holds:
             waiting.add(key)
     stored = {row["key"] for row in await connection.fetch(_ADD, HASH_VERSION, new)}
-    first = {row.key: row for row in reversed(rows) if row.key in stored}
+    return first_with(stored, rows)
+
+
+def first_with(keys: Collection[bytes], rows: Sequence[Row]) -> list[Row]:
+    """Return the first row with each of the keys, in the order of the rows."""
+    first = {row.key: row for row in reversed(rows) if row.key in keys}
     return [row for row in rows if first.get(row.key) is row]
 
 

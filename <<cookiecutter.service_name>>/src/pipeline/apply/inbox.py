@@ -25,6 +25,9 @@ from .source import Source
 
 GENERATION_LOCK = 0x1B0C5
 """Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""
+KEPT = """generation = ANY (ARRAY(
+           SELECT generate_series(oldest, current) FROM pipeline.inbox_generation))"""
+"""The condition of markers that are kept, in SQL."""
 _LONGEST_KEY = 255
 """Bytes of the longest key that is stored in markers, by which they are found."""
 _SECONDS_AS_MILLISECONDS = range(1_000_000_000, FIRST_MILLISECOND)

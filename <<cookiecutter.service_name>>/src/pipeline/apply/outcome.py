@@ -11,7 +11,7 @@ from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, PARKED, Decision
 from pipeline.observe import metrics, traces
 
-from .backlog import Row
+from .backlog import Row, first_with
 from .encryption import Encryption
 from .item import Item, place_of
 
@@ -88,9 +88,7 @@ class BatchOutcome:
 
         Others were stored and reported before, or are those of an event's other consumers.
         """
-        keys = {row.key for row in stored}
-        first = {row.key: row for row in reversed(self.letters) if row.key in keys}
-        self.letters = [row for row in self.letters if first.get(row.key) is row]
+        self.letters = first_with({row.key for row in stored}, self.letters)
 
     def report(self, group: str) -> None:
         """Count and log the outcome, after the commit."""
