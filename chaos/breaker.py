@@ -16,7 +16,7 @@ from chaos.pressure import crowded, stood_still
 from chaos.proxy import Proxy
 from chaos.recovery import Ended
 from chaos.releases import Releases
-from chaos.schedule import LASTS, Fault
+from chaos.schedule import Fault
 from chaos.system import AWAY, BOOTED_WITHIN, GONE_WITHIN, STOP, Member, System
 from chaos.talk import Helper
 from demo.processes import NAME
@@ -42,8 +42,9 @@ IS_DONE = (
 LOOK_EVERY = 0.1
 """Seconds until a connection that was given back is taken too, or a fault is tried again."""
 ACTS_WITHIN = 30.0
-"""Seconds in which a fault that takes no effect is tried again, for longer each time: what it
-breaks may be away."""
+"""Seconds after the end of the input in which a fault that has taken no effect is tried again: what
+it breaks may be away, or slow. Each time it lasts twice as long, but no longer than it has been
+tried."""
 UNSAID = ("kill", "rebalance", "halfopen", "rollout")
 """Faults after which workers may have lost a lane and not say so. All others say so."""
 WORKERS = 2
@@ -53,13 +54,21 @@ WORKERS = 2
 class Breaker:
     """Breaks the system."""
 
-    def __init__(self, system: System, memory: Memory, outside: Helper, releases: Releases) -> None:
+    def __init__(
+        self,
+        system: System,
+        memory: Memory,
+        outside: Helper,
+        releases: Releases,
+        all_is_sent: Callable[[], bool],
+    ) -> None:
         self.ended: list[Ended] = []
         """What took effect, and when it was over, but for the faults of the payments alone."""
         self._system = system
         self._memory = memory
         self._outside = outside
         self._releases = releases
+        self._all_is_sent = all_is_sent
         self._outside_busy = asyncio.Lock()
         self._renaming = asyncio.Lock()
         self._copying = asyncio.Lock()
@@ -75,17 +84,22 @@ class Breaker:
     async def _at_its_time(self, fault: Fault, note: Callable[[str], None]) -> None:
         await asyncio.sleep(fault.at)
         note(f"[red]{fault}[/]")
-        async with self._one_at_a_time(fault):
-            until, longest = time.monotonic() + ACTS_WITHIN, LASTS[fault.kind][1]
-            tried = fault
-            while (ended := await self._carry_out(tried, note)) is None:
-                if time.monotonic() >= until:
-                    note(f"[red]{fault} took no effect[/]")
-                    return
-                await asyncio.sleep(LOOK_EVERY)
-                tried = replace(tried, seconds=min(2 * tried.seconds, longest))
+        tried, began, until = fault, time.monotonic(), 0.0
+        while (ended := await self._try(tried, note)) is None:
+            if not self._all_is_sent():
+                until = time.monotonic() + ACTS_WITHIN
+            if time.monotonic() >= until:
+                note(f"[red]{fault} took no effect[/]")
+                return
+            await asyncio.sleep(LOOK_EVERY)
+            longest = max(fault.seconds, time.monotonic() - began)
+            tried = replace(tried, seconds=min(2 * tried.seconds, longest))
         if fault.target not in payments.MEMBERS:
             self.ended.append(ended)
+
+    async def _try(self, fault: Fault, note: Callable[[str], None]) -> Ended | None:
+        async with self._one_at_a_time(fault):
+            return await self._carry_out(fault, note)
 
     async def _carry_out(self, fault: Fault, note: Callable[[str], None]) -> Ended | None:
         """Carry a fault out and heal it; return nothing if it took no effect."""

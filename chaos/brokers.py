@@ -8,6 +8,7 @@ does not notice reads these, which nobody has sent, and skips what comes back.
 import asyncio
 import os
 import shutil
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,9 @@ TO_COME = 100
 """Scans that must still come: a partition that was blocked is ready when it has read another."""
 OTHERS = 10
 """Records that stand behind the place of those that are lost."""
+CATCHES_UP_WITHIN = 120.0
+"""Seconds in which a slow service reads what has come, while nothing more comes."""
+LOOK_EVERY = 0.2
 READS_WITHIN = 5.0
 """Seconds in which a service reads the others, if it does not notice."""
 SAID_WITHIN = 30.0
@@ -79,10 +83,13 @@ async def lose_tail(system: System, memory: Memory, fault: Fault) -> bool:
     before = await ends(servers)
     await asyncio.sleep(fault.seconds)
     async with memory.at_rest() as to_come:
-        partition = await read_behind(servers, before)
-        if partition is None or to_come < TO_COME:
+        after = await ends(servers)
+        if to_come < TO_COME or not any(after[n].offset > before[n].offset for n in after):
             return False
-        end = (await ends(servers))[partition].offset
+        partition = await read_behind(servers, before)
+        if partition is None:
+            return False
+        end = after[partition].offset
         async with cut(servers, partition, before[partition].size):
             await fill(servers, partition, end + OTHERS)
             await asyncio.sleep(READS_WITHIN)
@@ -107,15 +114,18 @@ async def ends(servers: Servers) -> dict[int, End]:
 
 
 async def read_behind(servers: Servers, before: Mapping[int, End]) -> int | None:
-    """Return a partition of which the service has read a record behind this end."""
-    with suppress(*AWAY):
-        connection = await asyncpg.connect(servers.url())
-        try:
-            for partition, offset in await connection.fetch(READ, TOPIC):
-                if offset >= before[partition].offset:
-                    return int(partition)
-        finally:
-            await connection.close()
+    """Wait for a partition of which the service has read a record behind this end; return it."""
+    until = time.monotonic() + CATCHES_UP_WITHIN
+    while time.monotonic() < until:
+        with suppress(*AWAY):
+            connection = await asyncpg.connect(servers.url())
+            try:
+                for partition, offset in await connection.fetch(READ, TOPIC):
+                    if offset >= before[partition].offset:
+                        return int(partition)
+            finally:
+                await connection.close()
+        await asyncio.sleep(LOOK_EVERY)
     return None
 
 

@@ -78,7 +78,7 @@ class Round:
                 watching = group.create_task(memory.watch())
                 await checker.says("applied")
                 releases = Releases(system, self._project)
-                breaker = Breaker(system, memory, outside, releases)
+                breaker = Breaker(system, memory, outside, releases, feeding.done)
                 progress = Progress(lambda: checker.said["applied"])
                 noting = group.create_task(progress.watch())
                 ended = await self._break(feed, feeding, checker, breaker, progress)

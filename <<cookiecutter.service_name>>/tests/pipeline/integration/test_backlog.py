@@ -606,7 +606,7 @@ async def test_one_worker_at_a_time_probes_for_an_open_breaker(new_desk: NewDesk
         await others_are_done.wait()
         raise ValueError("not yet")
 
-    desk = await new_desk(handlers, topic="asked", backlog_workers=2)
+    desk = await new_desk(handlers, topic="asked", backlog_workers=2, retry_pause=3_600)
     await desk.apply(*(Deposit(n, account=str(n)) for n in range(20)))
     with suppress(BreakerOpen):
         desk.consume.breaker.observe(
