@@ -4,7 +4,9 @@ They hold no lock between reading and writing. If another transaction has change
 the version that is checked by the write shows it, and the work is repeated with the new row.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from random import uniform
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
@@ -12,12 +14,6 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
-from tenacity import (
-    AsyncRetrying,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_random_exponential,
-)
 
 from pipeline.errors import sqlstate_of
 from pipeline.events.event import Event
@@ -39,7 +35,8 @@ from .encryption import Encryption
 
 T = TypeVar("T")
 
-_LONGEST_PAUSE = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0
+"""Limits of the pauses in seconds: the first of them doubles after each attempt."""
 _RETRYABLE = ("40001", "40P01")
 """PostgreSQL's codes for a serialization failure and a deadlock."""
 
@@ -151,21 +148,20 @@ class Writer:
         cancels itself is an error, too. Other errors of the work are raised without a repetition.
         """
         id = uuid4().hex
-        retrying = AsyncRetrying(
-            retry=retry_if_exception(_is_conflict),
-            wait=wait_random_exponential(0.01, max=_LONGEST_PAUSE),
-            stop=stop_after_attempt(self._attempts),
-            after=lambda _: metrics.conflicts.add(1),
-            reraise=True,
-        )
-        try:
-            return await retrying(self._attempt, work, id)
-        except LoopBlocked as error:
-            raise HandlerFault(f"the work {error}") from error
-        except Exception as error:
-            if _is_conflict(error):
-                raise Conflict(self._attempts) from error
-            raise
+        failed = 0
+        while True:
+            try:
+                return await self._attempt(work, id)
+            except LoopBlocked as error:
+                raise HandlerFault(f"the work {error}") from error
+            except Exception as error:
+                if not _is_conflict(error):
+                    raise
+                failed += 1
+                metrics.conflicts.add(1)
+                if failed == self._attempts:
+                    raise Conflict(self._attempts) from error
+            await asyncio.sleep(uniform(0, min(_FIRST_PAUSE * 2 ** (failed - 1), _LONGEST_PAUSE)))
 
     async def _attempt(self, work: Callable[[Writing], Awaitable[T]], id: str) -> T:
         outbox = Outbox(

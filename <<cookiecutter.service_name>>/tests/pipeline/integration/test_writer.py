@@ -13,7 +13,6 @@ from sqlalchemy import Text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Mapped, mapped_column
-from tenacity import RetryError, retry, stop_after_attempt, wait_none
 
 from pipeline import (
     Aggregate,
@@ -222,18 +221,6 @@ async def test_work_that_blocks_the_event_loop_fails_with_an_ordinary_error(
                 await writer.write(work)
     assert await writer.write(want) == 1
     assert len(await told(db)) == 1
-
-
-async def test_a_retry_error_of_the_work_is_no_conflict(writer: Writer) -> None:
-    @retry(stop=stop_after_attempt(2), wait=wait_none())
-    async def call() -> None:
-        raise ConnectionError
-
-    async def work(writing: Writing) -> None:
-        await call()
-
-    with pytest.raises(RetryError):
-        await writer.write(work)
 
 
 async def test_an_event_is_told_of_a_row_that_is_written_and_once(writer: Writer) -> None:
