@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import Mapped, declared_attr, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
-from pipeline.errors import sqlstate_of
+from pipeline.errors import OncewardError, sqlstate_of
 from pipeline.events.event import Event
 from pipeline.handlers import aggregate
 from pipeline.handlers.aggregate import Aggregate
@@ -57,7 +57,7 @@ class Versioned:
         return {"version_id_col": cls.version}
 
 
-class Conflict(Exception):
+class Conflict(OncewardError):
     """Other transactions have changed the rows during each attempt; nothing was written."""
 
     def __init__(self, attempts: int) -> None:
