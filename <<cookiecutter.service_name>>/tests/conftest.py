@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.util import find_spec
@@ -54,6 +55,20 @@ def collected(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("integration"):
         gc.collect()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def connections_tell_their_origin() -> Iterator[None]:
+    """Let a connection that is never closed say where it was opened, as in asyncio's debug mode."""
+    opened = asyncpg.Connection.__init__
+
+    def init(self: asyncpg.Connection, *args: Any) -> None:
+        opened(self, *args)
+        self._source_traceback = "".join(traceback.format_stack(limit=20))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncpg.Connection, "__init__", init)
+        yield
 
 
 @pytest.fixture(autouse=True)
