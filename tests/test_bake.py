@@ -723,7 +723,8 @@ WORK = {
     "zcat": ("", '"event_id": "7d0f2c5e"'),
     "replay scans": ("", "had done so before"),
     "scheduled cancel": ("", "cancelled payment-due-4711"),
-    "topics seek scans --partition 3 --to 1235": ("", "from 1300 to 1235"),
+    "topics seek scans --partition 3 --to 1235\n": ("", "scans/3 goes from 1300 to 1235"),
+    "--partition 3 --to 1235 --dry-run": ("", "scans/3 would go from 1300 to 1235"),
     "adopt": ("", "is the service's now"),
     "service timeline": ("", "scans/2 at 0"),
     "service affected --release": ("", "record-scan"),
@@ -750,24 +751,17 @@ async def furnish(url: str, kafka: str) -> None:
     )
     await db.close()
     async with AIOKafkaProducer(bootstrap_servers=kafka) as producer:
-        for number in range(4_000, 5_300):
-            scan = json.dumps(SCAN | {"number": number}) if number % 50 else "no scan"
+
+        async def send(number: int, scan: str, partition: int, key: bytes | None = None) -> None:
             headers = {"specversion": "1.0", "id": f"{number}", "source": "/scanners/3"}
             headers["type"] = "scan.recorded.v1"
-            await producer.send(
-                "scans",
-                scan.encode(),
-                partition=3,
-                headers=[(f"ce_{name}", text.encode()) for name, text in headers.items()],
-            )
-        headers |= {"id": "17"}
-        await producer.send(
-            "scans",
-            json.dumps(SCAN | {"number": 17}).encode(),
-            key=b"parcel-17",
-            partition=2,
-            headers=[(f"ce_{name}", text.encode()) for name, text in headers.items()],
-        )
+            given = [(f"ce_{name}", text.encode()) for name, text in headers.items()]
+            await producer.send("scans", scan.encode(), key, partition, headers=given)
+
+        for number in range(4_000, 5_300):
+            scan = json.dumps(SCAN | {"number": number}) if number % 50 else "no scan"
+            await send(number, scan, partition=3)
+        await send(17, json.dumps(SCAN | {"number": 17}), partition=2, key=b"parcel-17")
         await producer.flush()
 
 

@@ -818,11 +818,11 @@ async def test_who_joins_for_a_while_has_joined(tmp_path: Path) -> None:
         assert [one.kind for one in breaker.ended] == ["relays"]
 
 
-def breaker_of(broken: System, is_fed: Callable[[], bool] = lambda: False) -> Breaker:
+def breaker_of(broken: System, all_is_sent: Callable[[], bool] = lambda: True) -> Breaker:
     """What breaks a system around which there is no feed and no outside."""
     nobody = Helper("nobody", broken.folder / "nobody.log")
     memory, releases = Memory(broken.servers, nobody), Releases(broken, broken.folder)
-    return Breaker(broken, memory, nobody, releases, all_is_sent=lambda: not is_fed())
+    return Breaker(broken, memory, nobody, releases, all_is_sent)
 
 
 @needs_proc
@@ -1231,15 +1231,15 @@ async def test_a_fault_that_takes_no_effect_is_tried_again_and_then_not_counted(
     monkeypatch.setattr(breakers, "ACTS_WITHIN", 0.5)
     async with slow_system(tmp_path, "consume-1", script="raise SystemExit(1)") as idle:
         idle.servers.stack.addresses |= {"PIPELINE_DATABASE_URL": f"postgresql://me@{HOST}:1/db"}
-        is_fed = False
-        breaker, notes = breaker_of(idle, lambda: is_fed), list[str]()
+        is_sent = True
+        breaker, notes = breaker_of(idle, lambda: is_sent), list[str]()
         faults = [Fault(0, one, "consume-1", 0.1, server="kafka") for one in IN_VAIN]
         await breaker.run(faults, notes.append)
         assert breaker.ended == []
         assert set(notes) == {f"[red]{one}{end}[/]" for one in faults for end in ("", NO_EFFECT)}
 
         # Somebody connects at last.
-        is_fed = True
+        is_sent = False
         server = await asyncio.start_server(Echo().answer, HOST, 0)
         port = server.sockets[0].getsockname()[1]
         idle.servers.stack.addresses["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"] = f"{HOST}:{port}"

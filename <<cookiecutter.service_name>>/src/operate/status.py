@@ -27,9 +27,11 @@ from pipeline.settings import Settings
 
 AT_MOST = 10_000
 """The largest exact count; a larger one means that there are more."""
+
 STALLED = 60.0
 """Seconds for which work may be due while no process takes it, and for which the position of a
 partition with records to read may stay the same."""
+
 _SECONDS = 5.0
 
 
@@ -347,4 +349,5 @@ class _Measure:
         readers = await topics.readers(self.settings, self.service.name)
         self.found.are_readers_known = True
         for one in self.found.readings:
-            one.reader, one.stranger = readers.get((one.topic, one.partition), (None, None))
+            who = readers.get((one.topic, one.partition), (None, None))
+            one.reader, one.stranger = who
