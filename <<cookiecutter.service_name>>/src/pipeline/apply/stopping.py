@@ -130,7 +130,7 @@ UPDATE pipeline.backlog SET due_at = clock_timestamp()
 """
 
 # One that `service debezium sql` has made. Its slot may be missing or lost for a time, in which
-# `service debezium follow` publishes and heeds no pause.
+# `service debezium follow` publishes and, as long as there is one, obeys no pause.
 _PUBLICATION = """
 SELECT quote_ident(pubname) FROM pg_publication_rel
   JOIN pg_publication AS published ON published.oid = prpubid
@@ -205,6 +205,12 @@ async def of_key(connection: asyncpg.Connection, key: bytes) -> list[Subject]:
     return [Subject(*row) for row in await connection.fetch(_OF_KEY, key)]
 
 
+async def publication(connection: asyncpg.Connection) -> str | None:
+    """Return the name of the publication by which a connector publishes events; None: none."""
+    name: str | None = await connection.fetchval(_PUBLICATION)
+    return name
+
+
 async def ask(
     connection: asyncpg.Connection,
     subjects: Sequence[Subject],
@@ -220,7 +226,7 @@ async def ask(
     `Refused` for events that a connector publishes, and a rate that nobody can keep.
     """
     is_of_events = any(one.kind == "events" for one in subjects)
-    if is_of_events and (name := await connection.fetchval(_PUBLICATION)):
+    if is_of_events and (name := await publication(connection)):
         raise Refused(
             f"a connector publishes the events, by the publication {name}: pause the connector"
             f" instead. If the relay publishes them again: DROP PUBLICATION {name}"

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import monotonic
 
 import asyncpg
@@ -87,11 +87,23 @@ class Publisher:
         self._stopping: set[asyncio.Task[None]] = set()
         self._unfenced: set[str] = set()
 
+    async def look_up(self, topics: Collection[str]) -> None:
+        """Start a producer and look topics up, so that `send` waits for neither.
+
+        That may take long: read what you send afterwards. Raises `NotSent`.
+        """
+        try:
+            await _look_up_topics(await self._started(), topics)
+        except BaseException:
+            await self.discard()
+            raise
+
     async def send(
         self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
     ) -> Rejections:
         """Send the events; those that are not rejected are acknowledged by all replicas in sync.
 
+        Call `look_up` for their topics just before: one that is not known is taken for missing.
         Events of one Kafka partition are sent in the order given, one batch unacknowledged at a
         time. Events behind a rejected one are still sent, unless their topic accepts none. After
         an error it is unknown which were sent: send all of them again. `may_send` is called before
@@ -105,7 +117,9 @@ class Publisher:
             chains = await self._chains(events, sending)
             while chains:
                 await self._send_round(chains, sending)
-                chains = sending.left(chains)
+                if chains := sending.left(chains):  # the rest needs a new producer
+                    topics = {chain.topic for chain in chains}
+                    await _look_up_topics(await self._started(), topics)
         except BaseException:
             # The next producer with its transactional id aborts what this one has begun.
             await self.discard()
@@ -113,12 +127,11 @@ class Publisher:
         return sending.rejections
 
     async def _send_round(self, chains: Sequence[Chain], sending: Sending) -> None:
-        """Send every chain up to its end or first rejection: the rest needs a new producer.
+        """Send every chain up to its end or first rejection.
 
         In a transaction a rejection undoes all of the round; the next round sends it again.
         """
         producer = await self._started()
-        await _look_up_topics(producer, {chain.topic for chain in chains})
         sending.is_void = False
         if sending.is_transactional:
             await producer.begin_transaction()
@@ -233,7 +246,6 @@ class Publisher:
     async def _chains(self, events: Sequence[asyncpg.Record], sending: Sending) -> list[Chain]:
         producer = await self._started()
         counts = dict.fromkeys((event["topic"] for event in events), 0)
-        await _look_up_topics(producer, counts)
         errors: dict[str, KafkaError] = {}
         for topic in counts:
             try:
@@ -296,20 +308,20 @@ async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending
     return False
 
 
-async def _look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
-    """Refresh the client's metadata until it has the topics, or once if partitions lack leaders.
+async def _look_up_topics(producer: AIOKafkaProducer, topics: Collection[str]) -> None:
+    """Refresh the client's metadata until it has the topics, or twice if partitions lack leaders.
 
     Raises `NotSent`.
     """
     client, cluster = producer.client, producer.client.cluster
     are_new = [not client.add_topic(topic).done() for topic in topics]
     # The first response may be to an earlier request, and a broker may not know a new topic yet.
-    for lookup in range(_LOOKUPS if any(are_new) else 1):
+    for lookup in range(_LOOKUPS if any(are_new) else 2):
         if lookup > 1:
             await asyncio.sleep(_LOOKUP_SECONDS)
         known = [cluster.partitions_for_topic(topic) for topic in topics]
         led = [cluster.available_partitions_for_topic(topic) for topic in topics]
-        if all(known) and (led == known or lookup > 0):
+        if all(known) and (led == known or lookup > 1):
             return
         try:
             answered = await asyncio.wait_for(client.force_metadata_update(), _METADATA_SECONDS)
