@@ -158,8 +158,9 @@ class Debezium:
         """Let the connector begin where its slot does."""
         await self.worker.forget_offsets(self.bank.name)
 
-    async def start_again(self) -> None:
-        """Start the worker after it was killed."""
+    async def start_again(self, flush_milliseconds: int = Connect.flush_milliseconds) -> None:
+        """Start the worker after it was killed; it confirms this often what it has published."""
+        self.worker.flush_milliseconds = flush_milliseconds
         await asyncio.to_thread(self.worker.start)
         await asyncio.to_thread(self.worker.wait_until_serving)
 
@@ -283,6 +284,9 @@ async def test_the_connector_publishes_in_the_place_of_the_relay(
     others = await new_topic(3)
     await stage(db, [event(others, "before the slot")])
     await debezium.run_sql()
+    # It confirms nothing until it is killed.
+    await debezium.kill()
+    await debezium.start_again(flush_milliseconds=3_600_000)
     await debezium.put()
     await eventually(debezium.runs)
     async with (
