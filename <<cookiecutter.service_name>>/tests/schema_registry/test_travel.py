@@ -140,6 +140,7 @@ async def test_a_payment_of_confluents_serializer_becomes_a_booking_for_its_dese
 async def test_a_payment_in_avro_is_corrected(
     shop: Shop,
     client: SchemaRegistryClient,
+    proxy: Proxy,
     running: Running,
     producer: AIOKafkaProducer,
     records: Records,
