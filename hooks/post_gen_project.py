@@ -30,7 +30,7 @@ PACKAGES = (
         "page",
         "personal",
     ),
-    *("pipeline", "schema_registry"),
+    *("pipeline", "plain", "schema_registry"),
 )
 ENGINE = tuple(f"src/{package}" for package in PACKAGES)
 # Variables that hooks and aliases of git set, which may name another repository.

@@ -125,9 +125,9 @@ NO_AUTHOR = [
 
 
 HIDING = [
-    *("match", "type", "list", "asyncio", "test", "json", "typing", "site"),
+    *("match", "type", "list", "asyncio", "test", "json", "typing", "site", "grpc_tools"),
     *("pipeline", "operate", "archive", "claims", "contracts", "debezium", "effects", "history"),
-    *("object_store", "page", "personal", "oidc", "schema_registry", "grpc_tools", "attr"),
+    *("object_store", "page", "personal", "plain", "oidc", "schema_registry", "attr"),
     *(
         "tests",
         "migrations",

@@ -46,7 +46,7 @@ from tests.programs import require
 COPIED = (
     *("src/archive", "src/claims", "src/contracts", "src/debezium", "src/effects"),
     *("src/history", "src/http_api", "src/http_server", "src/object_store", "src/oidc"),
-    *("src/operate", "src/page", "src/pipeline", "src/schema_registry"),
+    *("src/operate", "src/page", "src/pipeline", "src/plain", "src/schema_registry"),
     *("tests/archive", "tests/claims", "tests/contracts", "tests/debezium", "tests/effects"),
     *("tests/history", "tests/http_api", "tests/page", "tests/pipeline", "tests/schema_registry"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),

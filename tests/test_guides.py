@@ -56,7 +56,8 @@ from datetime import datetime
 from sqlalchemy import Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pipeline import Aggregate, Event, Handlers, Header, Park, Plain, Policy, Reject, Transaction
+from pipeline import Aggregate, Event, Handlers, Park, Policy, Reject, Transaction
+from plain import Header, Plain
 
 handlers = Handlers()
 

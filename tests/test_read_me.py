@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 PACKAGES = (
     *("archive", "claims", "contracts", "effects", "history", "http_server", "object_store"),
-    *("oidc", "operate", "page"),
+    *("oidc", "operate", "page", "plain"),
 )
 """The packages beside the engine that the default answers generate."""
 

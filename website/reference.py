@@ -50,10 +50,10 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "Events, messages, codecs",
         {
             "pipeline": (
-                *("Event", "Tombstone", "Message", "Codec", "CloudEvents"),
-                *("Plain", "Header", "PayloadFields", "Position", "Applied", "AppliedEvent"),
-                *("Record", "Outgoing", "Encoded", "Reason", "payload_hash"),
-            )
+                *("Event", "Tombstone", "Message", "Codec", "CloudEvents", "Applied"),
+                *("AppliedEvent", "Record", "Outgoing", "Encoded", "Reason", "payload_hash"),
+            ),
+            "plain": (),
         },
     ),
     "writer": ("Writers", {"pipeline": ("Writer", "Writing")}),

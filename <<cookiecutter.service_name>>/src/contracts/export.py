@@ -3,12 +3,12 @@
 import json
 from typing import Any
 
-from pipeline import Header, PayloadFields, Position, Service
+from pipeline import Service
 from pipeline.events.codec import Codec
 from pipeline.events.event import Event, declared_events
-from pipeline.events.plain import described_place
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.staging import CALLS
+from plain.codec import Header, PayloadFields, Position, described_place
 
 from .schemas import schema_of
 

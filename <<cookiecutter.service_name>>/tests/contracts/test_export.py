@@ -22,17 +22,14 @@ from pipeline import (
     Codec,
     Event,
     Handlers,
-    Header,
-    PayloadFields,
-    Plain,
     Policy,
-    Position,
     Service,
     Tombstone,
     Transaction,
 )
 from pipeline.events.event import reader
 from pipeline.handlers.staging import CALLS
+from plain import Header, PayloadFields, Plain, Position
 
 Given = Mapping[str, Any]
 

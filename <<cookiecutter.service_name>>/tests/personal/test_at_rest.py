@@ -7,8 +7,8 @@ import asyncpg
 import pytest
 
 from personal import PersonalData
-from pipeline import Header, Plain
 from pipeline.events.payload import payload_hash
+from plain import Header, Plain
 
 from .clinic import SECRET, Visited, fails, parks, rejects, visit
 from .conftest import NewClinic, Search, rows

@@ -30,8 +30,8 @@ from pipeline.errors import StoreUnavailable
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Message, Record, Undecodable
 from pipeline.events.payload import payload_hash
-from pipeline.events.plain import Header, PayloadFields, Position
 from pipeline.service import Misconfigured
+from plain import Header, PayloadFields, Position
 from schema_registry import Confluent, Framing, Strategy, schemas
 from schema_registry.avro import Avro
 from schema_registry.framing import HEADER

@@ -8,7 +8,8 @@ import pytest
 from confluent_kafka.schema_registry import Schema
 
 from contracts.check import Mode, verdicts
-from pipeline import Event, PayloadFields
+from pipeline import Event
+from plain import PayloadFields
 from schema_registry import Confluent, Framing, Strategy
 
 PUBLISHED, TAKEN = ("published",), ("taken",)

@@ -16,7 +16,8 @@ from confluent_kafka.serialization import MessageField, SerializationContext
 from servers.apicurio import Apicurio
 from sqlalchemy.orm import DeclarativeBase
 
-from pipeline import Event, Handlers, PayloadFields, Service, Transaction
+from pipeline import Event, Handlers, Service, Transaction
+from plain import PayloadFields
 from schema_registry import Confluent
 from schema_registry.avro import Avro
 

@@ -156,7 +156,8 @@ def _not_cloudevents(record: Record, headers: Mapping[str, str]) -> Named:
     else:
         text = (
             f"the headers {', '.join(REQUIRED)} are missing: let the producer send CloudEvents, or"
-            f" declare how events of {topic!r} are written, by handlers.topic({topic!r},"
-            " codec=Plain(type=…, identity=Header(…) or PayloadFields(…) or Position()))"
+            f" declare how events of {topic!r} are written, with the package plain:"
+            f" handlers.topic({topic!r}, codec=Plain(type=…, identity=Header(…) or"
+            " PayloadFields(…) or Position()))"
         )
     raise Undecodable(Reason.NOT_CLOUDEVENTS, f"{not_json(record.value) or text}")

@@ -12,7 +12,6 @@ import asyncpg
 import pytest
 from sqlalchemy import make_url
 
-from pipeline import Plain, Position
 from pipeline.apply import backlog
 from pipeline.apply.backlog import Row, lane_of
 from pipeline.apply.batch import read
@@ -21,6 +20,7 @@ from pipeline.handlers.policy import Decision, History
 from pipeline.retry import lanes
 from pipeline.retry.lane_source import take
 from pipeline.retry.lanes import Lease
+from plain import Plain, Position
 
 from .bank import Bank
 from .plans import MAJOR_VERSIONS, Explaining, connected, execute, only, server_of

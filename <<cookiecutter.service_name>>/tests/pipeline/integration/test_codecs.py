@@ -13,11 +13,7 @@ from pipeline import (
     Codec,
     Event,
     Handlers,
-    Header,
     Message,
-    PayloadFields,
-    Plain,
-    Position,
     Service,
     Transaction,
 )
@@ -33,6 +29,7 @@ from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 from pipeline.testing import Harness, Sent
 from pipeline.testing.databases import Migrate
+from plain import Header, PayloadFields, Plain, Position
 
 from .bank import Bank
 from .conftest import position_reaches

@@ -13,11 +13,7 @@ from aiokafka import AIOKafkaProducer
 from pipeline import (
     Event,
     Handlers,
-    Header,
-    PayloadFields,
-    Plain,
     Policy,
-    Position,
     Service,
     Tombstone,
     Transaction,
@@ -28,6 +24,7 @@ from pipeline.events.event import Unpublishable
 from pipeline.events.message import headers_of
 from pipeline.handlers.staging import Outbox
 from pipeline.runtime import Part
+from plain import Header, PayloadFields, Plain, Position
 
 from .bank import Bank
 from .conftest import position_reaches

@@ -13,8 +13,6 @@ from pipeline import (
     AppliedEvent,
     Event,
     Handlers,
-    PayloadFields,
-    Plain,
     Policy,
     Transaction,
 )
@@ -26,6 +24,7 @@ from pipeline.retry.lane_source import read_rows, take
 from pipeline.schema import FIRST_LANE_OF_CALLS
 from pipeline.servers.database import autocommitting
 from pipeline.servers.tasks import in_background
+from plain import PayloadFields, Plain
 
 from .bank import Bank
 from .calling import take_calls

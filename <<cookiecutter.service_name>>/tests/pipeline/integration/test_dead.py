@@ -26,8 +26,6 @@ from pipeline import (
     Codec,
     Handlers,
     Message,
-    PayloadFields,
-    Plain,
     Policy,
     Reject,
     Transaction,
@@ -50,6 +48,7 @@ from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
+from plain import PayloadFields, Plain
 
 from .bank import Bank
 from .conftest import Command, complaint

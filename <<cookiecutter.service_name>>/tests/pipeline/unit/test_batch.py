@@ -14,7 +14,7 @@ import pytest
 from aiokafka import ConsumerRecord
 from pydantic import ValidationError, field_validator, model_validator
 
-from pipeline import CloudEvents, Event, Handlers, PayloadFields, Plain, Tombstone, Transaction
+from pipeline import CloudEvents, Event, Handlers, Tombstone, Transaction
 from pipeline.apply import batch as batches
 from pipeline.apply.batch import Batch, items_of, read
 from pipeline.apply.positions import Anchor
@@ -22,6 +22,7 @@ from pipeline.errors import summarize_error
 from pipeline.events.message import Message, Reason, Record, Undecodable
 from pipeline.servers import tasks
 from pipeline.servers.tasks import SLICE_SECONDS, in_background
+from plain import PayloadFields, Plain
 
 from tests.servers.waiting import PATIENCE
 

@@ -14,10 +14,6 @@ from pipeline import (
     Codec,
     Event,
     Handlers,
-    Header,
-    PayloadFields,
-    Plain,
-    Position,
     Service,
     Transaction,
 )
@@ -27,9 +23,10 @@ from pipeline.events.codec import Encoded, Outgoing
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Message, Reason, Undecodable, headers_of
 from pipeline.events.payload import payload_hash
-from pipeline.events.plain import Identity
 from pipeline.handlers.staging import Outbox, StagedEvent
 from pipeline.testing import plugin
+from plain import Header, PayloadFields, Plain, Position
+from plain.codec import Identity
 
 TYPE = "order.placed.v1"
 ID = "4d47e190-0402-4048-bc2c-89dd54343cdc"

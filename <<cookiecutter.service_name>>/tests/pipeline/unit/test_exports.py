@@ -5,7 +5,10 @@ from collections.abc import Iterator
 from inspect import getdoc, isfunction
 from typing import get_args, get_type_hints
 
+import pytest
+
 import pipeline
+import plain
 from pipeline import Codec
 
 
@@ -45,3 +48,15 @@ def test_the_types_that_a_codec_needs_are_exported() -> None:
     names = {one.__name__ for one in types if one.__module__.startswith("pipeline.")}
     assert {"Record", "Message"} <= names <= {*pipeline.__all__}
     assert {"Reason", "payload_hash"} <= {*pipeline.__all__}
+
+
+@pytest.mark.parametrize("name", plain.__all__)
+def test_a_name_of_version_1_can_be_imported_with_a_warning(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"^import {name} from plain, not from pipeline$"):
+        assert getattr(pipeline, name) is getattr(plain, name)
+
+
+def test_another_name_can_not_be_imported() -> None:
+    name = "Simple"
+    with pytest.raises(AttributeError, match="module 'pipeline' has no attribute 'Simple'"):
+        getattr(pipeline, name)

@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import AnyUrl, BaseModel, Field, Json, JsonValue, field_validator, model_validator
 
-from pipeline import Event, Handlers, Header, PayloadFields, Plain, Position, Tombstone, Transaction
+from pipeline import Event, Handlers, Tombstone, Transaction
 from pipeline.events.message import Reason
+from plain import Header, PayloadFields, Plain, Position
 
 from .test_message_properties import envelopes, headers, payloads
 from tests.pipeline.nasty import (

@@ -27,9 +27,7 @@ from pipeline import (
     Gaps,
     Handlers,
     Message,
-    Plain,
     Policy,
-    Position,
     Record,
     Sequenced,
     Service,
@@ -43,6 +41,7 @@ from pipeline.handlers.staging import CALLS
 from pipeline.retry.workers import BacklogWorkers
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
+from plain import Plain, Position
 
 Function = Callable[..., Awaitable[object]]
 E = TypeVar("E", bound=Event)

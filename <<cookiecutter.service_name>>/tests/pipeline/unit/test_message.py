@@ -19,7 +19,7 @@ from pipeline.events.message import (
     printable,
 )
 from pipeline.events.payload import payload_hash
-from pipeline.events.plain import Header, PayloadFields, Plain, Position
+from plain import Header, PayloadFields, Plain, Position
 
 EVENT = {
     "ce_specversion": b"1.0",

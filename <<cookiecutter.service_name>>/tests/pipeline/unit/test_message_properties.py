@@ -18,7 +18,7 @@ from pipeline.events.cloudevents import event_headers
 from pipeline.events.codec import CloudEvents
 from pipeline.events.message import Message, Reason, Undecodable, marker_key
 from pipeline.events.payload import payload_hash
-from pipeline.events.plain import Header, PayloadFields, Plain, Position
+from plain import Header, PayloadFields, Plain, Position
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 name = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)

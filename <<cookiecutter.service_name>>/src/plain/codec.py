@@ -1,4 +1,4 @@
-"""Plain records: events without CloudEvents, described by where their type, id and data are."""
+"""The codec `Plain`: events without CloudEvents, described by where type, id and data are."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,12 +9,11 @@ from typing import Any
 import orjson
 
 from pipeline.errors import UNSTORABLE, describe_error
-
-from .cloudevents import SEVERAL, TRACE, Named, decode
-from .codec import Codec, Encoded, Outgoing
-from .event import Event, Tombstone, Unpublishable
-from .message import Message, Reason, Record, Undecodable
-from .payload import parse
+from pipeline.events.cloudevents import SEVERAL, TRACE, Named, decode
+from pipeline.events.codec import Codec, Encoded, Outgoing
+from pipeline.events.event import Event, Tombstone, Unpublishable
+from pipeline.events.message import Message, Reason, Record, Undecodable
+from pipeline.events.payload import parse
 
 Events = Sequence[type[Event]]
 
