@@ -19,14 +19,17 @@ from pipeline.servers.service_code import call_service
 from pipeline.servers.tasks import TimeSlice
 
 from .attempt import Attempt
-from .failures import CallFailed, NeedsOwnSession, decide_isolated, is_in_vain, is_nobodys
+from .failures import (
+    CallFailed,
+    NeedsOwnSession,
+    TooMuch,
+    decide_isolated,
+    is_in_vain,
+    is_nobodys,
+)
 from .item import Item
 from .outcome import BatchOutcome
 from .sequence import gap_before, note_applied
-
-
-class OutboxFull(Exception):
-    """The staged events take so much memory that they have to be written before the next call."""
 
 
 async def lock_declared(items: Sequence[Item], attempt: Attempt) -> None:
@@ -98,7 +101,7 @@ async def _call_in_order(items: Sequence[Item], attempt: Attempt, outcome: Batch
 async def _call_in_session(items: Sequence[Item], attempt: Attempt, outcome: BatchOutcome) -> None:
     """Make one call of a handler, in the session that it needs."""
     if attempt.outbox.is_full:
-        raise OutboxFull("smaller runs are needed: their events take too much memory")
+        raise TooMuch("smaller runs are needed: their events take too much memory")
     item = items[0]
     attempt.context = None
     earlier = attempt.outbox.staged

@@ -67,6 +67,11 @@ class NeedsOwnSession(Repeat):
         self.consumer = consumer
 
 
+class TooMuch(Exception):
+    """A run or a transaction has to be smaller, and is divided: it stages more events than fit into
+    the memory, needs more savepoints than are quick, or fails so often that the breaker judges."""
+
+
 class RolledBack(Exception):
     """A run or a transaction is rolled back: its flush, a statement or the COMMIT has failed."""
 

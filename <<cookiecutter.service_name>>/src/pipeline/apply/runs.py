@@ -11,7 +11,7 @@ from pipeline.servers.guard import GUARD, HAS_ENDED, HandlerFault
 from . import backlog, inbox
 from .attempt import Attempt
 from .calls import call_handlers, lock_declared, raise_strays
-from .failures import decide_isolated, failure_of, is_in_vain, is_nobodys
+from .failures import TooMuch, decide_isolated, failure_of, is_in_vain, is_nobodys
 from .item import Item
 from .ladder import Rung
 from .outcome import BatchOutcome
@@ -19,11 +19,6 @@ from .positions import Generations
 
 _MOST_SAVEPOINTS = 60
 """PostgreSQL keeps 64 subtransactions of a transaction in memory, and finds others slowly."""
-
-
-class TooManyRuns(Exception):
-    """A transaction has as many savepoints as are quick, or as many failures as are needed to
-    judge: its messages need smaller ones."""
 
 
 class Runs:
@@ -98,7 +93,7 @@ async def apply_runs(
         run = runs.take()
         number += 1
         if number > _MOST_SAVEPOINTS:
-            raise TooManyRuns
+            raise TooMuch(f"more than {_MOST_SAVEPOINTS} savepoints are slow")
         point = await attempt.connection.begin_nested()
         attempt.begin_run(run)
         try:
@@ -122,7 +117,7 @@ async def apply_runs(
                 continue
             decide_isolated(run[0], failure, outcome)
         if any(is_in_vain(consumer, outcome) for consumer in {item.consumer for item in run}):
-            raise TooManyRuns
+            raise TooMuch("the breaker judges the failures of a smaller transaction")
     raise_strays(attempt, outcome)
 
 
