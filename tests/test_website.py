@@ -350,6 +350,9 @@ def test_the_reference_describes_what_users_call(site: Path) -> None:
         ("optional", "effects.Effects.on"),
     ):
         assert f'id="{place}"' in (site / "api" / f"{page}.html").read_text("utf-8"), place
+    errors = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", text_of(site, "api/errors"), re.MULTILINE)
+    assert {"BreakerOpen", "KeyReused", "NotSent", "Unframed"} <= {name for name, _ in errors}
+    assert all(meaning for _, meaning in errors)
 
 
 @pytest.mark.full

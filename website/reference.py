@@ -7,8 +7,10 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import typer
 from opentelemetry import metrics
@@ -20,10 +22,13 @@ from . import samples
 from .instruments import Recorder, table
 from .navigation import RAW, ROOT
 
+T = TypeVar("T")
+
 MAIN = "parcel_tracker.main"
 EXCEPTIONS = {
     "Exceptions that a handler raises": ("pipeline.Retry", "pipeline.Park", "pipeline.Reject"),
     "Exceptions that your code meets": (
+        "pipeline.OncewardError",
         "pipeline.Conflict",
         "pipeline.Unpublishable",
         "pipeline.Undecodable",
@@ -128,17 +133,17 @@ def _commands() -> str:
 def _optional_settings() -> Iterator[str]:
     """Yield the settings of each optional package, as `dev/settings_guide.py` prints them."""
     guide = _guide()
-    found = {one.model_config.get("env_prefix", ""): one for one in _settings(BaseSettings)}
+    found = {one.model_config.get("env_prefix", ""): one for one in _derived(BaseSettings)}
     for prefix, one in sorted(found.items()):
         if prefix.startswith("PIPELINE_") and prefix != "PIPELINE_":
             package = one.__module__.partition(".")[0]
             yield f"\n## Of the optional package `{package}`\n\n{guide.table(one)}"
 
 
-def _settings(base: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
+def _derived(base: type[T]) -> Iterator[type[T]]:
     for one in base.__subclasses__():
         yield one
-        yield from _settings(one)
+        yield from _derived(one)
 
 
 def _guide() -> ModuleType:
@@ -168,7 +173,25 @@ def _errors() -> str:
         for path in names:
             package, _, name = path.rpartition(".")
             page.append(_object(package, name, getattr(import_module(package), name)))
-    return "\n".join(page)
+    return "\n".join([*page, "".join(_all_errors())])
+
+
+def _all_errors() -> Iterator[str]:
+    """Yield a table of the errors with the common base, which says where each is and what it means.
+
+    Modules that nothing has imported yet have errors, too.
+    """
+    source = Path(str(import_module("pipeline").__file__)).parents[1]
+    for path in source.rglob("*.py"):
+        if path.name != "__init__.py" and "OncewardError" in path.read_text("utf-8"):
+            import_module(".".join(path.relative_to(source).with_suffix("").parts))
+    base: type[Exception] = import_module("pipeline").OncewardError
+    yield f"## All errors\n\nAll derive from `{base.__name__}`.\n\n"
+    yield "| error | module | meaning |\n| --- | --- | --- |\n"
+    for one in sorted(_derived(base), key=lambda one: (one.__module__, one.__name__)):
+        if not one.__name__.startswith("_"):
+            meaning = (getdoc(one) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+            yield f"| `{one.__name__}` | `{one.__module__}` | {meaning} |\n"
 
 
 def _object(package: str, name: str, what: object) -> str:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsConfigDict
 
 from object_store import Missing, Store, StoreUrl
-from pipeline.errors import StoreUnavailable
+from pipeline.errors import OncewardError, StoreUnavailable
 from pipeline.handlers.staging import COLUMNS
 from pipeline.retention.archive import Report
 from pipeline.server_settings import EnvironmentSettings
@@ -64,7 +64,7 @@ class ArchiveSettings(EnvironmentSettings):
     """Object store of the archive, such as `s3://bucket/prefix`; unset: nothing is archived."""
 
 
-class ArchiveDiffers(Exception):
+class ArchiveDiffers(OncewardError):
     """The archived day differs from the database."""
 
 

@@ -16,13 +16,15 @@ from typing import Any, Literal, Self
 import orjson
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from pipeline.errors import OncewardError
+
 MANIFEST = "manifest.json"
 
 BINARY = ("key", "payload")
 """Columns of bytes: stored as text if they are UTF-8, else as Base64 under `<name>_base64`."""
 
 
-class Damaged(Exception):
+class Damaged(OncewardError):
     """An object's content is wrong; the text names the object and the error."""
 
 

@@ -15,6 +15,7 @@ from object_store import Missing, Store
 from object_store.store import together
 from pipeline.apply.claim_check import DataUnavailable
 from pipeline.apply.item import Item
+from pipeline.errors import OncewardError
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Reference
 from pipeline.handlers.staging import Outbox, StagedEvent
@@ -37,7 +38,7 @@ INSERT INTO pipeline.claim (name, event_id) SELECT * FROM unnest($1::text[], $2:
 """
 
 
-class TooMuchAtOnce(Exception):
+class TooMuchAtOnce(OncewardError):
     """A transaction would store more than a process has the memory for."""
 
 

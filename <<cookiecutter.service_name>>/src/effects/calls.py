@@ -17,7 +17,7 @@ from opentelemetry.context import Context
 
 from pipeline.apply.calls import result_as_json
 from pipeline.apply.item import Item
-from pipeline.errors import describe_error, is_of_the_database
+from pipeline.errors import OncewardError, describe_error, is_of_the_database
 from pipeline.handlers.policy import NOT_DONE, UNKNOWN, Park, Reject, as_decision
 from pipeline.handlers.registry import Handler
 from pipeline.handlers.transaction import Transaction
@@ -31,11 +31,11 @@ from .registration import Call, Effect
 log = logging.getLogger(__name__)
 
 
-class OutcomeUnknown(Exception):
+class OutcomeUnknown(OncewardError):
     """A call has begun, and whether it took place is not known."""
 
 
-class CallFailed(Exception):
+class CallFailed(OncewardError):
     """A call has failed with an error that looks like one of the service's own database."""
 
 

@@ -28,6 +28,7 @@ from pipeline.apply.throttles import Resting, Throttles
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.errors import (
     UNSTORABLE,
+    OncewardError,
     Repeat,
     as_raised,
     describe_error,
@@ -65,7 +66,7 @@ _NOT_ACCEPTED = (
 )
 
 
-class Unavailable(Exception):
+class Unavailable(OncewardError):
     """The request could not be applied now: repeat it, with the same key.
 
     It was not applied, unless only the result of its COMMIT was lost: a repeat then gets the stored

@@ -17,6 +17,7 @@ from pipeline.apply.item import Item
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.apply.throttles import Resting, Throttles
+from pipeline.errors import OncewardError
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.sessions import GUARD_COMMIT
 
@@ -31,7 +32,7 @@ SELECT result::text FROM pipeline.inbox WHERE generation = ANY ($1::int[]) AND k
 """
 
 
-class InvalidKey(ValueError):
+class InvalidKey(OncewardError, ValueError):
     """The request's idempotency key, or its scope, is missing or malformed."""
 
 

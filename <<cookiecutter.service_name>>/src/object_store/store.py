@@ -15,7 +15,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError
 from obstore.store import LocalStore, ObjectStore, from_url
 from pydantic import AfterValidator
 
-from pipeline.errors import StoreUnavailable
+from pipeline.errors import OncewardError, StoreUnavailable
 from pipeline.service import Misconfigured
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ _BUCKETS = ("s3", "gs", "az")
 _NO_FOLDER = "the folder does not exist: create it, or mount it"
 
 
-class Missing(Exception):
+class Missing(OncewardError):
     """The object does not exist; its bucket or folder does."""
 
 

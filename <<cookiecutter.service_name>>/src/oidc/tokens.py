@@ -6,6 +6,8 @@ import time
 import requests
 from pydantic import ValidationError
 
+from pipeline.errors import OncewardError
+
 from .settings import OidcSettings
 
 _ANSWER_SECONDS = 5.0
@@ -15,7 +17,7 @@ _RENEW_AT = 0.8
 _LONGEST_REASON = 300
 
 
-class TokenRefused(Exception):
+class TokenRefused(OncewardError):
     """The provider has answered, and with no token; the text has its reason."""
 
 

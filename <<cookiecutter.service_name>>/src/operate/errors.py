@@ -1,9 +1,10 @@
 """Errors that end a command with one sentence."""
 
+from pipeline.errors import OncewardError
 from pipeline.errors import Refused as Refused
 
 
-class OutputFailed(Exception):
+class OutputFailed(OncewardError):
     """Standard output can't be written; the text says why. It is no `OSError`, as of a server."""
 
 

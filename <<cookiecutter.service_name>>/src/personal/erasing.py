@@ -14,6 +14,7 @@ import asyncpg
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from pipeline.errors import OncewardError
 from pipeline.handlers.policy import FORGOTTEN
 
 from .keys import THE_SERVICE
@@ -94,7 +95,7 @@ class Forgotten:
     """Whether all transactions that ran at the time have ended."""
 
 
-class NoSubject(ValueError):
+class NoSubject(OncewardError, ValueError):
     """The subject to be forgotten is not named, or not by a name of it alone."""
 
 

@@ -16,7 +16,7 @@ import asyncpg
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from pipeline.errors import StoreUnavailable
+from pipeline.errors import OncewardError, StoreUnavailable
 
 from .marks import Subject
 
@@ -51,7 +51,7 @@ _REPLACE = "UPDATE pipeline.personal_key SET wrapped = $3 WHERE id = $1 AND wrap
 _PAGE = 1_000
 
 
-class Changed(Exception):
+class Changed(OncewardError):
     """A ciphertext is not what was stored."""
 
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pipeline.errors import OncewardError
+
 from .marks import Personal, Shape, Subject
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -17,7 +19,7 @@ _UNKNOWN = Subject("")
 """Subject of what the model does not declare, until the first one is found."""
 
 
-class Unfit(ValueError):
+class Unfit(OncewardError, ValueError):
     """The payload is no JSON, or does not name the subject of a personal value."""
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pipeline.apply.writer import Conflict, Versioned, Writer, Writing
-from pipeline.errors import StoreUnavailable
+from pipeline.errors import OncewardError, StoreUnavailable
 from pipeline.events.codec import CloudEvents, Codec, Encoded, Outgoing
 from pipeline.events.event import Event, Tombstone, Unpublishable
 from pipeline.events.message import Message, Reason, Record, Undecodable
@@ -42,6 +42,7 @@ __all__ = [
     "Message",
     "Misconfigured",
     "NotAdopted",
+    "OncewardError",
     "Outgoing",
     "Park",
     "Policy",

@@ -83,16 +83,25 @@ _WHY = re.compile(r" \((value out of \w+ range|expected [\w.]+, got [\w.]+)\)$")
 """What follows such a value, and holds nothing of it."""
 
 
+class OncewardError(Exception):
+    """The base of all errors of Onceward and its packages: the text says what failed, and mostly
+    what to do.
+
+    `Retry`, `Park` and `Reject` do not derive from it: a handler that catches it does not catch its
+    own decisions.
+    """
+
+
 class Repeat(Exception):
     """A transaction has shown what the next one has to do otherwise: the messages are applied again
     at once, and nothing counts."""
 
 
-class Refused(Exception):
+class Refused(OncewardError):
     """What a person asks for can't be done; the text says why, and what can be."""
 
 
-class StoreUnavailable(ConnectionError):
+class StoreUnavailable(OncewardError, ConnectionError):
     """A server can't be used, such as an object store: the text has its address, and why."""
 
 

@@ -20,6 +20,7 @@ from pipeline.apply.throttles import Throttles
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume import inbox_coverage, stamps
 from pipeline.consume.consumer import Consumer
+from pipeline.errors import OncewardError
 from pipeline.handlers.registry import Handlers
 from pipeline.observe import exporters, logs, metrics
 from pipeline.observe.health import Health, serving
@@ -47,7 +48,7 @@ _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Running = Consumer | BacklogWorkers | Relay
 
 
-class Cancelled(Exception):
+class Cancelled(OncewardError):
     """Parts of the process were cancelled, and not by the engine."""
 
     def __init__(self, parts: Sequence[str]) -> None:

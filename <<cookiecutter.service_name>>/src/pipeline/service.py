@@ -15,7 +15,7 @@ from sqlalchemy.orm import configure_mappers
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.encryption import Encryption
 from pipeline.apply.writer import Writer
-from pipeline.errors import StoreUnavailable, describe_error, summarize_error
+from pipeline.errors import OncewardError, StoreUnavailable, describe_error, summarize_error
 from pipeline.events.event import Unpublishable, declared_events, is_final
 from pipeline.handlers.aggregate import locking
 from pipeline.handlers.registry import TIMEOUT, Handlers
@@ -32,7 +32,7 @@ from .settings import Settings, WriterSettings
 log = logging.getLogger(__name__)
 
 
-class Misconfigured(Exception):
+class Misconfigured(OncewardError):
     """The service's code and its settings contradict each other."""
 
 

@@ -16,7 +16,7 @@ from confluent_kafka.schema_registry import (
 from confluent_kafka.schema_registry.error import OAuthTokenError, SchemaRegistryError
 from pydantic import ValidationError
 
-from pipeline.errors import StoreUnavailable, describe_error
+from pipeline.errors import OncewardError, StoreUnavailable, describe_error
 from pipeline.service import Misconfigured
 from pipeline.settings import mistakes
 
@@ -36,11 +36,11 @@ _TEMPORARY = (408, 429)
 _NO_REGISTRY = "what it answers is not of its API"
 
 
-class Unknown(Exception):
+class Unknown(OncewardError):
     """The registry does not have what was requested."""
 
 
-class Incomplete(Exception):
+class Incomplete(OncewardError):
     """The registry does not have what a schema refers to."""
 
 

@@ -12,11 +12,13 @@ from jsonschema.validators import extend, validator_for
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT7, specification_with
 
+from pipeline.errors import OncewardError
+
 _DIGITS = 5_000
 """More than a whole number of JSON has here: Python parses 4,300."""
 
 
-class Misfit(ValueError):
+class Misfit(OncewardError, ValueError):
     """A payload does not fit its schema; the text has the place in it, and none of its values."""
 
 

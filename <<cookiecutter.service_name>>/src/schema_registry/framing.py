@@ -8,6 +8,7 @@ from uuid import UUID
 from confluent_kafka.schema_registry.serde import SchemaId
 from confluent_kafka.serialization import SerializationError
 
+from pipeline.errors import OncewardError
 from pipeline.events.message import Record
 
 HEADER = "__value_schema_id"
@@ -19,7 +20,7 @@ SchemaKey = int | UUID
 """What a record names its schema by: an id of one registry, or the id of all registries."""
 
 
-class Unframed(ValueError):
+class Unframed(OncewardError, ValueError):
     """A record names no schema."""
 
 

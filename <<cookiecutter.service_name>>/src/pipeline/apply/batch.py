@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from aiokafka import ConsumerRecord
 
-from pipeline.errors import StoreUnavailable
+from pipeline.errors import OncewardError, StoreUnavailable
 from pipeline.events.cloudevents import refers
 from pipeline.events.codec import CLOUD_EVENTS
 from pipeline.events.event import Event, Tombstone, reader, upcasted
@@ -31,7 +31,7 @@ producers may make up any number."""
 _logged_types: set[tuple[str, str]] = set()
 
 
-class UnknownType(Exception):
+class UnknownType(OncewardError):
     """No handler takes the type, and the topic is declared with `demands_types`."""
 
     def __init__(self, message: Message) -> None:

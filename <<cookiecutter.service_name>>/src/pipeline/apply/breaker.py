@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
 
-from pipeline.errors import as_raised
+from pipeline.errors import OncewardError, as_raised
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 
@@ -29,7 +29,7 @@ class FailedMessage(NamedTuple):
     """Whether it has failed before: it is judged where it has failed first, beside others."""
 
 
-class Paused(Exception):
+class Paused(OncewardError):
     """A batch waits, and nothing of it is stored."""
 
     reason: str

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import asyncpg
 
+from pipeline.errors import OncewardError
 from pipeline.handlers.staging import Outbox, StagedEvent
 
 from .batch import Batch, validated
@@ -19,7 +20,7 @@ from .item import Item
 Unavailability = Literal["data missing", "data changed", "data elsewhere", "data too large"]
 
 
-class DataUnavailable(Exception):
+class DataUnavailable(OncewardError):
     """The data of an event is unavailable, also to a retry; the text says what to do."""
 
     def __init__(self, reason: Unavailability, text: str) -> None:

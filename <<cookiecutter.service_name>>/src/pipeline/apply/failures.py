@@ -29,6 +29,7 @@ from opentelemetry.context import Context
 
 from pipeline.errors import (
     QUERY_CANCELED,
+    OncewardError,
     Repeat,
     StoreUnavailable,
     is_contention,
@@ -72,7 +73,7 @@ class TooMuch(Exception):
     the memory, needs more savepoints than are quick, or fails so often that the breaker judges."""
 
 
-class RolledBack(Exception):
+class RolledBack(OncewardError):
     """A run or a transaction is rolled back: its flush, a statement or the COMMIT has failed."""
 
     reason: str = "transaction failed"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import asyncpg
 
+from pipeline.errors import OncewardError
 from pipeline.events.message import FIRST_MILLISECOND, Message, time_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import FOLLOWER, Decision, dead
@@ -84,7 +85,7 @@ UPDATE pipeline.inbox AS marker
 _UNMARK = "DELETE FROM pipeline.inbox WHERE generation = $1 AND key = ANY ($2)"
 
 
-class TooOld(Exception):
+class TooOld(OncewardError):
     """The message is older than the oldest markers, so it may be a repeat."""
 
     def __init__(self, message: Message, since: datetime | None) -> None:

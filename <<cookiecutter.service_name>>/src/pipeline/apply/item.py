@@ -9,6 +9,7 @@ from typing import NamedTuple, Self
 
 from opentelemetry.context import Context
 
+from pipeline.errors import OncewardError
 from pipeline.events.event import Event
 from pipeline.events.message import LONGEST_KEPT_KEY, Message, Record
 from pipeline.events.payload import HASH_VERSION
@@ -17,7 +18,7 @@ from pipeline.handlers.policy import ISOLATED, NEW, History, Reject
 from pipeline.handlers.registry import Handler
 
 
-class IdentityMismatch(Exception):
+class IdentityMismatch(OncewardError):
     """An event came again with the same source and id, but with another payload."""
 
     def __init__(self, message: Message, remembered: bytes) -> None:

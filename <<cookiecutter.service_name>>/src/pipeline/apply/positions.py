@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 import asyncpg
 from aiokafka import ConsumerRecord
 
+from pipeline.errors import OncewardError
 from pipeline.events.message import FIRST_MILLISECOND, time_of
 
 from . import audit
@@ -19,7 +20,7 @@ from .item import record_digest
 _NO_ANCHOR = (None, None, None)
 
 
-class SourceLost(Exception):
+class SourceLost(OncewardError):
     """Another process owns the source of these messages: the transaction is rolled back."""
 
 

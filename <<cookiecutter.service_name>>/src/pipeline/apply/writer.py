@@ -19,7 +19,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from pipeline.errors import sqlstate_of
+from pipeline.errors import OncewardError, sqlstate_of
 from pipeline.events.event import Event
 from pipeline.handlers import aggregate
 from pipeline.handlers.aggregate import Aggregate
@@ -60,7 +60,7 @@ class Versioned:
         return {"version_id_col": cls.version}
 
 
-class Conflict(Exception):
+class Conflict(OncewardError):
     """Other transactions have changed the rows during each attempt; nothing was written."""
 
     def __init__(self, attempts: int) -> None:

@@ -3,13 +3,14 @@
 import logging
 
 from pipeline.apply.positions import Slot
+from pipeline.errors import OncewardError
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 
 log = logging.getLogger(__name__)
 
 
-class Blocked(Exception):
+class Blocked(OncewardError):
     """The partition is blocked before an offset, by a fault of its service, topic or servers.
 
     Nothing is skipped, and an operator may have to act.

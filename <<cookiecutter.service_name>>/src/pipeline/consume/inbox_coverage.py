@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from aiokafka.errors import KafkaError
 
-from pipeline.errors import describe_error
+from pipeline.errors import OncewardError, describe_error
 from pipeline.servers.topics import Topic, describe
 from pipeline.settings import CLOCK_MARGIN, Settings
 
 log = logging.getLogger(__name__)
 
 
-class RemembersTooLittle(Exception):
+class RemembersTooLittle(OncewardError):
     """Topics keep their records for longer than the inbox remembers messages."""
 
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticSerializationError, from_json
 
 from pipeline import redaction
-from pipeline.errors import summarize_error
+from pipeline.errors import OncewardError, summarize_error
 
 _FLOAT = re.compile(rb"[:,\[\s](-?\d+(?:\.\d+(?:[eE][+-]?\d+)?|[eE][+-]?\d+))(?=[,}\]\s])")
 """Numbers that Pydantic parses as floats. Matches inside of strings too, which does no harm."""
@@ -35,7 +35,7 @@ _ADVICE = (
 Upcaster = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class Unpublishable(ValueError):
+class Unpublishable(OncewardError, ValueError):
     """An event that can't be sent. It is raised to the handler; nothing was staged."""
 
 

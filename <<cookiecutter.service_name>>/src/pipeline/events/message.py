@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 import orjson
 
+from pipeline.errors import OncewardError
+
 _LAST_MILLISECOND = 253_402_300_799_000
 """The end of the year 9999. Producers may send any number as a timestamp."""
 
@@ -73,7 +75,7 @@ class Reason(StrEnum):
     """The record names a schema that the topic's codec can't have."""
 
 
-class Undecodable(Exception):
+class Undecodable(OncewardError):
     """A record can't be decoded as an event; the text says what is wrong and what to do."""
 
     def __init__(self, reason: Reason, text: str) -> None:

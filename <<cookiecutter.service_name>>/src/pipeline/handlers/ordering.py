@@ -11,6 +11,7 @@ from typing import Literal
 import sqlalchemy as sa
 from sqlalchemy.orm import Mapped, mapped_column
 
+from pipeline.errors import OncewardError
 from pipeline.events.message import Message
 
 from .policy import Reject, is_delay
@@ -53,7 +54,7 @@ class Gaps:
             raise ValueError(f"then is 'apply', 'die' or 'hold', not {self.then!r}")
 
 
-class SequenceGap(Exception):
+class SequenceGap(OncewardError):
     """Events that come before this one have not come."""
 
     def __init__(self, sequence: int, gap: int) -> None:
@@ -61,7 +62,7 @@ class SequenceGap(Exception):
         super().__init__(f"it has the sequence {sequence}, and {missing} did not come")
 
 
-class SequenceConflict(Exception):
+class SequenceConflict(OncewardError):
     """Another event with this sequence was applied: their producer numbers events wrongly."""
 
     def __init__(self, sequence: int, other: str) -> None:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeGuard
 
 from pipeline.errors import (
     MISSING,
+    OncewardError,
     as_raised,
     describe_error,
     format_traceback,
@@ -97,7 +98,7 @@ def is_delay(seconds: object) -> TypeGuard[float]:
     return isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST
 
 
-class ProcessDied(Exception):
+class ProcessDied(OncewardError):
     """The process has died every time it handled this message: out of memory, or in a loop."""
 
 

@@ -23,6 +23,8 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from pipeline.errors import OncewardError
+
 log = logging.getLogger(__name__)
 
 _REMIND_SECONDS, _REST_SECONDS = 60.0, 10.0
@@ -143,7 +145,7 @@ def _summary(reasons: Mapping[str, str]) -> str:
     )
 
 
-class CannotListen(Exception):
+class CannotListen(OncewardError):
     """A server did not get its address; the text has the reason and the setting."""
 
 

@@ -14,6 +14,7 @@ from time import monotonic
 
 import asyncpg
 
+from pipeline.errors import OncewardError
 from pipeline.observe import metrics
 from pipeline.schema import SHARDS
 from pipeline.servers.cluster import IS_OURS, NotAdopted
@@ -28,11 +29,11 @@ Fence = Callable[[Sequence[str]], Awaitable[list[str]]]
 """Makes the brokers reject further events of the relays named; returns those that were fenced."""
 
 
-class LeaseExpired(Exception):
+class LeaseExpired(OncewardError):
     """The lease ended before the step under it: another relay may own the shards."""
 
 
-class ServerChanged(Exception):
+class ServerChanged(OncewardError):
     """The pooler now leads to another server: only its cursor says which events were published."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from aiokafka.errors import (
 )
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from pipeline.errors import describe_error
+from pipeline.errors import OncewardError, describe_error
 from pipeline.observe import metrics, traces
 from pipeline.servers import clients
 from pipeline.servers.patches import limit_wait_for_replicas
@@ -63,7 +63,7 @@ TRIALS = ("-3",)
 """Those for events of topics that have refused some."""
 
 
-class NotSent(Exception):
+class NotSent(OncewardError):
     """Kafka has not acknowledged all events; the text gives the topic and the error."""
 
 

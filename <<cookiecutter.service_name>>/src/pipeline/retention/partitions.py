@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import asyncpg
 
+from pipeline.errors import OncewardError
 from pipeline.servers.database import IDLE_LIMIT
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ class PartitionStatus:
         return self.partition.name
 
 
-class NotOwner(PermissionError):
+class NotOwner(OncewardError, PermissionError):
     """The role may neither make partitions nor drop them. Another process may do it meanwhile."""
 
 

@@ -18,6 +18,7 @@ from pipeline.apply.positions import Generations
 from pipeline.apply.source import without_decision
 from pipeline.apply.stopping import PAUSES
 from pipeline.apply.throttles import Throttles
+from pipeline.errors import OncewardError
 from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import (
@@ -45,7 +46,7 @@ _RUN_BYTES = 16 * 2**20
 """Approximate limit of the memory for the rows of one transaction."""
 
 
-class NoHandler(Exception):
+class NoHandler(OncewardError):
     """No registered handler of the consumer takes the message."""
 
 

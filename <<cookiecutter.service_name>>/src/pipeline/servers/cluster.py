@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import asyncpg
 
+from pipeline.errors import OncewardError
 from pipeline.schema import FIRST_LANE_OF_CALLS
 
 from . import revisions
@@ -87,7 +88,7 @@ _IS_BEHIND = "SELECT (SELECT {highest}) > COALESCE(pg_sequence_last_value('{name
 _ADVANCE = "SELECT setval('{name}', GREATEST(nextval('{name}'), (SELECT {highest})))"
 
 
-class NotAdopted(ConnectionError):
+class NotAdopted(OncewardError, ConnectionError):
     """The database may be a copy: as in an outage, work waits until an operator has decided."""
 
     def __init__(self) -> None:

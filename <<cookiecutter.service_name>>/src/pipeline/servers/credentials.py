@@ -11,7 +11,7 @@ from typing import Any
 
 from aiokafka.abc import AbstractTokenProvider
 
-from pipeline.errors import describe_error
+from pipeline.errors import OncewardError, describe_error
 
 ANSWER_SECONDS = 10.0
 """Time-out of a call, after which the attempt to connect fails."""
@@ -22,7 +22,7 @@ _running: dict[Callable[[], Any], tuple[Future[Any], float]] = {}
 """The last call of each function in a thread, and when it began."""
 
 
-class CredentialsUnavailable(ConnectionError):
+class CredentialsUnavailable(OncewardError, ConnectionError):
     """A function has returned no password or token, or a server has rejected what it returned.
 
     The text has the setting that names the function, and the reason.

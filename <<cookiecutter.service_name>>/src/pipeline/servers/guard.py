@@ -21,7 +21,7 @@ from sqlalchemy.sql.elements import (
 )
 from sqlalchemy.sql.selectable import CompoundSelect, Select
 
-from pipeline.errors import is_contention
+from pipeline.errors import OncewardError, is_contention
 from pipeline.observe.statements import code_of
 from pipeline.observe.watchdog import RUNNING
 
@@ -63,7 +63,7 @@ NOT_ITS_CONNECTION = (
 HAS_ENDED = "the transaction has ended or is read only: " + _USE_BEGIN_NESTED
 
 
-class HandlerFault(RuntimeError):
+class HandlerFault(OncewardError, RuntimeError):
     """A handler has done what would affect other messages; the text says what to do instead."""
 
 

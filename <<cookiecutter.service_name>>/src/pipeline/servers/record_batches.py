@@ -19,6 +19,8 @@ from aiokafka.errors import CorruptRecordException
 from aiokafka.record.default_records import DefaultRecordBase, _DefaultRecordBatchPy
 from aiokafka.record.memory_records import MemoryRecords
 
+from pipeline.errors import OncewardError
+
 _MAGIC, _OLD_CODEC, _CODEC = 16, 17, 22
 """Offsets in a batch of its format, of its codec before format 2, and of its codec since."""
 _HEADER = DefaultRecordBase.HEADER_STRUCT.size
@@ -29,7 +31,7 @@ _NO_ROOM = "failed to write whole buffer"
 """cramjam's error at the end of the buffer."""
 
 
-class UnreadableBatch(Exception):
+class UnreadableBatch(OncewardError):
     """A batch can't be unpacked within its limit, or holds no valid records."""
 
     def __init__(self, batch: Any, raw: memoryview, error: Exception, room: int) -> None:
@@ -47,7 +49,7 @@ class UnreadableBatch(Exception):
         )
 
 
-class _TooLarge(Exception):
+class _TooLarge(OncewardError):
     """The batch unpacks to more than its limit."""
 
 

@@ -16,7 +16,7 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import DBAPIError
 
-from pipeline.errors import describe_error, sqlstate_of
+from pipeline.errors import OncewardError, describe_error, sqlstate_of
 
 _LONGEST_STATEMENT = 500
 """Characters of a statement that an error quotes."""
@@ -107,7 +107,7 @@ WRITE_MIGRATION = (
 """What to do about `lacking` if all migrations were applied."""
 
 
-class NotMigrated(Exception):
+class NotMigrated(OncewardError):
     """The database is older than the code."""
 
     def __init__(self, missing: set[str] | None = None) -> None:

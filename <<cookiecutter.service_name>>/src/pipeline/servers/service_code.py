@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
+from pipeline.errors import OncewardError
+
 from .guard import Guard, in_context
 
 T = TypeVar("T")
 
 
-class CancelledItself(Exception):
+class CancelledItself(OncewardError):
     """The service's code was cancelled by itself: it has cancelled the task that calls it, or has
     awaited a task or a future that was cancelled."""
 

@@ -1,5 +1,7 @@
 """The error of a test that uses the kit wrongly."""
 
+from pipeline.errors import OncewardError
 
-class HarnessMisused(Exception):
+
+class HarnessMisused(OncewardError):
     """The test asks for something that the service can't do; the text says what to write."""

@@ -1,8 +1,11 @@
 """What users import: the names that `pipeline` exports."""
 
+import builtins
 import re
+import tomllib
 from collections.abc import Iterator
 from inspect import getdoc, isfunction
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -10,6 +13,10 @@ import pytest
 import pipeline
 import plain
 from pipeline import Codec
+
+STEERING = {"LoopBlocked", "NeedsSession", "Repeat", "Resting", "TooMuch"}
+DECISIONS = {"_Later", "Reject"}
+"""The bases of `Retry` and `Park`, and `Reject`."""
 
 
 def described() -> Iterator[object]:
@@ -60,3 +67,22 @@ def test_another_name_can_not_be_imported() -> None:
     name = "Simple"
     with pytest.raises(AttributeError, match="module 'pipeline' has no attribute 'Simple'"):
         getattr(pipeline, name)
+
+
+def test_all_errors_derive_from_one_class() -> None:
+    """Those that steer the engine, and those by which a handler decides, derive from no error."""
+    service = Path(pipeline.__file__).parents[2]
+    settings = tomllib.loads((service / "pyproject.toml").read_text("utf-8"))
+    packages = settings["tool"]["ruff"]["lint"]["isort"]["sections"]["engine"]
+    derived = [
+        (name, getattr(builtins, base, None))
+        for package in packages
+        for path in (service / "src" / package).rglob("*.py")
+        for name, base in re.findall(r"(?m)^class (\w+)\((\w+)\):", path.read_text("utf-8"))
+    ]
+    found = {
+        name
+        for name, base in derived
+        if isinstance(base, type) and issubclass(base, BaseException)
+    }
+    assert found == {"OncewardError", *STEERING, *DECISIONS}
