@@ -190,7 +190,8 @@ def _all_errors() -> Iterator[str]:
     yield "| error | module | meaning |\n| --- | --- | --- |\n"
     for one in sorted(_derived(base), key=lambda one: (one.__module__, one.__name__)):
         if not one.__name__.startswith("_"):
-            meaning = (getdoc(one) or "").partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+            text = (getdoc(one) or "").partition("\n\n")[0]
+            meaning = text.replace("\n", " ").replace("|", "\\|")
             yield f"| `{one.__name__}` | `{one.__module__}` | {meaning} |\n"
 
 
