@@ -1131,6 +1131,26 @@ def test_a_service_of_an_old_commit_with_an_edited_engine_is_updated(
 
 
 @pytest.mark.full
+def test_a_name_that_was_moved_since_1_0_is_imported_from_its_old_place(
+    grown: History, output: Path
+) -> None:
+    (old,) = [one["commit"] for one in released() if one["version"] == "1.0.0"]
+    project = without_unmarked(owned(grown.bake(output, old)))
+    codecs = project.path / "src" / project.package / "codecs.py"
+    codecs.write_text("from pipeline import Plain, Position\n\nPlain('a', Position())\n", "utf-8")
+    commit(project.path, "A codec")
+
+    location = f"--template={grown.template.path}"
+    outcome = update(project.path, location, f"--from={old}", f"--to={grown.new}")
+    command = (sys.executable, "-W", "default", "-c", f"import {project.package}.codecs")
+    imported = run(project.path, *command, PYTHONPATH="src")
+
+    assert "What to do next" in outcome.said
+    assert imported.code == 0, imported.said
+    assert "import Plain from plain, not from pipeline" in imported.said
+
+
+@pytest.mark.full
 def test_a_service_of_the_same_commit_gets_other_answers(grown: History, output: Path) -> None:
     answers = dict.fromkeys(("outside_calls", "object_store", "operations_page"), "no")
     fresh = grown.bake(output / "fresh", grown.new, **answers)
