@@ -885,7 +885,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         "a topic that refuses",
         [
             Edit(
-                "relay/rejected.py",
+                "relay/rejections.py",
                 "errors.BrokerResponseError: _REFUSES",
                 "errors.BrokerResponseError: None",
             )

@@ -12,7 +12,7 @@ from aiokafka.producer.message_accumulator import BatchBuilder
 from pipeline.events.cloudevents import event_headers
 from pipeline.events.message import LONGEST_KEPT_KEY, headers_of
 
-from .rejected import Rejection
+from .rejections import Rejection
 
 _AT_MOST = 20
 """Rejections of a partition in a page after which its topic waits: each one costs a producer."""

@@ -27,7 +27,7 @@ from pipeline.settings import Settings
 
 from .batches import Chain, Filled, Sending, partition_of
 from .cursor import LeaseExpired
-from .rejected import Rejections, rejection_of
+from .rejections import Rejections, rejection_of
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from pipeline.settings import Settings
 from .backpressure import RelayBackpressure
 from .cursor import Cursor, LeaseExpired, ServerChanged, grouped
 from .publisher import TRIALS, NotSent, Publisher
-from .rejected import Rejected, Rejection, Rejections
+from .rejected import Rejected
+from .rejections import Rejection, Rejections
 from .scheduled import Scheduled
 from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
 

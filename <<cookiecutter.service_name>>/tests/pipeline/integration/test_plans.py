@@ -23,7 +23,8 @@ from pipeline.events.codec import CloudEvents
 from pipeline.observe.health import Health
 from pipeline.relay import rejected, window
 from pipeline.relay.cursor import Cursor
-from pipeline.relay.rejected import Rejected, Rejection
+from pipeline.relay.rejected import Rejected
+from pipeline.relay.rejections import Rejection
 from pipeline.relay.window import Progress
 from pipeline.settings import Settings
 

@@ -16,7 +16,7 @@ from pipeline.observe import metrics
 from pipeline.relay.batches import partition_of
 from pipeline.relay.cursor import LeaseExpired
 from pipeline.relay.publisher import Publisher
-from pipeline.relay.rejected import Rejections
+from pipeline.relay.rejections import Rejections
 from pipeline.settings import Settings
 
 from .kafka_wire import Wire

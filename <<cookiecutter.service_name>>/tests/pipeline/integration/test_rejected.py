@@ -23,7 +23,8 @@ from pipeline.apply.throttles import Throttles
 from pipeline.observe import logs, metrics
 from pipeline.observe.health import Health
 from pipeline.relay import publisher, relay
-from pipeline.relay.rejected import Rejected, Rejections
+from pipeline.relay.rejected import Rejected
+from pipeline.relay.rejections import Rejections
 from pipeline.servers import cluster
 from pipeline.settings import Settings
 

@@ -17,7 +17,7 @@ from pipeline.observe import metrics
 from pipeline.relay import relay
 from pipeline.relay.cursor import Cursor
 from pipeline.relay.publisher import Publisher
-from pipeline.relay.rejected import Rejections
+from pipeline.relay.rejections import Rejections
 from pipeline.relay.window import Page, Progress
 from pipeline.servers import cluster, database
 from pipeline.servers.tasks import in_background

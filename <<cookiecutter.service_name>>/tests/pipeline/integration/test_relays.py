@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.observe.health import Health
 from pipeline.relay import cursor, relay, window
-from pipeline.relay.rejected import Rejections
+from pipeline.relay.rejections import Rejections
 from pipeline.relay.window import Page, Progress, Snapshot
 from pipeline.settings import Settings
 

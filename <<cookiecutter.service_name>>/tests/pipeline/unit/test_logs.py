@@ -24,7 +24,8 @@ from operate.terminal import run_to_end, serving
 from pipeline import errors
 from pipeline.observe import logs
 from pipeline.redaction import Redactor
-from pipeline.relay.rejected import Rejection, _log_dead
+from pipeline.relay.rejected import _log_dead
+from pipeline.relay.rejections import Rejection
 
 from tests.servers.waiting import PATIENCE
 

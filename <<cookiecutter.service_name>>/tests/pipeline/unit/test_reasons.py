@@ -10,7 +10,7 @@ import pipeline
 from operate import dead_events, dead_letters
 from pipeline.apply.claim_check import Unavailability
 from pipeline.events.message import Reason
-from pipeline.relay import rejected
+from pipeline.relay import rejections
 
 ENGINE = Path(pipeline.__file__).parent
 OPERATE = ENGINE.parent / "operate"
@@ -89,7 +89,7 @@ def test_every_reason_for_which_an_event_is_not_sent_is_explained_and_no_other()
     source = "".join(file.read_text() for file in files)
     in_sql = set(re.findall(r"reason(?: =|,) '(\w[^']*)'", source))
     assert in_sql == {"follows another", "redriven"}
-    assert {*get_args(rejected.RejectionReason), *in_sql} == set(dead_events.REASONS)
+    assert {*get_args(rejections.RejectionReason), *in_sql} == set(dead_events.REASONS)
 
 
 def test_what_may_be_dead_again_after_a_redrive_may_also_be_discarded() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from aiokafka import errors
 
-from pipeline.relay.rejected import rejection_of
+from pipeline.relay.rejections import rejection_of
 
 EVENT = {"topic": "moves", "event_id": "e-1"}
 OF_AN_EVENT = {"too large", "not valid"}
