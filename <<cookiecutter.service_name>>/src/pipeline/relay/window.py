@@ -11,6 +11,7 @@ from datetime import datetime
 
 import asyncpg
 
+from pipeline.handlers import staging
 from pipeline.servers.cluster import NotAdopted
 
 Snapshot = tuple[int, int, tuple[int, ...]]
@@ -22,9 +23,7 @@ _SCAN_AT_MOST = 50_000
 PAGE_BYTES = 8 * 2**20
 """Memory for the events of one page, without its last one; two pages exist at once."""
 
-COLUMNS = """id, created_at, topic, key, payload, event_id, source, type, subject, sequence,
-       content_type, traceparent, tracestate, baggage, headers,
-       dataref, datalength, datachecksum"""
+COLUMNS = f"id, created_at, {staging.COLUMNS}"
 """An event, as it is sent."""
 
 
