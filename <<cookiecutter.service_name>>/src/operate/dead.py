@@ -122,7 +122,7 @@ class Store(ABC):
     source: ClassVar[str]
     """The table in SQL, with further names that both tables have: `row_key`, `lock` (the number of
     the lane or shard that a chunk locks), `waiting_since`, `why`, `consumer`, `event_id`,
-    `record_key`."""
+    `record_key`, `payload`."""
     key_type: ClassVar[str]
     lowest: ClassVar[Any]
     """A key below all keys."""

@@ -107,7 +107,7 @@ class DeadLetters(Store):
 
     source = """(
 SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS why,
-       id AS event_id
+       id AS event_id, value AS payload
   FROM pipeline.backlog) AS letter"""
     key_type = "bytea"
     lowest = b""

@@ -1,7 +1,7 @@
 """The commands `service personal …`."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated
@@ -14,6 +14,7 @@ from operate.errors import Refused
 from operate.output import format_time, print_json, print_table, write
 from operate.terminal import Invocation, Limit, Yes, operation, user_name
 from pipeline import Service
+from pipeline.apply.encryption import Rows
 from pipeline.errors import StoreUnavailable
 from pipeline.servers.revisions import check_database
 from pipeline.service import Misconfigured
@@ -21,11 +22,6 @@ from pipeline.service import Misconfigured
 from .encryption import PersonalData, personal_types
 from .erasing import Forgotten, NoSubject, forget_now, forgotten
 from .marks import Subject
-
-_VALUES = {
-    DeadLetters: ("backlog", "key", "value"),
-    DeadEvents: ("outbox_rejected", "id", "payload"),
-}
 
 
 def group(personal: PersonalData) -> typer.Typer:
@@ -104,19 +100,18 @@ def group(personal: PersonalData) -> typer.Typer:
     ) -> None:
         """Write the plain payload of a dead letter or dead event to the output."""
         kind: type[DeadLetters | DeadEvents] = DeadEvents if event else DeadLetters
-        table, key, column = _VALUES[kind]
         async with invocation.connected(check_database) as connection:
             store = kind(connection, invocation.service, invocation.settings)
             (number,) = await store.keys_of([id])
-            statement = f"SELECT {column} FROM pipeline.{table} WHERE {key} = $1"
-            rows: Sequence[object] = await connection.fetch(statement, number)
+            statement = f"SELECT payload FROM {kind.source} WHERE row_key = $1"
+            rows: Rows = await connection.fetch(statement, number)
             if not rows:
                 raise Refused(f"there is no {kind.name} {id}: see `service {kind.command} list`")
             with _in_words():
-                (row,) = await personal.decrypt(connection, rows, column)  # type: ignore[arg-type]
+                (row,) = await personal.decrypt(connection, rows, "payload")
         if erased := row.get("erased"):
             raise Refused(f"{id} can't be read: {erased}")
-        data = row[column] or b""
+        data = row["payload"] or b""
         write(data.decode(errors="backslashreplace") if sys.stdout.isatty() else data)
 
     return app
