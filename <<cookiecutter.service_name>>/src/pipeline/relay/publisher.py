@@ -27,7 +27,7 @@ from pipeline.settings import Settings
 
 from .batches import Chain, Filled, Sending, partition_of
 from .cursor import LeaseExpired
-from .rejections import Rejections, rejection_of
+from .rejections import Rejection, Rejections, rejection_of
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Publisher:
         Events of one Kafka partition are sent in the order given, one batch unacknowledged at a
         time. Events behind a rejected one are still sent, unless their topic accepts none. After
         an error it is unknown which were sent: send all of them again. `may_send` is called before
-        every batch.
+        every batch. Events that `Encryption.decrypt` has returned as erased are rejected.
 
         Raises `NotSent`, and `LeaseExpired` when `may_send` returns False.
         """
@@ -243,7 +243,9 @@ class Publisher:
         placed: defaultdict[tuple[str, int], list[asyncpg.Record]] = defaultdict(list)
         for event in events:
             topic = event["topic"]
-            if topic not in errors:
+            if erased := event.get("erased"):
+                sending.rejections[event["id"]] = Rejection("subject forgotten", erased)
+            elif topic not in errors:
                 partition = partition_of(event["key"], event["id"], counts[topic])
                 placed[topic, partition].append(event)
             elif rejection := rejection_of(errors[topic], event):

@@ -28,7 +28,7 @@ from .backpressure import RelayBackpressure
 from .cursor import Cursor, LeaseExpired, ServerChanged, grouped
 from .publisher import TRIALS, NotSent, Publisher
 from .rejected import Rejected
-from .rejections import Rejection, Rejections
+from .rejections import Rejections
 from .scheduled import Scheduled
 from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
 
@@ -46,8 +46,6 @@ class _Trial(NamedTuple):
     """Events of a topic that has refused some, which are sent beside those of the other topics."""
 
     events: Sequence[asyncpg.Record]
-    erased: Rejections
-    """Those of them that are not sent."""
     sending: asyncio.Task[Rejections]
 
 
@@ -304,15 +302,15 @@ class Relay:
         if trial is None:
             if rows := await self._rejected.due(driver, sorted(cursor.progress), accepting=False):
                 self._rejected.postpone(rows[0]["topic"])
-                events, erased = await self._decrypted(driver, rows)
+                events = await self._decrypted(driver, rows)
                 sending = asyncio.create_task(self._trials.send(events, cursor.holds_lease))
                 sending.add_done_callback(lambda _: self._staged.set())
-                self._trial = _Trial(rows, erased, sending)
+                self._trial = _Trial(rows, sending)
         elif trial.sending.done():
             self._trial = None
             # Another error of Kafka says nothing about the topic, which is tried again.
             with suppress(KafkaError, NotSent):
-                rejections = {**trial.sending.result(), **trial.erased}
+                rejections = trial.sending.result()
                 cursor.published += len(trial.events) - len(rejections)
                 await self._settle(driver, trial.events, rejections)
 
@@ -336,23 +334,20 @@ class Relay:
 
     async def _decrypted(
         self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
-    ) -> tuple[Sequence[asyncpg.Record], Rejections]:
-        """Return the events with readable payloads, and rejections of those that have none."""
+    ) -> Sequence[asyncpg.Record]:
+        """Return the events as they are sent; of those that are erased the publisher sends none."""
         if self._encryption is None:
-            return events, {}
+            return events
         async with self._cursor.turn:
-            rows = await self._encryption.decrypt(driver, events, "payload")
-        gone = {row["id"]: row["erased"] for row in rows if row.get("erased")}
-        erased = {id: Rejection("subject forgotten", text) for id, text in gone.items()}
-        return [row for row in rows if row["id"] not in erased], erased
+            return await self._encryption.decrypt(driver, events, "payload")
 
     async def _send(
         self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
     ) -> Rejections:
         """Send without a time limit, extending the leases meanwhile; returns the rejections."""
-        events, erased = await self._decrypted(driver, events)
         if not events:
-            return erased
+            return {}
+        events = await self._decrypted(driver, events)
         cursor, begun = self._cursor, monotonic()
         # Reading the page, or moving scheduled events, may have taken most of the lease.
         await cursor.extend_in_time(driver)
@@ -367,4 +362,4 @@ class Relay:
                     )
             rejections = sending.result()
         cursor.published += len(events) - len(rejections)
-        return {**rejections, **erased}
+        return rejections
