@@ -30,7 +30,7 @@ import sqlalchemy.dialects.postgresql.asyncpg  # noqa: F401  # before the forks
 import uvloop
 
 import operate.commands  # noqa: F401
-from pipeline.relay import publisher
+from pipeline.relay import brokers, publisher
 from pipeline.servers import database, tasks
 from pipeline.settings import Settings
 
@@ -169,7 +169,7 @@ def main(jobs: str, folder: str | None = None) -> None:
     # Nothing may happen by the clock: valgrind takes forty times as long, a busy machine longer.
     tasks.SLICE_SECONDS = math.inf
     publisher.AIOKafkaProducer = partial(_producer, publisher.AIOKafkaProducer)
-    publisher._ACKNOWLEDGEMENT_SECONDS = 3_600.0
+    brokers._ACKNOWLEDGEMENT_SECONDS = 3_600.0
     database._CONNECT_SECONDS = database._COMMAND_SECONDS = 3_600.0
     counts = Path(folder) if folder else None
     started = [start(Job(**job), counts) for job in json.loads(jobs)]

@@ -3,22 +3,13 @@
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from time import monotonic
+from collections.abc import Callable, Sequence
 
 import asyncpg
 from aiokafka import AIOKafkaProducer
-from aiokafka.errors import (
-    KafkaError,
-    KafkaTimeoutError,
-    LeaderNotAvailableError,
-    MessageSizeTooLargeError,
-    TopicAuthorizationFailedError,
-    UnknownTopicOrPartitionError,
-)
-from aiokafka.producer.message_accumulator import BatchBuilder
+from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 
-from pipeline.errors import OncewardError, describe_error
+from pipeline.errors import describe_error
 from pipeline.observe import metrics, traces
 from pipeline.servers import clients
 from pipeline.servers.patches import limit_wait_for_replicas
@@ -26,6 +17,14 @@ from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
 from .batches import Chain, Filled, Sending, partition_of
+from .brokers import (
+    REPLICATED_WITHIN,
+    NotSent,
+    check_leader,
+    look_up_topics,
+    partitions_of,
+    send_batch,
+)
 from .cursor import LeaseExpired
 from .rejections import Rejection, Rejections, rejection_of
 
@@ -35,19 +34,6 @@ _BATCH_BYTES = 128 * 1024
 """A larger event is a batch by itself; topics accept 1 MB by default."""
 _FILL_NEXT_BATCH_AFTER_SECONDS = 0.001
 """A pause in which the producer sends a batch, before the event loop is used to fill the next."""
-_METADATA_SECONDS = 5.0
-_LOOKUPS = 5
-"""Requests for a topic that is new to the producer, before it counts as missing."""
-_LOOKUP_SECONDS = 0.1
-_ACKNOWLEDGEMENT_SECONDS = 1.0
-"""Time without an acknowledgement after which the topic is looked up again."""
-_ACKNOWLEDGED_WITHIN = 10.0
-"""Seconds in which brokers answer, but don't acknowledge a batch, after which it is refused."""
-_REPLICATED_WITHIN = 4.0
-"""Seconds after which a broker answers a request although a topic of it lacks replicas.
-
-It answers the next one only then: less than `_METADATA_SECONDS`, or it would look silent.
-"""
 _START_SECONDS = 5.0
 """Time-out of starting a producer: its transactional id may be busy."""
 _STOP_SECONDS = 5.0
@@ -61,10 +47,6 @@ A transaction that has to be aborted keeps its id busy until its topics have lea
 """
 TRIALS = ("-3",)
 """Those for events of topics that have refused some."""
-
-
-class NotSent(OncewardError):
-    """Kafka has not acknowledged all events; the text gives the topic and the error."""
 
 
 class Publisher:
@@ -118,7 +100,7 @@ class Publisher:
         In a transaction a rejection undoes all of the round; the next round sends it again.
         """
         producer = await self._started()
-        await _look_up_topics(producer, {chain.topic for chain in chains})
+        await look_up_topics(producer, {chain.topic for chain in chains})
         sending.is_void = False
         if sending.is_transactional:
             await producer.begin_transaction()
@@ -222,7 +204,7 @@ class Publisher:
             max_request_size=2 * self._settings.max_event_bytes,
             metadata_max_age_ms=30_000,
         )
-        limit_wait_for_replicas(producer, _REPLICATED_WITHIN)
+        limit_wait_for_replicas(producer, REPLICATED_WITHIN)
         try:
             await clients.start(producer)
         except BaseException:
@@ -233,11 +215,11 @@ class Publisher:
     async def _chains(self, events: Sequence[asyncpg.Record], sending: Sending) -> list[Chain]:
         producer = await self._started()
         counts = dict.fromkeys((event["topic"] for event in events), 0)
-        await _look_up_topics(producer, counts)
+        await look_up_topics(producer, counts)
         errors: dict[str, KafkaError] = {}
         for topic in counts:
             try:
-                counts[topic] = _partitions(producer, topic)
+                counts[topic] = partitions_of(producer, topic)
             except KafkaError as error:
                 errors[topic] = error
         placed: defaultdict[tuple[str, int], list[asyncpg.Record]] = defaultdict(list)
@@ -269,13 +251,13 @@ async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending
             try:
                 if sending.is_too_large(topic, size, count):
                     raise MessageSizeTooLargeError
-                _check_leader(producer, chain)
+                check_leader(producer, chain)
                 if sending.is_void:
                     raise NotSent("its transaction can't be committed")
                 if not sending.may_send():
                     raise LeaseExpired("the lease ended before all events were sent")
                 is_sent = True
-                async with in_background(_send_batch(producer, batch, chain, sending)) as sent:
+                async with in_background(send_batch(producer, batch, chain)) as sent:
                     if chain.sent + count < len(chain.events):
                         await asyncio.wait({sent}, timeout=_FILL_NEXT_BATCH_AFTER_SECONDS)
                         following = chain.fill(producer, skipped=count)
@@ -296,75 +278,3 @@ async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending
                 if rejection.of_topic:
                     return False
     return False
-
-
-async def _look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
-    """Refresh the client's metadata until it has the topics, or once if partitions lack leaders.
-
-    Raises `NotSent`.
-    """
-    client, cluster = producer.client, producer.client.cluster
-    are_new = [not client.add_topic(topic).done() for topic in topics]
-    # The first response may be to an earlier request, and a broker may not know a new topic yet.
-    for lookup in range(_LOOKUPS if any(are_new) else 1):
-        if lookup > 1:
-            await asyncio.sleep(_LOOKUP_SECONDS)
-        known = [cluster.partitions_for_topic(topic) for topic in topics]
-        led = [cluster.available_partitions_for_topic(topic) for topic in topics]
-        if all(known) and (led == known or lookup > 0):
-            return
-        try:
-            answered = await asyncio.wait_for(client.force_metadata_update(), _METADATA_SECONDS)
-        except TimeoutError:
-            answered = False
-        if not answered:
-            raise NotSent(f"the brokers do not answer requests for metadata{client.reasons}")
-
-
-def _partitions(producer: AIOKafkaProducer, topic: str) -> int:
-    """Return the number of partitions; raises an error for `rejection_of` if there are none."""
-    cluster = producer.client.cluster
-    partitions = cluster.partitions_for_topic(topic)
-    if partitions:
-        return len(partitions)
-    if topic in cluster.unauthorized_topics:
-        raise TopicAuthorizationFailedError(topic)
-    raise UnknownTopicOrPartitionError
-
-
-def _check_leader(producer: AIOKafkaProducer, chain: Chain) -> None:
-    """Raise an error for `rejection_of` if the brokers say that the partition has no leader.
-
-    The client would wait for one without a limit, and so would the end of its transaction.
-    """
-    _partitions(producer, chain.topic)
-    if chain.partition not in producer.client.cluster.available_partitions_for_topic(chain.topic):
-        raise LeaderNotAvailableError
-
-
-async def _send_batch(
-    producer: AIOKafkaProducer, batch: BatchBuilder, chain: Chain, sending: Sending
-) -> None:
-    """Send a batch and wait for its acknowledgement, while the client repeats what failed.
-
-    Raises an error for `rejection_of` if it takes too long though brokers answer. The batch may
-    still arrive then, as a repeat.
-    """
-    ends_at = monotonic() + _ACKNOWLEDGED_WITHIN
-    sent = await producer.send_batch(batch, chain.topic, partition=chain.partition)
-    try:
-        while not sent.done():
-            _check_leader(producer, chain)
-            if monotonic() > ends_at:
-                raise KafkaTimeoutError("no acknowledgement")
-            await asyncio.wait({sent}, timeout=_ACKNOWLEDGEMENT_SECONDS)
-            if not sent.done():
-                looked = producer.client.force_metadata_update()
-                await asyncio.wait(
-                    {sent, looked}, timeout=_METADATA_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not (looked.done() and looked.result()):  # silence
-                    ends_at = monotonic() + _ACKNOWLEDGED_WITHIN
-        sent.result()
-    finally:
-        sent.cancel()

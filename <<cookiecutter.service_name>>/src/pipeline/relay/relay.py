@@ -25,8 +25,9 @@ from pipeline.servers.tasks import end, in_background, sleep_or_event
 from pipeline.settings import Settings
 
 from .backpressure import RelayBackpressure
+from .brokers import NotSent
 from .cursor import Cursor, LeaseExpired, ServerChanged, grouped
-from .publisher import TRIALS, NotSent, Publisher
+from .publisher import TRIALS, Publisher
 from .rejected import Rejected
 from .rejections import Rejections
 from .scheduled import Scheduled

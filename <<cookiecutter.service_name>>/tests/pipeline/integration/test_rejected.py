@@ -22,7 +22,7 @@ from operate.dead import Selection
 from pipeline.apply.throttles import Throttles
 from pipeline.observe import logs, metrics
 from pipeline.observe.health import Health
-from pipeline.relay import publisher, relay
+from pipeline.relay import brokers, publisher, relay
 from pipeline.relay.rejected import Rejected
 from pipeline.relay.rejections import Rejections
 from pipeline.servers import cluster
@@ -533,7 +533,7 @@ async def test_a_topic_that_may_not_be_written_waits_by_itself(
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the relay wait for an acknowledgement for a second."""
-    monkeypatch.setattr(publisher, "_ACKNOWLEDGED_WITHIN", 1.0)
+    monkeypatch.setattr(brokers, "_ACKNOWLEDGED_WITHIN", 1.0)
 
 
 @pytest.mark.parametrize("code", [5, 7, 19])
@@ -547,7 +547,7 @@ async def test_a_batch_that_the_brokers_cannot_take_for_a_moment_is_repeated_and
     code: int,
 ) -> None:
     """As when a leader moves, or the broker restarts that coordinates a transaction."""
-    monkeypatch.setattr(publisher, "_ACKNOWLEDGED_WITHIN", math.inf)
+    monkeypatch.setattr(brokers, "_ACKNOWLEDGED_WITHIN", math.inf)
     topic = await new_topic()
     async with Wire(kafka).listening() as wire:
         wire.refuse_records(topic, code)
@@ -645,7 +645,7 @@ async def test_a_topic_that_is_tried_again_holds_up_no_other_however_long_that_t
         """Sends without a limit what was refused."""
 
         async def send(self, *args: Any) -> Rejections:
-            monkeypatch.setattr(publisher, "_ACKNOWLEDGED_WITHIN", math.inf)
+            monkeypatch.setattr(brokers, "_ACKNOWLEDGED_WITHIN", math.inf)
             tried.set()
             return await super().send(*args)
 
@@ -654,7 +654,7 @@ async def test_a_topic_that_is_tried_again_holds_up_no_other_however_long_that_t
             super().__init__(*args, **options)
             self._trials.__class__ = Trial
 
-    monkeypatch.setattr(publisher, "_ACKNOWLEDGED_WITHIN", 1.0)
+    monkeypatch.setattr(brokers, "_ACKNOWLEDGED_WITHIN", 1.0)
     async with Wire(kafka).listening() as wire:
         wire.refuse_records(topic, 20)
         chosen = quick(kafka_bootstrap_servers=wire.address, relay_transactional=transactional)
