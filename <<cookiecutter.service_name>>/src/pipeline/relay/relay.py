@@ -37,8 +37,6 @@ log = logging.getLogger(__name__)
 
 _NARROW_SECONDS = 1.0
 """So long after it has read a window the next one has few events, and is not measured before."""
-_SCHEDULED = "scheduled events"
-"""The part of the health that reports whether scheduled events are moved."""
 _EXPLAINED = (LeaseExpired, NotSent, Resting, ServerChanged)
 """Errors whose text is complete, so that no traceback is logged."""
 
@@ -163,7 +161,7 @@ class Relay:
             self._staged.clear()
             # Read before the step: what is committed before `stop` must be in its window.
             stopping = self._stopping.is_set()
-            has_moved = not stopping and await self._move_scheduled(driver)
+            has_moved = not stopping and await self._scheduled.move_in_time(driver, self._health)
             found, is_more = await self._step(driver, is_poll=is_poll and not has_moved)
             await self._cursor.write_in_time(driver)
             if stopping:
@@ -182,23 +180,6 @@ class Relay:
         took_some = await self._cursor.renew(driver, self._publisher.fence)
         if took_some or self._rejected.is_time_to_look:
             await self._rejected.look(driver, sorted(self._cursor.progress))
-
-    async def _move_scheduled(self, driver: asyncpg.Connection) -> bool:
-        """Move scheduled events that are due; an error of this does not stop publishing."""
-        if not self._scheduled.is_time:
-            return False
-        try:
-            has_moved = await self._scheduled.move(driver)
-        except asyncpg.PostgresError as error:
-            if driver.is_closed():
-                raise
-            reason = f"they wait: {describe_error(error)}"
-            if reason != self._health.reasons.get(_SCHEDULED):
-                log.warning("relay: %s: %s", _SCHEDULED, reason)
-            self._health.not_ready(_SCHEDULED, reason)
-            return False
-        self._health.ready(_SCHEDULED)
-        return has_moved
 
     async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
         """Publish the next page of every group of shards.

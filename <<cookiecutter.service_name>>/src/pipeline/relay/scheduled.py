@@ -4,6 +4,7 @@ One relay at a time moves them, so that two of one key keep the order in which t
 is a transaction: neither a kill nor a jump of the clock loses an event or publishes it twice.
 """
 
+import logging
 from dataclasses import dataclass
 from datetime import datetime
 from time import monotonic
@@ -12,12 +13,18 @@ import asyncpg
 
 from pipeline.apply import audit
 from pipeline.apply.audit import Change
+from pipeline.errors import describe_error
 from pipeline.handlers.staging import CANCEL, COLUMNS
+from pipeline.observe.health import Health
 from pipeline.servers.database import IDLE_LIMIT
+
+log = logging.getLogger(__name__)
 
 MOVE_LOCK = 0x1B0C8
 """Advisory lock: one relay moves scheduled events at a time."""
 
+_PART = "scheduled events"
+"""The part of the health that reports whether they are moved."""
 _AT_ONCE = 1_000
 _LOOK_SECONDS = 1.0
 """Time between two checks for due events."""
@@ -59,10 +66,25 @@ class Scheduled:
     def __init__(self) -> None:
         self._look_at = 0.0
 
-    @property
-    def is_time(self) -> bool:
-        """Whether to check again for due events."""
-        return monotonic() >= self._look_at
+    async def move_in_time(self, connection: asyncpg.Connection, health: Health) -> bool:
+        """Move events that are due, if a second has passed; returns whether there were any.
+
+        An error of the server makes them wait, and is reported; publishing goes on.
+        """
+        if monotonic() < self._look_at:
+            return False
+        try:
+            has_moved = await self.move(connection)
+        except asyncpg.PostgresError as error:
+            if connection.is_closed():
+                raise
+            reason = f"they wait: {describe_error(error)}"
+            if reason != health.reasons.get(_PART):
+                log.warning("relay: %s: %s", _PART, reason)
+            health.not_ready(_PART, reason)
+            return False
+        health.ready(_PART)
+        return has_moved
 
     async def move(self, connection: asyncpg.Connection) -> bool:
         """Move events that are due, up to a limit; returns whether there were any."""
