@@ -6,6 +6,7 @@ While the brokers say nothing, no event is rejected.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal, NamedTuple
 
 import asyncpg
@@ -42,28 +43,24 @@ Rejections = Mapping[int, Rejection]
 """Rejections by the ids of the events in the outbox."""
 
 
+_waiting = partial(Rejection, of_topic=True, waits=True)
+
 _TOO_LARGE = Rejection(
     "too large",
     "event {id} is larger than topic {topic} allows: raise the topic's max.message.bytes",
 )
-_REFUSES = Rejection(
+_REFUSES = _waiting(
     "topic refuses",
     "topic {topic} does not take events ({error}): check its settings and its replicas",
-    of_topic=True,
-    waits=True,
 )
 _KINDS: Mapping[type[KafkaError], Rejection | None] = {
-    errors.UnknownTopicOrPartitionError: Rejection(
+    errors.UnknownTopicOrPartitionError: _waiting(
         "topic missing",
         "topic {topic} is not known to the brokers: create it, or run `service topics create`",
-        of_topic=True,
-        waits=True,
     ),
-    errors.TopicAuthorizationFailedError: Rejection(
+    errors.TopicAuthorizationFailedError: _waiting(
         "topic not allowed",
         "topic {topic} may not be written: allow this service's user to Describe and Write it",
-        of_topic=True,
-        waits=True,
     ),
     errors.InvalidTopicError: Rejection(
         "topic not writable",
