@@ -243,6 +243,20 @@ async def test_the_events_around_one_that_the_broker_rejects_are_sent_in_order(
     assert await committed_ids(kafka, large, 20) == [str(n) for n in range(20)]
 
 
+async def test_an_erased_event_is_rejected_and_its_neighbours_are_sent(
+    chosen: Settings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
+) -> None:
+    topic = await new_topic()
+    await stage(db, numbered(topic, range(3)))
+    events = [dict(row) | {"erased": None} for row in await rows(db)]
+    events[1] |= {"payload": None, "erased": "the key of its subject was deleted"}
+    async with publishing(chosen) as publisher:
+        rejections = await publisher.send(events, lambda: True)
+    assert reasons(events, rejections) == {"1": "subject forgotten"}
+    assert [one.text for one in rejections.values()] == [events[1]["erased"]]
+    assert await committed_ids(kafka, topic, 2) == ["0", "2"]
+
+
 async def test_what_a_batch_is_rejections_for_is_found_and_its_neighbours_are_sent(
     settings: Callable[..., Settings], db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
