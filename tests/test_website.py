@@ -47,6 +47,7 @@ def test_every_page_of_template_and_service_is_on_the_site() -> None:
 
 GENERATED = (
     "| variable | default, values |",
+    "| word | meaning | for example |",
     "| messages a day |",
     *("| reason of a dead letter |", "| reason to wait |", "| reason | state |"),
 )

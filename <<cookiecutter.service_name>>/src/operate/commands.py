@@ -38,6 +38,7 @@ from .terminal import (
     serving,
     user_name,
 )
+from .words import app as words_app
 
 _UNPUBLISHABLE = asyncpg.ObjectNotInPrerequisiteStateError, asyncpg.InvalidColumnReferenceError
 """Errors of an update of a table whose rows a publication can't identify."""
@@ -54,6 +55,7 @@ GROUPS = {
     "retention": retention_app,
     "scheduled": scheduled_app,
     "relay": relay_app,
+    "help": words_app,
 }
 WITHOUT_GROUP = (app, status_commands.app, throttle_commands.app, topic_commands.replay_app)
 

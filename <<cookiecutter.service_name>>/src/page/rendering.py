@@ -8,11 +8,11 @@ from starlette.responses import HTMLResponse, Response
 
 from operate.output import format_span
 from operate.status import format_count
+from operate.words import WORDS
 
 from . import formatting, overview
 from .sessions import Operator
 from .settings import PageSettings
-from .words import WORDS
 
 
 class Templates:

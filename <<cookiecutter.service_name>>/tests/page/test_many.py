@@ -8,7 +8,7 @@ import asyncpg
 import httpx2
 import pytest
 
-from page.words import WORDS
+from operate.words import WORDS
 
 from .conftest import TOKEN, Opened, buried, csrf, log_in
 from .test_furnished import rows
@@ -202,9 +202,10 @@ async def test_every_figure_of_the_overview_and_every_reason_is_explained(
     text = (await ann.get("/")).text
     headings = re.findall('<h2 title="([^"]*)">(?:<a[^>]*>)?([^<]+)', text)
     assert len(headings) == 13
-    assert {name: html.unescape(title) for title, name in headings}.items() <= WORDS.items()
+    meanings = {name: one.meaning for name, one in WORDS.items()}
+    assert {name: html.unescape(title) for title, name in headings}.items() <= meanings.items()
     page = html.unescape((await ann.get("/words")).text)
-    assert all(word in page for word in WORDS.values())
+    assert all(one.meaning in page and one.example in page for one in WORDS.values())
     explained = {cells[0] for cells in await rows(ann, "/words")}
     assert {"attempts used up", "identity mismatch", "too large"} < explained
 

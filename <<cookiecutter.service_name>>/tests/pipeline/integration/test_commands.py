@@ -122,6 +122,18 @@ def test_help_needs_no_settings(
     assert "Publish the outbox" in capsys.readouterr().out
 
 
+def test_words_are_explained_without_settings(
+    unborn: Bank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PIPELINE_DATABASE_URL", raising=False)
+    assert call(unborn, monkeypatch, "help", "words", "LAG", "redr", "--json") == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["word"] for one in found] == ["Kafka lag", "Redrive"]
+    assert call(unborn, monkeypatch, "help", "words") == 0
+    assert found[0]["meaning"] in capsys.readouterr().out
+    assert call(unborn, monkeypatch, "help", "words", "walk") == 2
+
+
 def test_a_setting_that_is_missing_is_named_with_where_to_get_it(
     unborn: Bank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,9 +300,9 @@ _TABLES = """
 SELECT oid::regclass::text FROM pg_class
  WHERE relkind IN ('r', 'p') AND relnamespace = 'pipeline'::regnamespace ORDER BY 1
 """
-WITHOUT_DATABASE = ("run", "consume", "relay", "migrate", "doctor", "topics create")
+WITHOUT_DATABASE = ("run", "consume", "relay", "migrate", "doctor", "topics create", "help words")
 """Commands that serve or migrate, which other tests refuse the database of another service; the
-doctor, which names it; and one that needs Kafka only."""
+doctor, which names it; one that needs Kafka only; and one that needs no server."""
 
 
 def examples_of(app: object) -> dict[str, list[str]]:
