@@ -147,7 +147,7 @@ test-template: $(INSTALLED)
 test-template-full: $(INSTALLED)
 	@$(TEMPLATE) --numprocesses=2 -m full
 
-check: $(INSTALLED) check-raw ## check lint rules, formatting, types and the direction of imports
+check: $(INSTALLED) check-raw ## check lint rules, formatting, words, types and the direction of imports
 	@$(BIN)/mypy
 
 # Folders with names of questions need options: ruff gets the template's configuration, not the nearest
@@ -157,6 +157,7 @@ check-raw: $(INSTALLED)
 	@$(RUFF) check .
 	@$(RUFF) format --check .
 	@$(BIN)/python '$(RAW)/dev/alert_rules.py' --check
+	@$(BIN)/python -m tests.language README.md AGENTS.md SECURITY.md docs '$(RAW)/docs' '$(RAW)'/*.md
 	@rm -rf build/raw && mkdir -p build/raw
 	@ln -s '$(CURDIR)/$(RAW)/src/<<cookiecutter.package_name>>' build/raw/unbaked
 	@sed 's/<<cookiecutter.package_name>>/unbaked/g' '$(RAW)/pyproject.toml' > build/raw/pyproject.toml

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from pip._internal.models.index import PyPI
 
+from tests import language
 from tests.baked import DEFAULTS, EXAMPLES, RAW, ROOT, features, manifest, names_of_tests
 
 BASE = RAW / "requirements" / "base.txt"
@@ -163,3 +164,12 @@ def test_every_test_that_a_page_names_exists() -> None:
         named = re.findall(r"`(?:[\w/]+/)?(test_[\w*]+)(?:\.py)?`", page.read_text("utf-8"))
         for name in named:
             assert fnmatch.filter(known, name), f"{page.name}: {name}"
+
+
+def test_a_forbidden_phrase_is_found_with_its_line() -> None:
+    forbidden = " ".join(("is", "no"))
+    text = f"There {forbidden} error.\n\n`{forbidden}`, and\nthis is\nno error.\n"
+    assert [line for line, _ in language.faults(text, is_page=True)] == [4]
+    names = f"def test_a_path_that_{forbidden.replace(' ', '_')}_link_is_found() -> None:\n"
+    assert [line for line, _ in language.faults(names, is_page=False)] == [1]
+    assert list(language.faults("it is not one, and is no longer\n", is_page=True)) == []
