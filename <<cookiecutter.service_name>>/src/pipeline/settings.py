@@ -86,7 +86,7 @@ class Settings(ServerSettings):
     release: Annotated[
         str, written("[a-zA-Z0-9._+-]{0,40}", "up to 40 letters, digits, '.', '_', '+', '-'")
     ] = ""
-    """Name of the release, which is stored beside all that it writes."""
+    """Name of the release, which is stored with all that it writes."""
 
     consumer_start: Literal["earliest", "latest"] = "earliest"
     """Start of a partition that was never read; `latest` misses the first records of new
