@@ -438,7 +438,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "a consumer that does not know it was replaced",
         [
             Edit(
-                "apply/positions.py",
+                "apply/statements.py",
                 "AND position.next_offset = move.fetched_from\n    RETURNING 1",
                 "AND move.fetched_from IS NOT NULL\n    RETURNING 1",
             ),
@@ -551,7 +551,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "busy parcels that fail",
         [
             Edit(
-                "apply/backlog.py",
+                "apply/statements.py",
                 "reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),",
                 """\
 reason, attempts, waited,
@@ -918,7 +918,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         THROTTLED_TOPIC,
         [
             Edit(
-                "apply/throttles.py",
+                "apply/throttle_statements.py",
                 "AND subject = $2 AND per_second > 0",
                 "AND subject = $2 AND per_second < 0",
             )
@@ -949,7 +949,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         PAUSED_KEY,
         [
             Edit(
-                "apply/backlog.py",
+                "apply/statements.py",
                 "WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds))",
                 "WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds)"
                 " AND b.reason <> 'paused')",
@@ -961,7 +961,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         PAUSED_KEY,
         [
             Edit(
-                "apply/stopping.py",
+                "apply/throttle_statements.py",
                 "UPDATE pipeline.backlog SET due_at = clock_timestamp()\n"
                 " WHERE key = ANY ($1::bytea[]) AND topic = '{PAUSES}'",
                 "DELETE FROM pipeline.backlog\n"

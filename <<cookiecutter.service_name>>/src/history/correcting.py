@@ -22,8 +22,8 @@ from operate.inbox_commands import events_of
 from pipeline import Applied, AppliedEvent, Tombstone
 from pipeline.apply import audit, backlog, batch, corrections
 from pipeline.apply.audit import Change
-from pipeline.apply.inbox import KEPT
 from pipeline.apply.item import Item
+from pipeline.apply.statements import KEPT
 from pipeline.events.message import marker_key
 from pipeline.events.payload import HASH_VERSION
 from pipeline.retry import lanes

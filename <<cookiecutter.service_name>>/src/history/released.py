@@ -13,8 +13,8 @@ import asyncpg
 
 from operate.dead import CHUNK, SECONDS, STATE
 from operate.errors import Refused
-from pipeline.apply.inbox import KEPT
-from pipeline.apply.stopping import PAUSES
+from pipeline.apply.statements import KEPT
+from pipeline.apply.throttle_statements import PAUSES
 from pipeline.handlers.staging import CALLS
 
 MOST_AGGREGATES = 100_000

@@ -12,8 +12,8 @@ from operate.dead import STATE
 from operate.inbox_commands import ORDINALS, events_of
 from operate.output import format_time
 from pipeline.apply import stopping
-from pipeline.apply.inbox import KEPT
-from pipeline.apply.stopping import PAUSES
+from pipeline.apply.statements import KEPT
+from pipeline.apply.throttle_statements import PAUSES
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS, event_id
 

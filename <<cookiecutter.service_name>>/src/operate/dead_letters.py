@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import asyncpg
 
 from pipeline.apply.backlog import mismatch_key
-from pipeline.apply.inbox import KEPT
+from pipeline.apply.statements import KEPT
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import FORGOTTEN, UNKNOWN
 from pipeline.retry import copies, lanes

@@ -8,7 +8,7 @@ import asyncpg
 import typer
 from pydantic_core import from_json
 
-from pipeline.apply.inbox import KEPT
+from pipeline.apply.statements import KEPT
 from pipeline.events.message import marker_key
 from pipeline.handlers.staging import event_id
 from pipeline.servers.revisions import check_database

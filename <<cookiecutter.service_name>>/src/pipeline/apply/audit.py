@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import asyncpg
 
-_ADD = "INSERT INTO pipeline.audit (who, action, subject, why) VALUES ($1, $2, $3, $4)"
+from . import throttle_statements
+
 _NAMED = 20
 """Ids that a row has at most."""
 
@@ -20,7 +21,9 @@ class Change(NamedTuple):
 
 async def note(connection: asyncpg.Connection, change: Change, subject: str) -> None:
     """Write down a change of the subject, in the transaction that makes it."""
-    await connection.execute(_ADD, change.who, change.action, subject, change.why)
+    await connection.execute(
+        throttle_statements.ADD_TO_AUDIT, change.who, change.action, subject, change.why
+    )
 
 
 async def note_entries(

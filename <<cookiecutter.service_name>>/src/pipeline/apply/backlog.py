@@ -21,11 +21,12 @@ import asyncpg
 from pipeline.events.cloudevents import event_headers
 from pipeline.events.message import Record, headers_as_json, marker_key, printable
 from pipeline.events.payload import HASH_VERSION
-from pipeline.handlers.policy import DEFERRED, FOLLOWER, Decision, Policy, dead
+from pipeline.handlers.policy import DEFERRED, Decision, Policy, dead
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import StagedEvent
 from pipeline.schema import FIRST_LANE_OF_CALLS, LANES
 
+from . import statements
 from .batch import items_of
 from .breaker import Paused
 from .encryption import Encryption
@@ -76,47 +77,6 @@ class Row(NamedTuple):
         return self.decision.trace
 
 
-_FIND = """
-SELECT b.key, NULL::bytea AS order_key, b.hash, b.hash_version
-  FROM pipeline.backlog b WHERE b.key = ANY ($1)
-UNION ALL
-SELECT NULL, wanted.key, NULL, NULL
-  FROM unnest($2::bytea[]) AS wanted (key)
- WHERE EXISTS (SELECT FROM pipeline.backlog b
-                WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds))
-"""
-
-# An array of rows, not one of each column: asyncpg encodes each element of an array by itself, and
-# a row at once.
-_ADD = """
-INSERT INTO pipeline.backlog
-       (key, lane, order_key, sequence, consumer, topic, partition, "offset", timestamp,
-        record_key, value, headers, source, id, type, hash, hash_version, remembered_hash,
-        traceparent, reason, attempts, waited, due_at, died_at, holds, error, traceback)
-SELECT key, lane, order_key, sequence, consumer, topic, partition,
-       COALESCE("offset", nextval('pipeline.backlog_call_seq')), timestamp, record_key, value,
-       headers, source, id, type, hash, $1, remembered_hash, traceparent,
-       reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),
-       CASE WHEN is_dead THEN clock_timestamp() END, holds, error, traceback
-  FROM unnest($2::pipeline.new_backlog_row[])
-    ON CONFLICT DO NOTHING
-RETURNING key
-"""
-
-
-# Of the latest, among which are those that failures add: messages that were only stored, while
-# their consumer was paused, are due for longer.
-_DUE = f"""
-SELECT count(*)
-  FROM generate_series(0, $1::integer) AS its (lane) CROSS JOIN unnest($3::text[]) AS of (consumer)
- CROSS JOIN LATERAL (
-       SELECT reason FROM pipeline.backlog b
-        WHERE b.lane = its.lane AND b.consumer = of.consumer AND due_at <= statement_timestamp()
-        ORDER BY due_at DESC LIMIT $2) AS latest
- WHERE reason NOT IN ('{DEFERRED.reason}', '{FOLLOWER.reason}')
-"""
-
-
 class BacklogFull(Paused):
     """Workers are behind with messages that are to be tried alone."""
 
@@ -126,7 +86,7 @@ class BacklogFull(Paused):
 async def is_full(connection: asyncpg.Connection, consumers: Collection[str]) -> bool:
     """Whether more rows of consumers are to be tried again than workers can be expected to soon."""
     lanes = _FIRST_LANES["deferred"]
-    due = await connection.fetchval(_DUE, lanes - 1, _MOST_DUE, list(consumers))
+    due = await connection.fetchval(statements.COUNT_DUE, lanes - 1, _MOST_DUE, list(consumers))
     return bool(due >= _MOST_DUE)
 
 
@@ -157,7 +117,7 @@ async def find(connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:
     which that statement has waited.
     """
     rows = await connection.fetch(
-        _FIND,
+        statements.FIND_IN_BACKLOG,
         [item.key for item in items],
         # Deferred messages are stored in any case.
         list({item.order_key for item in items if item.handler.mode == "immediate"}),
@@ -219,7 +179,9 @@ async def add(
         )
         if not decision.is_dead or decision.holds:
             waiting.add(key)
-    stored = {row["key"] for row in await connection.fetch(_ADD, HASH_VERSION, new)}
+    stored = {
+        row["key"] for row in await connection.fetch(statements.ADD_TO_BACKLOG, HASH_VERSION, new)
+    }
     return first_with(stored, rows)
 
 

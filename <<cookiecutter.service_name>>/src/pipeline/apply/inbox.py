@@ -16,6 +16,7 @@ from pipeline.events.message import FIRST_MILLISECOND, Message, time_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import FOLLOWER, Decision, dead
 
+from . import statements
 from .backlog import Stored, mismatch_row
 from .claim_check import DataUnavailable
 from .item import Item, Known
@@ -24,65 +25,10 @@ from .positions import Generations
 from .sequence import in_sequence
 from .source import Source
 
-GENERATION_LOCK = 0x1B0C5
-"""Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""
-KEPT = """generation = ANY (ARRAY(
-           SELECT generate_series(oldest, current) FROM pipeline.inbox_generation))"""
-"""The condition of markers that are kept, in SQL."""
 _LONGEST_KEY = 255
 """Bytes of the longest key that is stored in markers, by which they are found."""
 _SECONDS_AS_MILLISECONDS = range(1_000_000_000, FIRST_MILLISECOND)
 """Timestamps of 2001 to 2128 in seconds; in milliseconds these are January, February 1970."""
-
-_REGISTER = """
-WITH named AS (
-    INSERT INTO pipeline.release (name) SELECT $2::text WHERE $2::text <> ''
-        ON CONFLICT DO NOTHING
-)
-INSERT INTO pipeline.inbox_consumer (consumer, generation)
-SELECT new.consumer, current
-  FROM unnest($1::text[]) AS new (consumer), pipeline.inbox_generation
-    ON CONFLICT DO NOTHING
-"""
-
-_REMEMBERS_ALL = """
-SELECT consumer FROM pipeline.inbox_consumer WHERE consumer = ANY ($1) AND generation >= $2
-"""
-
-
-_FIND_IN_CLOSED_GENERATIONS = """
-SELECT key, hash, hash_version
-  FROM pipeline.inbox
- WHERE generation >= $1 AND generation < $2 AND key = ANY ($3)
-"""
-
-# An array of rows, not one of each column: asyncpg encodes each element of an array by itself, and
-# a row at once.
-_MARK = """
-INSERT INTO pipeline.inbox
-       (generation, key, hash, hash_version, consumer, source, id, type,
-        topic, partition, "offset", traceparent, record_key)
-SELECT $1, key, hash, $2, consumer, source, id, type, topic, partition, "offset", traceparent,
-       record_key
-  FROM unnest($3::pipeline.new_inbox_row[])
-    ON CONFLICT DO NOTHING
-RETURNING key
-"""
-
-_FIND_IN_CURRENT_GENERATION = """
-SELECT key, hash, hash_version
-  FROM pipeline.inbox
- WHERE generation = $1 AND key = ANY ($2)
-"""
-
-_KEEP_RESULTS = """
-UPDATE pipeline.inbox AS marker
-   SET result = returned.result::json
-  FROM unnest($2::bytea[], $3::text[]) AS returned (key, result)
- WHERE marker.generation = $1 AND marker.key = returned.key
-"""
-
-_UNMARK = "DELETE FROM pipeline.inbox WHERE generation = $1 AND key = ANY ($2)"
 
 
 class TooOld(OncewardError):
@@ -115,7 +61,7 @@ async def register(
     Call it before a consumer applies anything: then all its markers are in that generation or in
     later ones, also if the current one is closed meanwhile.
     """
-    await connection.execute(_REGISTER, sorted(consumers), release)
+    await connection.execute(statements.REGISTER_CONSUMERS, sorted(consumers), release)
 
 
 class Found(NamedTuple):
@@ -170,14 +116,18 @@ async def mark(
     known: dict[bytes, Known] = {}
     if generations.oldest < generations.current:
         closed = generations.oldest, generations.current
-        rows = await connection.fetch(_FIND_IN_CLOSED_GENERATIONS, *closed, list(first))
+        rows = await connection.fetch(
+            statements.FIND_MARKERS_IN_CLOSED_GENERATIONS, *closed, list(first)
+        )
         known = _by_key(rows)
     # Sorted, so that two transactions with the same keys wait for each other without a deadlock.
     new = [first[key] for key in sorted([key for key in first if key not in known])]
     inserted = await _insert(connection, generations.current, new) if new else set()
     if raced := list(first.keys() - known.keys() - inserted):
         known |= _by_key(
-            await connection.fetch(_FIND_IN_CURRENT_GENERATION, generations.current, raced)
+            await connection.fetch(
+                statements.FIND_MARKERS_IN_CURRENT_GENERATION, generations.current, raced
+            )
         )
     return known
 
@@ -202,7 +152,10 @@ async def _insert(
         for item in items
         for message in (item.message,)
     ]
-    return {row["key"] for row in await connection.fetch(_MARK, generation, HASH_VERSION, new)}
+    return {
+        row["key"]
+        for row in await connection.fetch(statements.INSERT_MARKERS, generation, HASH_VERSION, new)
+    }
 
 
 def _by_key(rows: Iterable[asyncpg.Record]) -> dict[bytes, Known]:
@@ -227,7 +180,7 @@ async def too_old(
     if not old:
         return {}
     consumers = sorted({item.consumer for item in old})
-    rows = await driver.fetch(_REMEMBERS_ALL, consumers, generations.oldest)
+    rows = await driver.fetch(statements.FIND_CONSUMERS_SINCE, consumers, generations.oldest)
     remembering = {row["consumer"] for row in rows}
     return {
         item.key: dead(item.handler.policy, "too old", TooOld(item.message, since))
@@ -275,7 +228,7 @@ async def unmark(
     connection: asyncpg.Connection, generations: Generations, keys: Sequence[bytes]
 ) -> None:
     """Delete markers that this transaction has inserted: the messages are in the backlog."""
-    await connection.execute(_UNMARK, generations.current, keys)
+    await connection.execute(statements.DELETE_MARKERS, generations.current, keys)
 
 
 async def keep_results(
@@ -287,5 +240,5 @@ async def keep_results(
     with the same message waits there.
     """
     await connection.execute(
-        _KEEP_RESULTS, generations.current, list(results), list(results.values())
+        statements.STORE_RESULTS, generations.current, list(results), list(results.values())
     )

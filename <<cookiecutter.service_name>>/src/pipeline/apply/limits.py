@@ -11,8 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from pipeline.servers import database
 from pipeline.settings import Settings
 
-from .inbox import GENERATION_LOCK
 from .outcome import BatchOutcome
+from .statements import SHARE_GENERATIONS
 
 _HANDLERS_SHARE = 0.25
 """Share of the transaction's time limit that its handlers may take."""
@@ -21,38 +21,11 @@ _FIRST = 100
 _AT_LEAST = 2
 """Messages of the smallest transaction: with one, it could not be measured that several take no
 longer."""
-_TRANSACTION_TIMEOUT_SINCE = (17,)
-"""Version of PostgreSQL."""
-
-
-def statement(connection: AsyncConnection, settings: Settings, *, handler: str = "") -> str:
-    """Return the statement that sets the limits of a transaction.
-
-    `handler` is the value of the setting `pipeline.handler`, see `AT_WORK` in
-    `handlers/sessions.py`. The default of the columns `release` reads `pipeline.release`.
-    """
-    milliseconds = round(settings.transaction_timeout * 1000)
-    limits = {
-        "idle_in_transaction_session_timeout": f"{milliseconds}ms",
-        "lock_timeout": f"{round(settings.lock_timeout * 1000)}ms",
-        "pipeline.handler": handler,
-        "pipeline.release": settings.release,
-    }
-    if (connection.dialect.server_version_info or (0,)) >= _TRANSACTION_TIMEOUT_SINCE:
-        limits["transaction_timeout"] = f"{milliseconds}ms"
-    set_each = (f"set_config('{name}', '{value}', true)" for name, value in limits.items())
-    return f"SELECT {', '.join(set_each)}"
 
 
 async def begin(connection: AsyncConnection, limits: str) -> None:
-    """Begin the transaction with its limits, and prevent rotation until it ends.
-
-    The lock is granted after its statement's snapshot was taken, so what the lock protects must be
-    read by a later statement.
-    """
-    await database.begin(
-        connection, f"{limits}; SELECT pg_advisory_xact_lock_shared({GENERATION_LOCK})"
-    )
+    """Begin the transaction with its limits, and prevent rotation until it ends."""
+    await database.begin(connection, f"{limits}; {SHARE_GENERATIONS}")
 
 
 class Deadline:

@@ -12,9 +12,9 @@ import asyncpg
 from aiokafka import ConsumerRecord
 
 from pipeline.errors import OncewardError
-from pipeline.events.message import FIRST_MILLISECOND, time_of
+from pipeline.events.message import time_of
 
-from . import audit
+from . import audit, statements
 from .item import record_digest
 
 _NO_ANCHOR = (None, None, None)
@@ -81,84 +81,6 @@ class StoredPosition(NamedTuple):
     anchor: Anchor | None
 
 
-_MOVE_POSITIONS = """
-WITH moved AS (
-    UPDATE pipeline.position AS position
-       SET next_offset = move.next_offset,
-           anchor_offset = COALESCE(move.anchor_offset, position.anchor_offset),
-           anchor_time = COALESCE(move.anchor_time, position.anchor_time),
-           anchor_hash = COALESCE(move.anchor_hash, position.anchor_hash),
-           starts = 0,
-           moved_at = clock_timestamp()
-      FROM unnest($2::text[], $3::int[], $4::bigint[], $5::bigint[], $6::bigint[],
-                  $7::timestamptz[], $8::bytea[])
-           AS move (topic, partition, fetched_from, next_offset, anchor_offset, anchor_time,
-                    anchor_hash)
-     WHERE position.consumer_group = $1
-       AND position.topic = move.topic
-       AND position.partition = move.partition
-       AND position.next_offset = move.fetched_from
-    RETURNING 1
-)
-SELECT current, oldest, since, moved.number
-  FROM (SELECT count(*) AS number FROM moved) AS moved, pipeline.inbox_generation
-"""
-
-_COUNT_DUPLICATES = """
-UPDATE pipeline.position AS position
-   SET duplicates = duplicates + found.number
-  FROM unnest($2::text[], $3::int[], $4::bigint[]) AS found (topic, partition, number)
- WHERE position.consumer_group = $1
-   AND position.topic = found.topic
-   AND position.partition = found.partition
-"""
-
-_COUNT_START = """
-UPDATE pipeline.position SET starts = starts + 1
- WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
-RETURNING starts
-"""
-
-_FORGIVE_START = """
-UPDATE pipeline.position SET starts = GREATEST(starts - 1, 0)
- WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
-"""
-
-_POSITION = """
-SELECT next_offset, anchor_offset, anchor_time, anchor_hash
-  FROM pipeline.position
- WHERE consumer_group = $1 AND topic = $2 AND partition = $3
-"""
-
-_OF_GROUP = f"""
-SELECT topic, partition, next_offset AS position, moved_at, duplicates,
-       CASE WHEN anchor_time >= to_timestamp({FIRST_MILLISECOND} / 1000) THEN anchor_time
-       END AS written_at
-  FROM pipeline.position
- WHERE consumer_group = $1 ORDER BY topic, partition
-"""
-
-_START_AT = """
-INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
-VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
-"""
-
-_SEEK = """
-INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
-VALUES ($1, $2, $3, $4)
-    ON CONFLICT (consumer_group, topic, partition) DO UPDATE
-   SET next_offset = excluded.next_offset, anchor_offset = NULL, anchor_time = NULL,
-       anchor_hash = NULL, starts = 0, moved_at = clock_timestamp()
-"""
-
-_REWIND = """
-UPDATE pipeline.position
-   SET next_offset = $4, anchor_offset = NULL, anchor_time = NULL, anchor_hash = NULL, starts = 0,
-       moved_at = clock_timestamp()
- WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset > $4
-"""
-
-
 async def move_positions(connection: asyncpg.Connection, moves: Sequence[Move]) -> Generations:
     """Move the positions of different partitions of a group over their batches.
 
@@ -169,7 +91,7 @@ async def move_positions(connection: asyncpg.Connection, moves: Sequence[Move]) 
         (*one.slot, one.fetched_from, one.next_offset, *(one.anchor or _NO_ANCHOR)) for one in moves
     )
     [group, *_], *columns = map(list, zip(*rows, strict=True))
-    *generations, number = await connection.fetchrow(_MOVE_POSITIONS, group, *columns)
+    *generations, number = await connection.fetchrow(statements.MOVE_POSITIONS, group, *columns)
     if number < len(moves):
         places = (
             f"{one.slot.topic}/{one.slot.partition} is not at {one.fetched_from}" for one in moves
@@ -183,12 +105,14 @@ async def count_duplicates(
 ) -> None:
     """Add to the counts of duplicates, by topic and partition; only reports read them."""
     topics, partitions = map(list, zip(*numbers, strict=True))
-    await connection.execute(_COUNT_DUPLICATES, group, topics, partitions, [*numbers.values()])
+    await connection.execute(
+        statements.COUNT_DUPLICATES, group, topics, partitions, [*numbers.values()]
+    )
 
 
 async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition | None:
     """Return the stored position, or None if there is none."""
-    row = await connection.fetchrow(_POSITION, *slot)
+    row = await connection.fetchrow(statements.READ_POSITION, *slot)
     if row is None:
         return None
     next_offset, offset, time, hash = row
@@ -197,13 +121,13 @@ async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition
 
 async def of_group(connection: asyncpg.Connection, group: str) -> list[asyncpg.Record]:
     """Return each position, with its last move and record, and its number of duplicates."""
-    rows: list[asyncpg.Record] = await connection.fetch(_OF_GROUP, group)
+    rows: list[asyncpg.Record] = await connection.fetch(statements.READ_POSITIONS_OF_GROUP, group)
     return rows
 
 
 async def start_at(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
     """Store the first position of a partition; one that is stored already stays."""
-    await connection.execute(_START_AT, *slot, offset)
+    await connection.execute(statements.INSERT_POSITION, *slot, offset)
 
 
 async def count_start(connection: asyncpg.Connection, slot: Slot, position: int) -> int:
@@ -211,12 +135,12 @@ async def count_start(connection: asyncpg.Connection, slot: Slot, position: int)
 
     A transaction of its own: a record that kills the process leaves no other trace.
     """
-    return await connection.fetchval(_COUNT_START, *slot, position) or 0
+    return await connection.fetchval(statements.COUNT_START, *slot, position) or 0
 
 
 async def forgive_start(connection: asyncpg.Connection, slot: Slot, position: int) -> None:
     """Undo `count_start` after a regular end."""
-    await connection.execute(_FORGIVE_START, *slot, position)
+    await connection.execute(statements.FORGIVE_START, *slot, position)
 
 
 async def seek(
@@ -227,7 +151,7 @@ async def seek(
     A batch that is under way raises `PositionMoved` and is rolled back.
     """
     async with connection.transaction():
-        await connection.execute(_SEEK, *slot, offset)
+        await connection.execute(statements.SET_POSITION, *slot, offset)
         await audit.note(connection, audit.Change(operator, "seek"), _goes(slot, offset))
 
 
@@ -239,7 +163,7 @@ async def rewind(
     The audit has it.
     """
     async with connection.transaction():
-        await connection.execute(_REWIND, *slot, offset)
+        await connection.execute(statements.SET_POSITION_BACK, *slot, offset)
         await audit.note(connection, audit.Change(operator, "replay"), _goes(slot, offset))
 
 

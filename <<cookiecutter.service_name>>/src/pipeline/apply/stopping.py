@@ -16,20 +16,16 @@ from typing import NamedTuple
 import asyncpg
 
 from pipeline.errors import Refused
-from pipeline.handlers.policy import PAUSED
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS, REQUESTS
 
-from . import audit
+from . import audit, throttle_statements
 from .audit import Change
 from .backlog import lane_of
 from .item import StoredRecord, order_key
 
 LISTED = 100
 """How many pauses and throttles are listed, if nothing else is asked for."""
-
-PAUSES = "(paused)"
-"""Stands for the topic of rows for which a key waits; no topic has such a name."""
 
 
 class Subject(NamedTuple):
@@ -80,71 +76,8 @@ class Stop:
         return f"throttled to {self.per_second:g}/s" if self.per_second else "paused"
 
 
-_LIST = """
-SELECT kind, subject AS name, topic, encode(record_key, 'hex') AS key, per_second, until,
-       extract(epoch FROM clock_timestamp() - since)::float AS seconds, who, why
-  FROM pipeline.throttle
- WHERE until IS NULL OR until > clock_timestamp()
- ORDER BY kind = 'key', since, kind, subject LIMIT $1
-"""
-
-_ASK = """
-INSERT INTO pipeline.throttle (kind, subject, topic, record_key, per_second, until, who, why)
-SELECT kind, subject, topic, record_key, $5::float, clock_timestamp() + $6::interval,
-       $7::text, $8::text
-  FROM unnest($1::text[], $2::text[], $3::text[], $4::bytea[])
-       AS asked (kind, subject, topic, record_key)
-    ON CONFLICT ON CONSTRAINT throttle_pkey DO UPDATE
-   SET per_second = excluded.per_second, until = excluded.until, next_at = NULL,
-       since = clock_timestamp(), who = excluded.who, why = excluded.why
-"""
-
-_END = "DELETE FROM pipeline.throttle WHERE until <= clock_timestamp()"
-
-_RESUME = """
-DELETE FROM pipeline.throttle
- WHERE (kind, subject, topic, record_key)
-       IN (SELECT * FROM unnest($1::text[], $2::text[], $3::text[], $4::bytea[]))
-"""
-
-# No earlier row of its key can come. It never is the oldest message that waits.
-_HOLD = f"""
-INSERT INTO pipeline.backlog
-       (key, lane, order_key, sequence, consumer, topic, partition, "offset", timestamp,
-        record_key, headers, hash_version, received_at, reason, attempts, waited, due_at, holds,
-        error)
-SELECT key, lane, order_key, -9223372036854775808, consumer, '{PAUSES}', 0, 0, 0,
-       record_key, '[]', 0, due_at, '{PAUSED}', 0, 3e9, due_at, false, $7::text
-  FROM unnest($1::bytea[], $2::smallint[], $3::bytea[], $4::text[], $5::bytea[])
-       AS held (key, lane, order_key, consumer, record_key),
-       (SELECT clock_timestamp() + COALESCE($6::interval, '100 years') AS due_at) AS until
-    ON CONFLICT (key) DO UPDATE
-   SET due_at = excluded.due_at, received_at = excluded.received_at, error = excluded.error,
-       reason = excluded.reason, attempts = excluded.attempts, waited = excluded.waited,
-       died_at = NULL, discarded_at = NULL
-"""
-
-_LET_GO = f"""
-UPDATE pipeline.backlog SET due_at = clock_timestamp()
- WHERE key = ANY ($1::bytea[]) AND topic = '{PAUSES}' AND died_at IS NULL
-"""
-
-# One that `service debezium sql` has made. Its slot may be missing or lost for a time, in which
-# `service debezium follow` publishes and heeds no pause.
-_PUBLICATION = """
-SELECT quote_ident(pubname) FROM pg_publication_rel
-  JOIN pg_publication AS published ON published.oid = prpubid
- WHERE prrelid = 'pipeline.outbox'::regclass AND right(pubname, 7) = '_outbox' LIMIT 1
-"""
-
-_TAKE_TURN = "SELECT pg_advisory_xact_lock($1)"
 _TURN = 0x1B0CA
 """Advisory lock: two people who pause the same things do so one after the other."""
-
-_OF_KEY = """
-SELECT kind, subject AS name, topic, record_key AS key FROM pipeline.throttle
- WHERE kind = 'key' AND record_key = $1 ORDER BY subject, topic
-"""
 
 
 def pausable(
@@ -197,12 +130,14 @@ def paused_topics(handlers: Handlers, stops: Sequence[Stop]) -> set[str]:
 
 async def listed(connection: asyncpg.Connection, most: int = LISTED) -> list[Stop]:
     """Return what people have asked, the oldest first, and keys last."""
-    return [Stop(**row) for row in await connection.fetch(_LIST, most)]
+    return [Stop(**row) for row in await connection.fetch(throttle_statements.LIST_STOPS, most)]
 
 
 async def of_key(connection: asyncpg.Connection, key: bytes) -> list[Subject]:
     """Return the consumers and topics for which a key is paused."""
-    return [Subject(*row) for row in await connection.fetch(_OF_KEY, key)]
+    return [
+        Subject(*row) for row in await connection.fetch(throttle_statements.FIND_STOPS_OF_KEY, key)
+    ]
 
 
 async def ask(
@@ -220,21 +155,25 @@ async def ask(
     `Refused` for events that a connector publishes, and a rate that nobody can keep.
     """
     is_of_events = any(one.kind == "events" for one in subjects)
-    if is_of_events and (name := await connection.fetchval(_PUBLICATION)):
+    if is_of_events and (name := await connection.fetchval(throttle_statements.FIND_PUBLICATION)):
         raise Refused(
             f"a connector publishes the events, by the publication {name}: pause the connector"
             f" instead. If the relay publishes them again: DROP PUBLICATION {name}"
         )
     action = f"throttle to {per_second:g}/s" if per_second else "pause"
     async with connection.transaction():
-        await connection.execute(_TAKE_TURN, _TURN)
-        await connection.execute(_END)
+        await connection.execute(throttle_statements.LOCK_STOPS, _TURN)
+        await connection.execute(throttle_statements.DELETE_ENDED_STOPS)
         try:
-            await connection.execute(_ASK, *_columns(subjects), per_second, lasts, who, why)
+            await connection.execute(
+                throttle_statements.STORE_STOPS, *_columns(subjects), per_second, lasts, who, why
+            )
         except asyncpg.CheckViolationError:
             raise Refused("a rate is between 0.001 and 1,000,000 in a second") from None
         if rows := _rows(subjects):
-            await connection.execute(_HOLD, *_columns(rows), lasts, f"{who}: {why}")
+            await connection.execute(
+                throttle_statements.HOLD_KEYS, *_columns(rows), lasts, f"{who}: {why}"
+            )
         for one in subjects:
             await audit.note(connection, Change(who, action, why), str(one))
 
@@ -244,11 +183,16 @@ async def resume(
 ) -> bool:
     """Let the subjects be taken as before; return whether any was paused or throttled."""
     async with connection.transaction():
-        await connection.execute(_TAKE_TURN, _TURN)
-        await connection.execute(_END)
-        if await connection.execute(_RESUME, *_columns(subjects)) == "DELETE 0":
+        await connection.execute(throttle_statements.LOCK_STOPS, _TURN)
+        await connection.execute(throttle_statements.DELETE_ENDED_STOPS)
+        if (
+            await connection.execute(throttle_statements.DELETE_STOPS, *_columns(subjects))
+            == "DELETE 0"
+        ):
             return False
-        await connection.execute(_LET_GO, [key for key, *_ in _rows(subjects)])
+        await connection.execute(
+            throttle_statements.RELEASE_KEYS, [key for key, *_ in _rows(subjects)]
+        )
         for one in subjects:
             await audit.note(connection, Change(who, "resume", why), str(one))
     return True

@@ -24,19 +24,17 @@ from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.tasks import sleep_or_event
 
+from . import throttle_statements
+from .throttle_statements import LATE_SECONDS
+
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 """Time between two looks, and the longest that a loop sleeps while nothing is to be taken."""
 _FRESH_SECONDS = 2.0
 """How long ago the look may have begun by which something is taken."""
-_LATE_SECONDS = 1.0
-"""What was not taken for so long may be taken later, so that a loop that looks now and then reaches
-the rate."""
 _ANSWER_SECONDS = 5.0
 """Time-out of a look: the next one has another connection."""
-_KEYS = 1_000
-"""Paused keys that are looked at: they are only told, as no loop needs to know of them."""
 _PART = "throttles"
 """The part of the health that reports whether looks succeed."""
 
@@ -46,29 +44,6 @@ Place = tuple[str, str]
 
 class Resting(Exception):
     """It is paused: nothing of it is to be taken."""
-
-
-_LOOK = f"""
-SELECT kind, CASE kind WHEN 'key' THEN topic ELSE subject END AS name,
-       min(per_second) AS per_second,
-       COALESCE(max(extract(epoch FROM next_at - clock_timestamp())), -{_LATE_SECONDS})::float
-           AS rests,
-       max(extract(epoch FROM clock_timestamp() - since)) FILTER (WHERE until IS NULL)::float
-           AS age
-  FROM (SELECT * FROM pipeline.throttle WHERE kind IN ('topic', 'consumer', 'events')
-         UNION ALL
-        (SELECT * FROM pipeline.throttle WHERE kind = 'key' LIMIT {_KEYS})) AS asked
- WHERE until IS NULL OR until > clock_timestamp()
- GROUP BY 1, 2
-"""
-
-_MOVE_ON = f"""
-UPDATE pipeline.throttle
-   SET next_at = GREATEST(next_at, clock_timestamp() - interval '{_LATE_SECONDS} s')
-                 + make_interval(secs => $3::float / per_second)
- WHERE kind = $1 AND subject = $2 AND per_second > 0
-RETURNING extract(epoch FROM next_at - clock_timestamp())::float
-"""
 
 
 class Throttles:
@@ -115,7 +90,7 @@ class Throttles:
     async def _look(self, begun: float) -> None:
         assert self._engine is not None
         async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
-            rows = await driver.fetch(_LOOK)
+            rows = await driver.fetch(throttle_statements.READ_STOPS)
         places = {(row["kind"], row["name"]): row for row in rows}
         rates = {place: row["per_second"] for place, row in places.items()}
         # What this process has taken at an unchanged rate may not be stored yet.
@@ -209,7 +184,7 @@ class Throttles:
             if number and (own := self._own.get(place)):
                 self._own_until[place] = max(self._own_until.get(place, 0.0), now) + number / own
             if number and (rate := self._rates.get(place)):
-                until = max(self._until.get(place, 0.0), now - _LATE_SECONDS)
+                until = max(self._until.get(place, 0.0), now - LATE_SECONDS)
                 self._until[place] = until + number / rate
                 asked[place] = number
         if engine is not None:
@@ -221,7 +196,7 @@ class Throttles:
         unnoted = ""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(engine) as driver:
-                rests = await driver.fetchval(_MOVE_ON, *place, float(number))
+                rests = await driver.fetchval(throttle_statements.NOTE_TAKEN, *place, float(number))
             if rests is not None:  # others of this process may have taken since
                 self._until[place] = max(self._until.get(place, 0.0), monotonic() + rests)
         except Exception as error:

@@ -31,7 +31,7 @@ from pipeline.servers.probe import Probe
 from pipeline.servers.retrying import Attempts
 from pipeline.settings import Settings
 
-from . import backlog, inbox, limits
+from . import backlog, inbox, limits, statements
 from .attempt import Attempt, Memory
 from .breaker import Breaker, Paused
 from .claim_check import ClaimCheck
@@ -245,7 +245,7 @@ class ConsumeTransactions:
                 self._new_outbox(),
                 ProcessSpans(self.group),
                 own,
-                limits.statement(connection, self.settings, handler=AT_WORK if own else ""),
+                statements.set_limits(connection, self.settings, handler=AT_WORK if own else ""),
                 self.settings.transaction_timeout,
                 memory,
                 self.handlers,

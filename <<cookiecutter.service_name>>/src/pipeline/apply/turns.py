@@ -16,6 +16,7 @@ from pipeline.errors import leaves, sqlstate_of
 from pipeline.handlers.rows import Place
 from pipeline.servers.database import autocommitting
 
+from . import statements
 from .item import Item
 from .source import Source, without_decision
 
@@ -23,9 +24,6 @@ log = logging.getLogger(__name__)
 
 _LOCK = 0x1B0C9
 """Advisory lock of the transaction whose turn it is."""
-_TAKE = """
-SELECT set_config('idle_in_transaction_session_timeout', $2, true), pg_advisory_xact_lock($1)
-"""
 _SECONDS = 600.0
 """Time after a deadlock for which the transactions of its consumers take turns."""
 _DEADLOCK, _LOCK_TIME_OUT = "40P01", "55P03"
@@ -104,7 +102,7 @@ class Turns:
         async with autocommitting(self._engine) as driver:
             transaction = driver.transaction()
             await transaction.start()
-            await driver.execute(_TAKE, _LOCK, self._longest)
+            await driver.execute(statements.TAKE_TURN, _LOCK, self._longest)
             yield
             with suppress(Exception):  # the lock ends with the connection, too
                 await transaction.rollback()

@@ -12,7 +12,7 @@ from random import uniform
 
 import asyncpg
 
-from pipeline.apply.inbox import GENERATION_LOCK
+from pipeline.apply.statements import GENERATION_LOCK
 from pipeline.servers.database import IDLE_LIMIT
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Mapping
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
-from pipeline.apply import backlog, inbox, positions, throttles
+from pipeline.apply import statements as apply_statements
+from pipeline.apply import throttle_statements
 from pipeline.consume import stamps
 from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
@@ -50,21 +51,21 @@ _STATEMENTS: Mapping[object, str] = {
     generations._LOCK_GENERATION: "rotation: lock",
     generations._CLOSE_GENERATION: "rotation: close generation",
     generations._FORGET: "rotation: forget generations",
-    inbox._REGISTER: "consumers: register",
-    positions._POSITION: "reader: read position",
-    positions._START_AT: "reader: store start",
-    positions._COUNT_START: "reader: count start",
-    positions._FORGIVE_START: "reader: undo start count",
-    positions._MOVE_POSITIONS: "consume: move position",
-    positions._COUNT_DUPLICATES: "consume: count duplicates",
-    inbox._FIND_IN_CLOSED_GENERATIONS: "consume: look up closed generations",
-    inbox._MARK: "consume: insert markers",
-    inbox._FIND_IN_CURRENT_GENERATION: "consume: read existing markers",
-    backlog._FIND: "consume: look up backlog",
-    inbox._REMEMBERS_ALL: "consume: check inbox coverage",
-    inbox._KEEP_RESULTS: "consume: store results",
-    inbox._UNMARK: "consume: delete markers",
-    backlog._ADD: "consume: add to backlog",
+    apply_statements.REGISTER_CONSUMERS: "consumers: register",
+    apply_statements.READ_POSITION: "reader: read position",
+    apply_statements.INSERT_POSITION: "reader: store start",
+    apply_statements.COUNT_START: "reader: count start",
+    apply_statements.FORGIVE_START: "reader: undo start count",
+    apply_statements.MOVE_POSITIONS: "consume: move position",
+    apply_statements.COUNT_DUPLICATES: "consume: count duplicates",
+    apply_statements.FIND_MARKERS_IN_CLOSED_GENERATIONS: "consume: look up closed generations",
+    apply_statements.INSERT_MARKERS: "consume: insert markers",
+    apply_statements.FIND_MARKERS_IN_CURRENT_GENERATION: "consume: read existing markers",
+    apply_statements.FIND_IN_BACKLOG: "consume: look up backlog",
+    apply_statements.FIND_CONSUMERS_SINCE: "consume: check inbox coverage",
+    apply_statements.STORE_RESULTS: "consume: store results",
+    apply_statements.DELETE_MARKERS: "consume: delete markers",
+    apply_statements.ADD_TO_BACKLOG: "consume: add to backlog",
     staging._WRITE: "consume: write outbox",
     staging._SCHEDULE: "consume: schedule",
     bank.CLAIM: "consume: insert claims",
@@ -73,8 +74,8 @@ _STATEMENTS: Mapping[object, str] = {
     scheduled._IS_DUE: "scheduled: poll",
     scheduled._LOCK: "scheduled: lock",
     scheduled._MOVE: "scheduled: move to outbox",
-    throttles._LOOK: "throttle: look",
-    throttles._MOVE_ON: "throttle: move on",
+    throttle_statements.READ_STOPS: "throttle: look",
+    throttle_statements.NOTE_TAKEN: "throttle: move on",
     measuring._TAKE_TURN: "backlog: take turn to count",
     lanes._WAITING: "backlog: count",
     measuring._STORE: "backlog: store count",

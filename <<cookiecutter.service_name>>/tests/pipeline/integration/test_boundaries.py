@@ -7,7 +7,8 @@ import re
 import sqlalchemy as sa
 
 import pipeline
-from pipeline.apply import backlog, positions, turns
+from pipeline.apply import statements as apply_statements
+from pipeline.apply import throttle_statements
 from pipeline.handlers import sessions
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, partitions
@@ -25,15 +26,25 @@ BY_COMMANDS = (
     "operate.inbox_commands",
     "operate.moves",
     "operate.status",
-    "pipeline.apply.audit",
-    "pipeline.apply.stopping",
     "pipeline.retry.copies",
     "pipeline.servers.cluster",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
 
 BY_COMMANDS_TOO = (
-    *(positions._SEEK, positions._REWIND, positions._OF_GROUP),
+    apply_statements.SET_POSITION,
+    apply_statements.SET_POSITION_BACK,
+    apply_statements.READ_POSITIONS_OF_GROUP,
+    throttle_statements.LOCK_STOPS,
+    throttle_statements.LIST_STOPS,
+    throttle_statements.FIND_STOPS_OF_KEY,
+    throttle_statements.FIND_PUBLICATION,
+    throttle_statements.STORE_STOPS,
+    throttle_statements.DELETE_ENDED_STOPS,
+    throttle_statements.DELETE_STOPS,
+    throttle_statements.HOLD_KEYS,
+    throttle_statements.RELEASE_KEYS,
+    throttle_statements.ADD_TO_AUDIT,
     *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
     archive._SKIP_ARCHIVE,
     archive._ARCHIVES_NO_LONGER,
@@ -47,7 +58,8 @@ UNMET = (
     *(sessions.BEGIN, sessions.GUARD_COMMIT, sessions._GUARD),
     sessions.DONE,
     *(sessions._IS_AT_WORK, lanes._LOCKED, lanes._EXTEND),
-    backlog._DUE,
+    apply_statements.SHARE_GENERATIONS,  # a part of the statement that begins a transaction
+    apply_statements.COUNT_DUE,
     probe._WRITE,
     revisions._DISTRIBUTED,
     partitions._USED_BY,
@@ -55,7 +67,7 @@ UNMET = (
     archive._ARCHIVES,
     archive._CONTINUE_ROUND,
     window._LOWEST,
-    turns._TAKE,
+    apply_statements.TAKE_TURN,
 )
 """Statements that only damage, a long outage, an isolated message or somebody else leads to, or
 a handler's session."""

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from aiokafka.admin import AIOKafkaAdminClient
 
-from pipeline.apply.inbox import GENERATION_LOCK
+from pipeline.apply.statements import GENERATION_LOCK
 
 from .bank import Bank
 from .boundaries import BOUNDARIES, Boundary, Moment, Point

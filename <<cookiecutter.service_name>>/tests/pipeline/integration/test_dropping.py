@@ -11,7 +11,7 @@ import pytest
 
 from operate.commands import command_line
 from pipeline import Park, Reject
-from pipeline.apply import inbox
+from pipeline.apply import statements
 from pipeline.retention import days, generations, partitions
 from pipeline.retention.maintenance import Round, begin_round, run_retention
 from pipeline.retention.partitions import Partition, State
@@ -195,7 +195,7 @@ async def test_a_generation_into_which_a_transaction_looks_stays(
     await close_generation(db, timedelta(days=9))
     busy = await connect()
     async with busy.transaction():
-        await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
+        await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", statements.GENERATION_LOCK)
         assert (await run_retention(db, settings())).dropped == []
         assert "inbox_g1" in await names(db, generations.PATTERN)
     assert (await run_retention(db, settings())).dropped == ["inbox_g1"]

@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from pipeline import Transaction
 from pipeline.apply import inbox, limits, positions
-from pipeline.apply.inbox import GENERATION_LOCK
 from pipeline.apply.positions import Generations
+from pipeline.apply.statements import GENERATION_LOCK
 from pipeline.retention import generations
 from pipeline.retention.generations import close_generation
 from pipeline.retention.maintenance import run_retention

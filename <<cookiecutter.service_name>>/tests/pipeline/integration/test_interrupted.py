@@ -11,9 +11,9 @@ from aiokafka import AIOKafkaProducer
 from sqlalchemy import make_url
 
 from pipeline import Event, Handlers, Transaction
-from pipeline.apply import limits
-from pipeline.apply.inbox import GENERATION_LOCK
+from pipeline.apply import limits, statements
 from pipeline.apply.positions import PositionMoved
+from pipeline.apply.statements import GENERATION_LOCK
 from pipeline.handlers import staging
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting, connect_args
@@ -223,7 +223,7 @@ async def test_a_stopped_process_holds_its_locks_no_longer_than_a_transaction_ma
     desk = await new_desk(bank.handlers, topic=bank.deposits, transaction_timeout=3, lock_timeout=2)
     await desk.apply(Deposit(1))
     async with desk.engine.connect() as stopped:
-        await limits.begin(stopped, limits.statement(stopped, desk.consume.settings))
+        await limits.begin(stopped, statements.set_limits(stopped, desk.consume.settings))
         driver = (await stopped.get_raw_connection()).driver_connection
         assert isinstance(driver, asyncpg.Connection)
         await driver.execute("SELECT FROM account FOR UPDATE")

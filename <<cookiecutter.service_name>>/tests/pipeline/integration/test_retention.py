@@ -8,7 +8,7 @@ from itertools import pairwise
 import asyncpg
 import pytest
 
-from pipeline.apply import inbox
+from pipeline.apply import statements
 from pipeline.observe.health import Health
 from pipeline.retention import generations, maintenance
 from pipeline.retention.maintenance import run_retention
@@ -153,7 +153,7 @@ async def test_partitions_are_made_while_transactions_use_the_table_and_block_no
 ) -> None:
     busy, reading, keeper = [await connect() for _ in range(3)]
     async with busy.transaction(), reading.transaction():
-        await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
+        await busy.execute("SELECT pg_advisory_xact_lock_shared($1)", statements.GENERATION_LOCK)
         await busy.execute(_INSERT, "1")
         await reading.fetch("SELECT FROM pipeline.outbox")
         # A statement that had to wait would end with an error.
@@ -264,10 +264,10 @@ async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
     # Far longer than it may let them wait, and than `busy` is at it.
     await following.execute(f"SET lock_timeout = '{PATIENCE}s'")
     async with busy.transaction():
-        await busy.execute(enter, inbox.GENERATION_LOCK)
+        await busy.execute(enter, statements.GENERATION_LOCK)
         closing = asyncio.create_task(run_retention(db, settings(inbox_generation_age=0.001)))
         while not closing.done():
-            await following.execute(enter, inbox.GENERATION_LOCK)
+            await following.execute(enter, statements.GENERATION_LOCK)
         await closing
         assert await _generations(db) == (1, 1)
     await run_retention(db, settings(inbox_generation_age=0.001))
@@ -288,7 +288,9 @@ async def test_a_generation_is_closed_also_where_transactions_are_long_and_overl
         await asyncio.sleep(delay)
         while not done.is_set():
             async with one.transaction():
-                await one.execute("SELECT pg_advisory_xact_lock_shared($1)", inbox.GENERATION_LOCK)
+                await one.execute(
+                    "SELECT pg_advisory_xact_lock_shared($1)", statements.GENERATION_LOCK
+                )
                 await asyncio.sleep(0.6)
 
     async with asyncio.TaskGroup() as tasks:

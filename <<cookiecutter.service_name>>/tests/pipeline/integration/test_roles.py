@@ -19,7 +19,8 @@ from operate import dead, dead_events, dead_letters, inbox_commands, moves, stat
 from operate.dead import STATES
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
-from pipeline.apply import audit, backlog, inbox, limits, positions, stopping, throttles
+from pipeline.apply import statements as apply_statements
+from pipeline.apply import stopping, throttle_statements
 from pipeline.apply.stopping import Subject
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
@@ -57,32 +58,43 @@ SELECT bool_and(pg_visible_in_snapshot(xid, seen))
 """
 
 MODULES: dict[str, tuple[ModuleType, ...]] = {
-    "service": (
-        *(inbox, positions, limits, backlog, lanes, measuring, staging, moves, throttles),
-        audit,
+    "service": (*(apply_statements, lanes, measuring, staging, moves),),
+    "relay": (relay, window, rejected, scheduled),
+    "operator": (
+        *(status, dead, dead_events, dead_letters, inbox_commands),
+        throttle_statements,
     ),
-    "relay": (relay, window, rejected, scheduled, throttles),
-    "operator": (status, dead, dead_events, dead_letters, inbox_commands, stopping, audit),
     "retention": (archive, days, generations, maintenance),
 }
 """Modules whose statements each role executes."""
 
 BY_RETENTION = generations._CLOSE_GENERATION, generations._FORGET
 
+THROTTLED = throttle_statements.READ_STOPS, throttle_statements.NOTE_TAKEN
+
 BY_OTHERS = {
     *BY_RETENTION,
+    *THROTTLED,
     scheduled._LIST,
 }
 """Statements of these modules that another role executes."""
 
 BY_A_PERSON = (
     *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
-    *(staging.CANCEL, scheduled._LIST, backlog._ADD),
+    *(staging.CANCEL, scheduled._LIST, apply_statements.ADD_TO_BACKLOG),
     *(rejected._HOLD_SHARD, rejected._REDRIVE, rejected._DISCARD),
-    *(positions._OF_GROUP, lanes._WAITING, window._COUNT, cursor._RELAYS),
+    *(apply_statements.READ_POSITIONS_OF_GROUP, lanes._WAITING, window._COUNT, cursor._RELAYS),
     *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, scheduled._COUNT),
     *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )
+
+BESIDES: dict[str, tuple[str, ...]] = {
+    "service": (*THROTTLED, throttle_statements.ADD_TO_AUDIT),
+    "relay": THROTTLED,
+    "operator": BY_A_PERSON,
+    "retention": BY_RETENTION,
+}
+"""Statements of other modules that a role executes."""
 
 GUIDE = (ROOT / "docs" / "security.md").read_text("utf-8")
 
@@ -506,8 +518,8 @@ def statements(role: str) -> list[str]:
     found = [value for module in MODULES[role] for value in vars(module).values()]
     found += [one for value in found if isinstance(value, dict) for one in value.values()]
     mine = [one for one in found if isinstance(one, str) and STATEMENT.match(one)]
-    mine += {"operator": BY_A_PERSON, "retention": BY_RETENTION}.get(role, ())
-    ours = {"operator": set(BY_A_PERSON), "retention": set(BY_RETENTION)}.get(role, set())
+    ours = BESIDES[role]
+    mine += ours
     return [one for one in mine if one in ours or (one not in BY_OTHERS and "{" not in one)]
 
 

@@ -22,6 +22,7 @@ from pipeline.apply.attempt import Memory
 from pipeline.apply.positions import Slot
 from pipeline.apply.slots import Slots
 from pipeline.apply.stopping import Subject
+from pipeline.apply.throttle_statements import PAUSES
 from pipeline.apply.throttles import Resting, Throttles
 from pipeline.consume.gathering import Gatherer
 from pipeline.consume.limits import TopicLimits
@@ -620,7 +621,7 @@ async def a_suspect_that_is_not_tried(
         yield
     await working
     assert len(bank.calls) == calls
-    (row,) = [row for row in await desk.backlog() if row["topic"] != stopping.PAUSES]
+    (row,) = [row for row in await desk.backlog() if row["topic"] != PAUSES]
     for column in ("attempts", "deaths", "reason"):
         assert row[column] == before[column]
 

@@ -1,0 +1,329 @@
+"""SQL of the consume transaction: the inbox, positions, the backlog, and turns.
+
+Parameters are described where a statement is executed. What stops and throttles, and the audit, is
+in `throttle_statements.py`. `service sql` prints all statements with the text below each.
+"""
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from pipeline.events.message import FIRST_MILLISECOND
+from pipeline.handlers.policy import DEFERRED, FOLLOWER
+from pipeline.settings import Settings
+
+GENERATION_LOCK = 0x1B0C5
+"""Advisory lock: shared by every consume transaction, exclusive while a generation is closed."""
+KEPT = """generation = ANY (ARRAY(
+           SELECT generate_series(oldest, current) FROM pipeline.inbox_generation))"""
+"""The condition of markers that are kept, in SQL."""
+_TRANSACTION_TIMEOUT_SINCE = (17,)
+"""Version of PostgreSQL."""
+
+SHARE_GENERATIONS = f"SELECT pg_advisory_xact_lock_shared({GENERATION_LOCK})"
+"""Keep generations from being closed until the transaction ends.
+
+The lock is granted after its statement's snapshot was taken, so what the lock protects must be read
+by a later statement.
+
+Locks: the advisory lock, shared.
+Plan: reads no table.
+"""
+
+REGISTER_CONSUMERS = """
+WITH named AS (
+    INSERT INTO pipeline.release (name) SELECT $2::text WHERE $2::text <> ''
+        ON CONFLICT DO NOTHING
+)
+INSERT INTO pipeline.inbox_consumer (consumer, generation)
+SELECT new.consumer, current
+  FROM unnest($1::text[]) AS new (consumer), pipeline.inbox_generation
+    ON CONFLICT DO NOTHING
+"""
+"""Store the generation in which each consumer begins, and the release that runs them.
+
+Locks: the new rows.
+Plan: `inbox_consumer_pkey` and `release_pkey` find what is stored already.
+"""
+
+FIND_CONSUMERS_SINCE = """
+SELECT consumer FROM pipeline.inbox_consumer WHERE consumer = ANY ($1) AND generation >= $2
+"""
+"""Return those of the consumers that have begun in this generation or a later one.
+
+Locks: none.
+Plan: `inbox_consumer_pkey`, or a scan of the table, which has a row for each consumer.
+"""
+
+FIND_MARKERS_IN_CLOSED_GENERATIONS = """
+SELECT key, hash, hash_version
+  FROM pipeline.inbox
+ WHERE generation >= $1 AND generation < $2 AND key = ANY ($3)
+"""
+"""Return the markers with these keys in generations that take no new ones.
+
+Locks: none.
+Plan: `inbox_pkey` of each closed generation that is kept, for each key.
+"""
+
+INSERT_MARKERS = """
+INSERT INTO pipeline.inbox
+       (generation, key, hash, hash_version, consumer, source, id, type,
+        topic, partition, "offset", traceparent, record_key)
+SELECT $1, key, hash, $2, consumer, source, id, type, topic, partition, "offset", traceparent,
+       record_key
+  FROM unnest($3::pipeline.new_inbox_row[])
+    ON CONFLICT DO NOTHING
+RETURNING key
+"""
+"""Insert markers; returns the keys of those that are new.
+
+An array of rows, not one of each column: asyncpg encodes each element of an array by itself, and a
+row at once.
+
+Locks: the new rows. A key that another transaction has inserted is waited for until that one ends;
+keys are sorted, so that two transactions do not deadlock.
+Plan: `inbox_pkey` of the current generation finds the keys that exist.
+"""
+
+FIND_MARKERS_IN_CURRENT_GENERATION = """
+SELECT key, hash, hash_version
+  FROM pipeline.inbox
+ WHERE generation = $1 AND key = ANY ($2)
+"""
+"""Return the markers with keys that `INSERT_MARKERS` has found to exist.
+
+Locks: none.
+Plan: `inbox_pkey` of the current generation, for each key.
+"""
+
+STORE_RESULTS = """
+UPDATE pipeline.inbox AS marker
+   SET result = returned.result::json
+  FROM unnest($2::bytea[], $3::text[]) AS returned (key, result)
+ WHERE marker.generation = $1 AND marker.key = returned.key
+"""
+"""Store what handlers have returned in the markers that this transaction has inserted.
+
+Locks: the markers, which no other transaction can see yet.
+Plan: `inbox_pkey` of the current generation, for each key.
+"""
+
+DELETE_MARKERS = "DELETE FROM pipeline.inbox WHERE generation = $1 AND key = ANY ($2)"
+"""Delete markers that this transaction has inserted.
+
+Locks: the markers, which no other transaction can see yet.
+Plan: `inbox_pkey` of the current generation, for each key.
+"""
+
+MOVE_POSITIONS = """
+WITH moved AS (
+    UPDATE pipeline.position AS position
+       SET next_offset = move.next_offset,
+           anchor_offset = COALESCE(move.anchor_offset, position.anchor_offset),
+           anchor_time = COALESCE(move.anchor_time, position.anchor_time),
+           anchor_hash = COALESCE(move.anchor_hash, position.anchor_hash),
+           starts = 0,
+           moved_at = clock_timestamp()
+      FROM unnest($2::text[], $3::int[], $4::bigint[], $5::bigint[], $6::bigint[],
+                  $7::timestamptz[], $8::bytea[])
+           AS move (topic, partition, fetched_from, next_offset, anchor_offset, anchor_time,
+                    anchor_hash)
+     WHERE position.consumer_group = $1
+       AND position.topic = move.topic
+       AND position.partition = move.partition
+       AND position.next_offset = move.fetched_from
+    RETURNING 1
+)
+SELECT current, oldest, since, moved.number
+  FROM (SELECT count(*) AS number FROM moved) AS moved, pipeline.inbox_generation
+"""
+"""Move positions over their batches, and read the generations of the inbox.
+
+A position is moved only from where its batch was fetched: the number of those that were moved is
+returned.
+
+Locks: the positions, until the transaction ends. They are sorted, so that two processes with the
+same partitions do not deadlock.
+Plan: `position_pkey`, for each partition. `inbox_generation` has one row.
+"""
+
+COUNT_DUPLICATES = """
+UPDATE pipeline.position AS position
+   SET duplicates = duplicates + found.number
+  FROM unnest($2::text[], $3::int[], $4::bigint[]) AS found (topic, partition, number)
+ WHERE position.consumer_group = $1
+   AND position.topic = found.topic
+   AND position.partition = found.partition
+"""
+"""Add to the counts of duplicates.
+
+Locks: the positions, which `MOVE_POSITIONS` has locked before.
+Plan: `position_pkey`, for each partition.
+"""
+
+COUNT_START = """
+UPDATE pipeline.position SET starts = starts + 1
+ WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
+RETURNING starts
+"""
+"""Count a process that begins at this position; returns how many have not ended regularly.
+
+Locks: the position.
+Plan: `position_pkey`.
+"""
+
+FORGIVE_START = """
+UPDATE pipeline.position SET starts = GREATEST(starts - 1, 0)
+ WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
+"""
+"""Undo `COUNT_START` after a regular end.
+
+Locks: the position.
+Plan: `position_pkey`.
+"""
+
+READ_POSITION = """
+SELECT next_offset, anchor_offset, anchor_time, anchor_hash
+  FROM pipeline.position
+ WHERE consumer_group = $1 AND topic = $2 AND partition = $3
+"""
+"""Return the position of a partition and its anchor.
+
+Locks: none.
+Plan: `position_pkey`.
+"""
+
+READ_POSITIONS_OF_GROUP = f"""
+SELECT topic, partition, next_offset AS position, moved_at, duplicates,
+       CASE WHEN anchor_time >= to_timestamp({FIRST_MILLISECOND} / 1000) THEN anchor_time
+       END AS written_at
+  FROM pipeline.position
+ WHERE consumer_group = $1 ORDER BY topic, partition
+"""
+"""Return all positions of a group.
+
+Locks: none.
+Plan: `position_pkey` by its first column, or a scan of the table, which has a row for each
+partition.
+"""
+
+INSERT_POSITION = """
+INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
+VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
+"""
+"""Store the first position of a partition; one that is stored already stays.
+
+Locks: the new row.
+Plan: `position_pkey` finds a row that exists.
+"""
+
+SET_POSITION = """
+INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
+VALUES ($1, $2, $3, $4)
+    ON CONFLICT (consumer_group, topic, partition) DO UPDATE
+   SET next_offset = excluded.next_offset, anchor_offset = NULL, anchor_time = NULL,
+       anchor_hash = NULL, starts = 0, moved_at = clock_timestamp()
+"""
+"""Set a position, for an operator's command.
+
+Locks: the position. It waits for a batch that is under way, as the next one of that partition does
+for it.
+Plan: `position_pkey`.
+"""
+
+SET_POSITION_BACK = """
+UPDATE pipeline.position
+   SET next_offset = $4, anchor_offset = NULL, anchor_time = NULL, anchor_hash = NULL, starts = 0,
+       moved_at = clock_timestamp()
+ WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset > $4
+"""
+"""Set a position to an offset that is before it, for an operator's command.
+
+Locks: the position, as `SET_POSITION` does.
+Plan: `position_pkey`.
+"""
+
+FIND_IN_BACKLOG = """
+SELECT b.key, NULL::bytea AS order_key, b.hash, b.hash_version
+  FROM pipeline.backlog b WHERE b.key = ANY ($1)
+UNION ALL
+SELECT NULL, wanted.key, NULL, NULL
+  FROM unnest($2::bytea[]) AS wanted (key)
+ WHERE EXISTS (SELECT FROM pipeline.backlog b
+                WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds))
+"""
+"""Return which messages have rows, by marker key, and which order keys have rows that wait.
+
+It follows `INSERT_MARKERS`, so that it sees the rows of transactions for which that has waited.
+
+Locks: none.
+Plan: `backlog_pkey` for each marker key, `backlog_order_idx` for each order key.
+"""
+
+ADD_TO_BACKLOG = """
+INSERT INTO pipeline.backlog
+       (key, lane, order_key, sequence, consumer, topic, partition, "offset", timestamp,
+        record_key, value, headers, source, id, type, hash, hash_version, remembered_hash,
+        traceparent, reason, attempts, waited, due_at, died_at, holds, error, traceback)
+SELECT key, lane, order_key, sequence, consumer, topic, partition,
+       COALESCE("offset", nextval('pipeline.backlog_call_seq')), timestamp, record_key, value,
+       headers, source, id, type, hash, $1, remembered_hash, traceparent,
+       reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),
+       CASE WHEN is_dead THEN clock_timestamp() END, holds, error, traceback
+  FROM unnest($2::pipeline.new_backlog_row[])
+    ON CONFLICT DO NOTHING
+RETURNING key
+"""
+"""Store messages that are not applied now; returns the keys of those that are new.
+
+An array of rows, as in `INSERT_MARKERS`.
+
+Locks: the new rows. A key that another transaction has inserted is waited for until that one ends.
+Plan: `backlog_pkey` finds the keys that exist.
+"""
+
+COUNT_DUE = f"""
+SELECT count(*)
+  FROM generate_series(0, $1::integer) AS its (lane) CROSS JOIN unnest($3::text[]) AS of (consumer)
+ CROSS JOIN LATERAL (
+       SELECT reason FROM pipeline.backlog b
+        WHERE b.lane = its.lane AND b.consumer = of.consumer AND due_at <= statement_timestamp()
+        ORDER BY due_at DESC LIMIT $2) AS latest
+ WHERE reason NOT IN ('{DEFERRED.reason}', '{FOLLOWER.reason}')
+"""
+"""Count rows of consumers that are due after a failure, at most `$2` of each lane and consumer.
+
+Of the latest, among which are those that failures add: messages that were only stored, while their
+consumer was paused, are due for longer.
+
+Locks: none.
+Plan: `backlog_due_idx`, backwards, for each lane and consumer.
+"""
+
+TAKE_TURN = """
+SELECT set_config('idle_in_transaction_session_timeout', $2, true), pg_advisory_xact_lock($1)
+"""
+"""Wait for the turn among the transactions of consumers that have deadlocked.
+
+Locks: the advisory lock `$1`, until its own transaction ends. A process that has stopped loses it
+after `$2`.
+Plan: reads no table.
+"""
+
+
+def set_limits(connection: AsyncConnection, settings: Settings, *, handler: str = "") -> str:
+    """Return the statement that sets the limits of a transaction.
+
+    `handler` is the value of the setting `pipeline.handler`, see `AT_WORK` in
+    `handlers/sessions.py`. The default of the columns `release` reads `pipeline.release`.
+    """
+    milliseconds = round(settings.transaction_timeout * 1000)
+    limits = {
+        "idle_in_transaction_session_timeout": f"{milliseconds}ms",
+        "lock_timeout": f"{round(settings.lock_timeout * 1000)}ms",
+        "pipeline.handler": handler,
+        "pipeline.release": settings.release,
+    }
+    if (connection.dialect.server_version_info or (0,)) >= _TRANSACTION_TIMEOUT_SINCE:
+        limits["transaction_timeout"] = f"{milliseconds}ms"
+    set_each = (f"set_config('{name}', '{value}', true)" for name, value in limits.items())
+    return f"SELECT {', '.join(set_each)}"
