@@ -690,7 +690,7 @@ SELECT pg_advisory_unlock_all()
         "workers that wake up late",
         [
             Edit(
-                "retry/lanes.py",
+                "retry/statements.py",
                 "AS own (lane, token) USING (lane, token)",
                 "AS own (lane, their_token) USING (lane)",
             ),

@@ -17,9 +17,10 @@ from pipeline.servers.cluster import check_brokers
 from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 
+from . import statements
+
 _ANSWER_SECONDS = 10.0
 _PREFIX = "database "
-_ID = "SELECT database_id FROM pipeline.inbox_generation"
 
 
 async def check(
@@ -41,7 +42,7 @@ async def check(
     except (KafkaError, TimeoutError) as error:
         named = f"{settings.kafka} (PIPELINE_KAFKA_BOOTSTRAP_SERVERS)"
         raise StoreUnavailable(f"{named}: {describe_error(error)}") from error
-    id = await connection.fetchval(_ID)
+    id = await connection.fetchval(statements.READ_DATABASE_ID)
     stamp = f"{_PREFIX}{id}"
     if others := {one for one in texts if one.startswith(_PREFIX)} - {stamp}:
         raise WrongDatabase(

@@ -16,9 +16,8 @@ from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS
 from pipeline.redaction import HIDDEN
 
-from . import lane_source, lanes
+from . import lane_source, lanes, statements
 
-_ROW = "SELECT * FROM pipeline.backlog WHERE key = $1"
 _LONGEST_ID = 200
 
 
@@ -46,7 +45,7 @@ async def redrive(
     returns its message for each. Call `fence_lane` before, in the same transaction. Raises
     `Refused` if it can't be handled, or if its id is the letter's or one that is stored already.
     """
-    row = await connection.fetchrow(_ROW, key)
+    row = await connection.fetchrow(statements.READ_ROW, key)
     items = await _copies(handlers, row, copy.value)
     new_id = items[0].message.id
     if (await backlog.find(connection, items)).known:
@@ -67,7 +66,7 @@ async def messages_of(
 
     Returns none if it can't be decoded, or if a process may have died of it.
     """
-    row = await connection.fetchrow(_ROW, key)
+    row = await connection.fetchrow(statements.READ_ROW, key)
     if encryption is not None:
         (row,) = await encryption.decrypt(connection, [row], "value")
     record = lane_source.stored_record(row, stored_for=0.0)

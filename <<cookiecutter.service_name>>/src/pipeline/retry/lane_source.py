@@ -23,10 +23,7 @@ from pipeline.events.message import headers_of
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import (
     DEFERRED,
-    DIED,
     FORGOTTEN,
-    LOST,
-    REDRIVEN,
     UNKNOWN,
     Decision,
     History,
@@ -39,7 +36,7 @@ from pipeline.handlers.registry import Handler, Handlers
 from pipeline.observe import metrics
 from pipeline.servers.tasks import TimeSlice
 
-from . import lanes
+from . import lanes, statements
 from .lanes import Lease
 
 _RUN_BYTES = 16 * 2**20
@@ -194,47 +191,6 @@ class LaneSource:
             metrics.backlog_applied(consumer, stored_for + seconds)
 
 
-# A row that seems to be stored in the future was stored before the clock was set back. The reason
-# completes the history of a row that a consume transaction has added, a command has redriven, or a
-# process of version 1.0.0 has changed. A key may have rows of two consumers, a correction and that
-# which it corrects: rows of consumers that are not asked for wait.
-_TAKE = f"""
-WITH due AS MATERIALIZED (
-    SELECT order_key, min(due_at) AS due_at, max(attempts) AS attempts
-      FROM (SELECT due.* FROM unnest($1::integer[]) AS its (lane)
-             CROSS JOIN unnest($2::text[]) AS of (consumer) CROSS JOIN LATERAL (
-                   SELECT order_key, due_at, attempts FROM pipeline.backlog b
-                    WHERE b.lane = its.lane AND b.consumer = of.consumer
-                      AND due_at <= statement_timestamp()
-                      AND COALESCE((received_at <= $5 OR received_at > statement_timestamp())
-                                   AND topic <> ALL ($6), true)
-                    ORDER BY due_at LIMIT $3) AS due
-             ORDER BY due_at LIMIT $3) AS first
-     GROUP BY order_key
-)
-SELECT key, lane, order_key, consumer, topic, partition, "offset", timestamp, record_key, value,
-       headers, source, type, hash, hash_version, traceparent, reason, error,
-       attempts, waited, GREATEST(deaths, (reason = '{DIED}')::integer) AS deaths,
-       GREATEST(losses, (reason = '{LOST}')::integer) AS losses,
-       is_redriven OR reason = '{REDRIVEN}' AS is_redriven,
-       date_part('epoch', clock_timestamp() - received_at) AS stored_for,
-       COALESCE(due_at > clock_timestamp(), died_at IS NOT NULL)
-       OR consumer <> ALL ($2) AS must_wait
-  FROM (SELECT due.due_at AS key_due_at, b.*,
-               sum(octet_length(value)) OVER (
-                   ORDER BY due.due_at, b.order_key, sequence, partition, "offset"
-                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
-          FROM due CROSS JOIN LATERAL (
-               SELECT * FROM pipeline.backlog b
-                WHERE b.order_key = due.order_key AND (b.died_at IS NULL OR b.holds)
-                ORDER BY sequence, partition, "offset"
-                LIMIT CASE WHEN due.attempts > 1 THEN 1  -- it may well fail again
-                           ELSE GREATEST(1, $3 / (SELECT count(*) FROM due)) END) AS b) AS run
- WHERE bytes_before < $4 OR bytes_before IS NULL
- ORDER BY key_due_at, order_key, sequence, partition, "offset"
-"""
-
-
 async def take(
     connection: asyncpg.Connection,
     lease: Lease,
@@ -250,7 +206,13 @@ async def take(
     unavailable topics are left out.
     """
     rows: Rows = await connection.fetch(
-        _TAKE, lease.lanes, list(consumers), limit, _RUN_BYTES, before, [*lease.unavailable]
+        statements.READ_DUE_ROWS,
+        lease.lanes,
+        list(consumers),
+        limit,
+        _RUN_BYTES,
+        before,
+        [*lease.unavailable],
     )
     return await encryption.decrypt(connection, rows, "value") if encryption else rows
 

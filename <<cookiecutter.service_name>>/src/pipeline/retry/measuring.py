@@ -11,7 +11,7 @@ from pipeline.errors import describe_error
 from pipeline.observe import metrics
 from pipeline.servers.database import autocommitting
 
-from . import lanes
+from . import count_statements, lanes
 from .lanes import Waiting
 
 log = logging.getLogger(__name__)
@@ -22,19 +22,6 @@ _COUNT_SECONDS = 60.0
 """Time-out of a count."""
 _AT_MOST = 100_000
 """Rows that wait, and dead rows, that are counted: more take long."""
-
-# Rather too early than half of the time too late: the clocks of processes are not in step. A count
-# from the future, as after a jump of the clock, is none.
-_TAKE_TURN = """
-UPDATE pipeline.backlog_count SET counted_at = clock_timestamp()
- WHERE counted_at NOT BETWEEN clock_timestamp() - make_interval(secs => 0.8 * $1::float)
-                          AND clock_timestamp()
-RETURNING true
-"""
-
-_STORE = "UPDATE pipeline.backlog_count SET counts = $1::text::json"
-
-_READ = "SELECT counts::text FROM pipeline.backlog_count"
 
 
 async def measure(engine: AsyncEngine) -> None:
@@ -59,7 +46,9 @@ async def measure(engine: AsyncEngine) -> None:
 
 async def _counted(connection: asyncpg.Connection) -> list[Waiting]:
     """Return the latest count of any process, which this one makes if it is its turn."""
-    if await connection.fetchval(_TAKE_TURN, _SAMPLE_SECONDS):
+    if await connection.fetchval(count_statements.TAKE_TURN_TO_COUNT, _SAMPLE_SECONDS):
         counted = await lanes.waiting(connection, _AT_MOST, _SAMPLE_SECONDS)
-        await connection.execute(_STORE, json.dumps(counted))
-    return [Waiting(*one) for one in json.loads(await connection.fetchval(_READ))]
+        await connection.execute(count_statements.STORE_COUNT, json.dumps(counted))
+    return [
+        Waiting(*one) for one in json.loads(await connection.fetchval(count_statements.READ_COUNT))
+    ]

@@ -10,11 +10,12 @@ from sqlalchemy.dialects.postgresql import asyncpg
 
 from pipeline.apply import statements as apply_statements
 from pipeline.apply import throttle_statements
-from pipeline.consume import stamps
+from pipeline.consume import statements as consume_statements
 from pipeline.handlers import staging
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, maintenance, partitions
-from pipeline.retry import lane_source, lanes, measuring
+from pipeline.retry import count_statements
+from pipeline.retry import statements as retry_statements
 from pipeline.servers import cluster, revisions
 
 from . import bank
@@ -42,7 +43,7 @@ _STATEMENTS: Mapping[object, str] = {
     days._PUBLISHED: "published: mark day",
     days._CLOSED_DAYS: "retention: list closed days",
     f"SELECT {cluster.IS_OURS}": "connection: compare cluster",
-    stamps._ID: "database: read id",
+    consume_statements.READ_DATABASE_ID: "database: read id",
     cluster._BROKERS: "database: read brokers",
     cluster._STORE_BROKERS: "database: store brokers",
     days._UNFINISHED: "retention: find shards behind",
@@ -76,19 +77,19 @@ _STATEMENTS: Mapping[object, str] = {
     scheduled._MOVE: "scheduled: move to outbox",
     throttle_statements.READ_STOPS: "throttle: look",
     throttle_statements.NOTE_TAKEN: "throttle: move on",
-    measuring._TAKE_TURN: "backlog: take turn to count",
-    lanes._WAITING: "backlog: count",
-    measuring._STORE: "backlog: store count",
-    measuring._READ: "backlog: read count",
-    lanes._CLAIM: "backlog: claim lane",
-    lane_source._TAKE: "backlog: read due rows",
-    lanes._HOLD: "backlog: fence lane",
-    lanes._END_PAUSES: "backlog: end pauses",
-    lanes._DELETE: "backlog: delete settled rows",
-    lanes._SET: "backlog: update failed rows",
-    lanes._OVERTAKEN: "backlog: compare heads",
-    lanes._ONLY_HEADS_ARE_DUE: "backlog: schedule heads",
-    lanes._RELEASE: "backlog: release lane",
+    count_statements.TAKE_TURN_TO_COUNT: "backlog: take turn to count",
+    count_statements.COUNT_BACKLOG: "backlog: count",
+    count_statements.STORE_COUNT: "backlog: store count",
+    count_statements.READ_COUNT: "backlog: read count",
+    retry_statements.CLAIM_LANES: "backlog: claim lane",
+    retry_statements.READ_DUE_ROWS: "backlog: read due rows",
+    retry_statements.HOLD_LANES: "backlog: fence lane",
+    retry_statements.DELETE_ENDED_PAUSES: "backlog: end pauses",
+    retry_statements.DELETE_ROWS: "backlog: delete settled rows",
+    retry_statements.UPDATE_FAILED_ROWS: "backlog: update failed rows",
+    retry_statements.FIND_OVERTAKEN_KEYS: "backlog: compare heads",
+    retry_statements.SCHEDULE_HEADS: "backlog: schedule heads",
+    retry_statements.RELEASE_LANES: "backlog: release lane",
     cursor._ANNOUNCE: "relay: announce",
     cursor._COUNT_RELAYS: "relay: count relays",
     cursor._GONE: "relay: find expired relays",

@@ -12,7 +12,7 @@ from pipeline.apply import throttle_statements
 from pipeline.handlers import sessions
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, partitions
-from pipeline.retry import lanes
+from pipeline.retry import statements as retry_statements
 from pipeline.servers import probe, revisions
 
 from .boundaries import BOUNDARIES
@@ -26,7 +26,6 @@ BY_COMMANDS = (
     "operate.inbox_commands",
     "operate.moves",
     "operate.status",
-    "pipeline.retry.copies",
     "pipeline.servers.cluster",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
@@ -45,7 +44,13 @@ BY_COMMANDS_TOO = (
     throttle_statements.HOLD_KEYS,
     throttle_statements.RELEASE_KEYS,
     throttle_statements.ADD_TO_AUDIT,
-    *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
+    retry_statements.READ_ROW,
+    *(
+        retry_statements.FENCE_LANE,
+        retry_statements.LOCK_LANE,
+        retry_statements.REDRIVE_ROWS,
+        retry_statements.DISCARD_ROWS,
+    ),
     archive._SKIP_ARCHIVE,
     archive._ARCHIVES_NO_LONGER,
     scheduled._LIST,
@@ -57,7 +62,7 @@ BY_COMMANDS_TOO = (
 UNMET = (
     *(sessions.BEGIN, sessions.GUARD_COMMIT, sessions._GUARD),
     sessions.DONE,
-    *(sessions._IS_AT_WORK, lanes._LOCKED, lanes._EXTEND),
+    *(sessions._IS_AT_WORK, retry_statements._LOCKED, retry_statements.EXTEND_LEASES),
     apply_statements.SHARE_GENERATIONS,  # a part of the statement that begins a transaction
     apply_statements.COUNT_DUE,
     probe._WRITE,

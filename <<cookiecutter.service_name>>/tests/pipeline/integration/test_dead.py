@@ -41,6 +41,7 @@ from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, NEW
 from pipeline.handlers.policy import dead as fate_of
 from pipeline.retry import lanes
+from pipeline.retry import statements as retry_statements
 from pipeline.retry.copies import Copy
 from pipeline.retry.lane_source import read_rows, take
 from pipeline.retry.lanes import LaneLost
@@ -596,7 +597,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     statement = DeadLetters.chunk_statement("dead")
     chunk = await plan(db, statement, *EVERYTHING.arguments, 7, dead.CHUNK)
     assert "backlog_dead_idx" in chunk
-    heads = await plan(db, lanes._ONLY_HEADS_ARE_DUE, [b"a", b"b"], [7], 1_000, GAP, [b"a"])
+    heads = await plan(db, retry_statements.SCHEDULE_HEADS, [b"a", b"b"], [7], 1_000, GAP, [b"a"])
     assert "Index Scan using backlog_pkey on backlog b " in heads
 
     command = ("dead", "redrive", "--all", "--yes", "--wait", "0", "--json")

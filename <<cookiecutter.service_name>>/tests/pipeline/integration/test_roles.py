@@ -29,7 +29,8 @@ from pipeline.retention import archive, days, generations, maintenance, partitio
 from pipeline.retention.archive import Archive
 from pipeline.retention.maintenance import make_ahead, run_retention
 from pipeline.retention.partitions import NotOwner
-from pipeline.retry import lanes, measuring
+from pipeline.retry import count_statements
+from pipeline.retry import statements as retry_statements
 from pipeline.schema import FIRST_LANE_OF_CALLS
 from pipeline.servers import cluster
 from pipeline.settings import Settings
@@ -58,7 +59,7 @@ SELECT bool_and(pg_visible_in_snapshot(xid, seen))
 """
 
 MODULES: dict[str, tuple[ModuleType, ...]] = {
-    "service": (*(apply_statements, lanes, measuring, staging, moves),),
+    "service": (*(apply_statements, retry_statements, count_statements, staging, moves),),
     "relay": (relay, window, rejected, scheduled),
     "operator": (
         *(status, dead, dead_events, dead_letters, inbox_commands),
@@ -80,10 +81,20 @@ BY_OTHERS = {
 """Statements of these modules that another role executes."""
 
 BY_A_PERSON = (
-    *(lanes._FENCE, lanes._LOCK_ONLY, lanes._REDRIVE, lanes._DISCARD),
+    *(
+        retry_statements.FENCE_LANE,
+        retry_statements.LOCK_LANE,
+        retry_statements.REDRIVE_ROWS,
+        retry_statements.DISCARD_ROWS,
+    ),
     *(staging.CANCEL, scheduled._LIST, apply_statements.ADD_TO_BACKLOG),
     *(rejected._HOLD_SHARD, rejected._REDRIVE, rejected._DISCARD),
-    *(apply_statements.READ_POSITIONS_OF_GROUP, lanes._WAITING, window._COUNT, cursor._RELAYS),
+    *(
+        apply_statements.READ_POSITIONS_OF_GROUP,
+        count_statements.COUNT_BACKLOG,
+        window._COUNT,
+        cursor._RELAYS,
+    ),
     *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, scheduled._COUNT),
     *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )
