@@ -20,7 +20,14 @@ from pipeline.runtime import Part, run
 from pipeline.servers import cluster, revisions, topics
 from pipeline.service import Service
 
-from . import dead_commands, inbox_commands, status_commands, throttle_commands, topic_commands
+from . import (
+    dead_commands,
+    inbox_commands,
+    sql_commands,
+    status_commands,
+    throttle_commands,
+    topic_commands,
+)
 from .errors import ACCESS_DENIED, Refused
 from .output import format_time, print_json, print_table, write
 from .terminal import (
@@ -57,7 +64,10 @@ GROUPS = {
     "relay": relay_app,
     "help": words_app,
 }
-WITHOUT_GROUP = (app, status_commands.app, throttle_commands.app, topic_commands.replay_app)
+WITHOUT_GROUP = (
+    *(app, status_commands.app, throttle_commands.app, topic_commands.replay_app),
+    sql_commands.app,
+)
 
 
 def command_line(service: Service, *apps: typer.Typer, **groups: typer.Typer) -> Program:

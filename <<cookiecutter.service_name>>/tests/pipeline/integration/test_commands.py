@@ -134,6 +134,24 @@ def test_words_are_explained_without_settings(
     assert call(unborn, monkeypatch, "help", "words", "walk") == 2
 
 
+async def test_statements_are_printed_by_room_and_with_the_plans_that_they_name(
+    command: Command,
+) -> None:
+    shown = await command("sql", "--json")
+    assert shown.exit_code == 0, shown.output
+    names = {(one["room"], one["name"]) for one in map(json.loads, shown.stdout.splitlines())}
+    assert {("apply", "move_positions"), ("consume", "read_database_id")} < names
+    assert {("retry", "claim_lanes"), ("retry", "count_backlog")} < names
+    shown = await command("sql", "--json", "--explain")
+    plans = {one["name"]: one["plan"] for one in map(json.loads, shown.stdout.splitlines())}
+    assert len(plans) == len(names)
+    assert "Insert on inbox" in plans["insert_markers"]
+    assert "outbox_cluster" in plans["claim_lanes"]
+    text = (await command("sql", "--explain")).stdout
+    assert "-- claim_lanes\n-- \n-- Claim lanes" in text
+    assert "RETURNING l.lane, l.token, l.starts, chosen.ended_at;\n" in text
+
+
 def test_a_setting_that_is_missing_is_named_with_where_to_get_it(
     unborn: Bank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,7 +364,7 @@ INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, con
 VALUES ('remind-ada', '2100-01-01', 't', 'a', '/s', 'x', 'y')
 """
 READING = {
-    *("status", "inbox show", "scheduled list", "retention status"),
+    *("status", "inbox show", "scheduled list", "retention status", "sql"),
     *("dead list", "dead show", "dead events list", "dead events show"),
 }
 """Commands that a copy does not refuse, beside those that adopt it."""

@@ -1,0 +1,69 @@
+"""The statements that the engine executes, by room, for an administrator of databases to review.
+
+They are the constants of the modules of statements. The text below each says what it does, what it
+locks, and by which index it finds rows.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import asyncpg
+
+from pipeline.apply import statements as of_apply
+from pipeline.apply import throttle_statements
+from pipeline.consume import statements as of_consume
+from pipeline.retry import count_statements
+from pipeline.retry import statements as of_retry
+
+MODULES = of_consume, of_apply, throttle_statements, of_retry, count_statements
+
+_SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
+_PARAMETER = re.compile(r"\$(\d+)")
+
+
+class Statement(NamedTuple):
+    """A statement, and what its module says about it."""
+
+    room: str
+    name: str
+    comment: str
+    """What it does, with a line that begins with `Locks:` and one that begins with `Plan:`."""
+    sql: str
+
+
+def statements() -> Iterator[Statement]:
+    """Yield the statements of all rooms."""
+    for module in MODULES:
+        *_, room, _ = module.__name__.split(".")
+        for node, below in pairwise(ast.parse(inspect.getsource(module)).body):
+            match node, below:
+                case (
+                    ast.Assign(targets=[ast.Name(id=name)]),
+                    ast.Expr(value=ast.Constant(value=str(comment))),
+                ) if not name.startswith("_"):
+                    sql = vars(module)[name]
+                    if isinstance(sql, str) and _SQL.match(sql):
+                        text = inspect.cleandoc(comment)
+                        yield Statement(room, name.lower(), text, sql.strip("\n"))
+
+
+async def explain(connection: asyncpg.Connection, sql: str) -> str:
+    """Return the plan of a statement for unknown parameters. The statement is not executed.
+
+    It needs the rights that executing needs.
+    """
+    numbers = [int(number) for number in _PARAMETER.findall(sql)]
+    nulls = f" ({', '.join(['NULL'] * max(numbers))})" if numbers else ""
+    async with connection.transaction():
+        await connection.execute("SET LOCAL plan_cache_mode = force_generic_plan")
+        await connection.execute(f"PREPARE explained AS {sql}")
+        try:
+            async with connection.transaction():
+                rows = await connection.fetch(f"EXPLAIN EXECUTE explained{nulls}")
+        finally:  # it would outlast the transaction
+            await connection.execute("DEALLOCATE explained")
+    return "\n".join(row[0] for row in rows)
