@@ -81,8 +81,6 @@ def test_all_errors_derive_from_one_class() -> None:
         for name, base in re.findall(r"(?m)^class (\w+)\((\w+)\):", path.read_text("utf-8"))
     ]
     found = {
-        name
-        for name, base in derived
-        if isinstance(base, type) and issubclass(base, BaseException)
+        name for name, base in derived if isinstance(base, type) and issubclass(base, BaseException)
     }
     assert found == {"OncewardError", *STEERING, *DECISIONS}
