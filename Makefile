@@ -1,6 +1,12 @@
 # `make` lists the commands. VENV=<folder> uses another virtual environment, PYTHON=<command> another
 # Python, KEEP=1 leaves the demo running.
 
+# PATH, shells and .ini files would not take these characters literally.
+UNUSABLE := $(strip $(foreach each,: $$ % " \ `,$(findstring $(each),$(CURDIR))))
+ifdef UNUSABLE
+$(error No command runs in a folder whose path has one of : $$ % " \ and `, which tools give another meaning: rename or move $(CURDIR))
+endif
+
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(abspath $(VENV))/bin

@@ -53,6 +53,7 @@ class SingleTask:
         page = await window.fresh(
             self.driver, self.progress, list(range(SHARDS)), self.settings.relay_batch_events
         )
+        await self.publisher.look_up({event["topic"] for event in page.events})
         await self.publisher.send(page.events, lambda: True)
         self.progress = page.then
 

@@ -878,7 +878,7 @@ from pipeline.handlers.staging import StagedEvent, copy
     Sabotage(
         "events do not wait behind others of their topic",
         "a topic that refuses",
-        [Edit("relay/relay.py", 'if self._rejected.is_waiting(event["topic"])}', "if False}")],
+        [Edit("relay/rejected.py", "topic in self._try_at or topic in self", "topic in self")],
     ),
     Sabotage(
         "a topic that refuses is an outage",
@@ -942,7 +942,7 @@ from pipeline.handlers.staging import StagedEvent, copy
     Sabotage(
         "events that are paused are published",
         PAUSED_EVENTS,
-        [Edit("relay/rejected.py", ' or topic in self._throttles.asked("events")', "")],
+        [Edit("relay/rejected.py", ' or topic in self.throttles.asked("events")', "")],
     ),
     Sabotage(
         "a key that is paused is overtaken",

@@ -826,6 +826,37 @@ def test_the_way_to_a_service_of_ones_own_is_that_of_the_read_me(tmp_path: Path)
     assert "make run" in done.stdout
 
 
+def test_the_id_from_a_request_is_made_as_in_the_payments_example() -> None:
+    (made,) = re.findall(r"`(uuid5\(.+?\))`", HTTP)
+    assert made in (RAW / "src" / "<<cookiecutter.package_name>>" / "handlers.py").read_text(
+        "utf-8"
+    )
+
+
+@pytest.mark.full
+def test_uv_generates_a_service_without_an_environment_as_the_read_me_says(
+    template: Template, output: Path
+) -> None:
+    (command,) = re.findall(r"`(uvx [^`]+)`", TEMPLATES)
+    output.mkdir()
+
+    done = subprocess.run(
+        ["bash", "-euc", command],
+        cwd=output,
+        env={
+            **clean_environment(),
+            "COOKIECUTTER_CONFIG": str(template.home / "config.yaml"),
+            "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+            "REPOSITORY": str(template.path),
+        },
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Next: cd parcel-tracker && make run" in done.stdout
+
+
 def programs() -> set[str]:
     """Return what the template's own pages have Python run: themselves, or by `make`."""
     pages = [one.read_text("utf-8") for one in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]

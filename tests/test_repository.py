@@ -4,6 +4,7 @@ import fnmatch
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,8 +14,19 @@ from pathlib import Path
 import pytest
 from pip._internal.models.index import PyPI
 
+from local_extensions import UNUSABLE
+
 from tests import language
-from tests.baked import DEFAULTS, EXAMPLES, RAW, ROOT, features, manifest, names_of_tests
+from tests.baked import (
+    DEFAULTS,
+    EXAMPLES,
+    RAW,
+    ROOT,
+    clean_environment,
+    features,
+    manifest,
+    names_of_tests,
+)
 
 BASE = RAW / "requirements" / "base.txt"
 DEV = RAW / "requirements" / "dev.txt"
@@ -153,6 +165,61 @@ def test_every_command_of_make_says_what_it_does(folder: Path) -> None:
     parts |= {"announce-test", "test-engine"} if folder == ROOT else set()
 
     assert commands - parts == set(re.findall(r"^([a-z-]+):.*## \w", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("folder", [ROOT, RAW], ids=["template", "service"])
+@pytest.mark.parametrize("name", ["a:b", "50 %", "$HOME", "\\t", '"x"', "`x`", "müller", "a b"])
+def test_make_runs_in_any_folder_whose_path_tools_take_literally(
+    folder: Path, name: str, tmp_path: Path
+) -> None:
+    where = tmp_path / name
+    where.mkdir()
+    shutil.copy(folder / "Makefile", where)
+
+    done = subprocess.run(
+        ["make", "help"],
+        cwd=where,
+        env=clean_environment(),
+        capture_output=True,
+        encoding="utf-8",
+    )
+
+    if set(name) & set(UNUSABLE):
+        assert done.returncode != 0
+        assert f"rename or move {where}" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "  make setup" in done.stdout
+
+
+@pytest.mark.parametrize("folder", [ROOT, RAW], ids=["template", "service"])
+@pytest.mark.parametrize("code", [0, 3])
+def test_make_shows_a_dot_for_each_package_and_ends_as_pip_does(
+    folder: Path, code: int, tmp_path: Path
+) -> None:
+    shutil.copy(folder / "Makefile", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    said = "Collecting a\\n  Downloading a\\nCollecting b\\nInstalling collected packages\\n"
+    python.write_text(f"#!/bin/sh\nprintf '{said}'\nexit {code}\n", "utf-8")
+    python.chmod(0o755)
+
+    done = subprocess.run(
+        ["make", "setup"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
+    )
+
+    assert re.search(r"^Installing the packages .*: \.\.\.$", done.stdout, re.MULTILINE)
+    assert (done.returncode == 0) == (code == 0), done.stderr
+    assert bool([*tmp_path.glob(".venv/.[hi]*")]) == (code == 0)
+
+
+@pytest.mark.parametrize("folder", [ROOT, RAW], ids=["template", "service"])
+def test_uv_trusts_the_systems_certificate_authorities(folder: Path) -> None:
+    makefile = (folder / "Makefile").read_text("utf-8")
+    [name] = re.findall(r"^export (UV_\w+) \?= true$", makefile, re.MULTILINE)
+    told = subprocess.check_output([f"{sys.prefix}/bin/uv", "help", "pip", "compile"], text=True)
+
+    assert re.search(rf"--system-certs [^][]*\[env: {name}=\]", " ".join(told.split()))
 
 
 def test_every_test_that_a_page_names_exists() -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import asyncpg
 
+from pipeline.apply import stopping
+from pipeline.apply.throttles import Throttles
 from pipeline.observe import metrics
 from pipeline.relay.cursor import ServerChanged
 from pipeline.relay.relay import Relay
@@ -42,12 +44,14 @@ class FollowingRelay(Relay):
 
     It publishes by itself what was committed before it found the slot, and everything while there
     is none. So events may be sent twice then, and none is skipped. Scheduled events, and those that
-    wait for a topic or were redriven, stay the relay's. None waits because people have paused its
-    topic: the connector would publish later ones of its key before it.
+    wait for a topic or were redriven, stay the relay's. While the outbox has a publication, none
+    waits because people have paused its topic: the connector would publish later ones of its key
+    before it.
     """
 
     def __init__(self, *arguments: Any, slot: str, **named: Any) -> None:
-        super().__init__(*arguments, **named | {"throttles": None})
+        super().__init__(*arguments, **named)
+        self._asked, self._ignoring = self._throttles, Throttles()
         self._slot = slot
         self._covered: dict[int, Progress] = {}
         """Shards whose events are all published, or decoded from the slot, with their progress."""
@@ -61,6 +65,9 @@ class FollowingRelay(Relay):
         await super()._serve()
 
     async def _step(self, driver: asyncpg.Connection, *, is_poll: bool) -> tuple[bool, bool]:
+        is_published = await stopping.publication(driver) is not None
+        self._throttles = self._ignoring if is_published else self._asked
+        self._rejected.throttles = self._throttles
         now = await driver.fetchrow(_FOLLOW, self._slot)
         if now["server"] != self._cursor.server:
             raise ServerChanged

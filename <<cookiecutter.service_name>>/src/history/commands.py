@@ -94,7 +94,7 @@ _LISTED: Mapping[What, Sequence[str]] = {
     What.MESSAGES: ("created_at", "consumer", "type", "id", "topic", "partition", "offset", "key"),
     What.AGGREGATES: ("topic", "key", "first", "last", "events"),
     What.EVENTS: ("created_at", "type", "event_id", "topic", "key", "sequence"),
-    What.CALLS: ("created_at", "consumer", "type", "id", "key"),
+    What.CALLS: ("created_at", "state", "consumer", "type", "id", "key"),
 }
 """Columns of a list."""
 _LISTS: Mapping[
@@ -195,7 +195,7 @@ async def correct(
     """Hand each message that a release has applied to a correction, once; it can be repeated.
 
     The exit code is 3 if some are dead letters of the correction, else 4 if some wait, or their
-    records are gone.
+    records are gone or can't be read.
     """
     if cancel is (release is not None):
         raise typer.BadParameter("give --release, or --cancel")
@@ -222,12 +222,18 @@ async def correct(
             handed = await _hand(one, wanted, rate, left)
         waiting, dead = await _follow(one, 0.0 if dry_run else wait)
     gone = handed.gone or sum(group.gone for group in groups)
-    became = {"handed": handed.handed, "waiting": waiting, "dead": dead, "gone": gone}
+    became = {
+        "handed": handed.handed,
+        "waiting": waiting,
+        "dead": dead,
+        "gone": gone,
+        "unreadable": handed.unreadable,
+    }
     if invocation.as_json:
         print_json({"groups": groups, "to": wanted.until} | became)
     else:
         write(", ".join(f"{number:,} {what}" for what, number in became.items()))
-    if not dry_run and (dead or waiting or gone):
+    if not dry_run and (dead or waiting or gone or handed.unreadable):
         raise typer.Exit(3 if dead else 4)
 
 
@@ -249,6 +255,8 @@ async def _hand(one: Correcting, wanted: Wanted, rate: int, left: int) -> Progre
     progress, reported = Progress(), monotonic()
     try:
         async for progress in one.hand(wanted, rate):
+            for batch in progress.batches:
+                write(f"not handed: {batch}", err=True)
             if monotonic() - reported >= _LOOK_SECONDS:
                 reported = monotonic()
                 write(_handed(progress, left), err=True)

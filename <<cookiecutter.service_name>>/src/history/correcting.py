@@ -33,7 +33,7 @@ from pipeline.service import Service
 from pipeline.settings import Settings
 
 from . import released
-from .records import Records, reading
+from .records import Records, Unreadable, reading
 from .released import Wanted
 
 RATE = 100
@@ -100,6 +100,10 @@ class Progress:
     handed: int = 0
     gone: int = 0
     """Messages whose records are not in Kafka, or are others."""
+    unreadable: int = 0
+    """Messages whose records are in batches that can't be read."""
+    batches: Sequence[str] = ()
+    """Those batches, of the last transaction: where and why."""
     to: datetime | None = None
     """When the last of them was applied."""
 
@@ -181,15 +185,20 @@ class Correcting:
             nullcontext() if self._recalls else reading(self._settings)
         )
         async with source as records:
+            faults = [] if records is None else records.unreadable
             async for rows in released.markers(self._connection, wanted):
                 new = await self._new(rows)
                 for start in range(0, len(new), size):
                     some = new[start : start + size]
                     began = monotonic()
                     await self._wait_for_workers()
+                    faults.clear()
                     items = [one async for one in self._items(some, records, described)]
                     progress.handed += await self._store(items)
-                    progress.gone += len(some) - len(items)
+                    unreadable = _unreadable(faults, some)
+                    progress.unreadable += unreadable
+                    progress.gone += len(some) - len(items) - unreadable
+                    progress.batches = [*map(str, faults)]
                     progress.to = some[-1]["created_at"]
                     yield progress
                     await asyncio.sleep(max(0.0, began + len(some) / rate - monotonic()))
@@ -316,6 +325,18 @@ class Correcting:
             await self._limit(timeout)
             stored = await corrections.hand(self._connection, items, timeout, encryption)
         return len(stored)
+
+
+def _unreadable(faults: Sequence[Unreadable], rows: Iterable[asyncpg.Record]) -> int:
+    """Return how many of the markers' records are in batches that could not be read."""
+    return sum(
+        any(
+            one.partition == (row["topic"], row["partition"])
+            and one.start <= row["offset"] < one.beyond
+            for one in faults
+        )
+        for row in rows
+    )
 
 
 def _hash(row: asyncpg.Record) -> bytes | None:

@@ -1,5 +1,6 @@
 """What a timeline consists of."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -7,6 +8,9 @@ from aiokafka import TopicPartition
 
 Place = tuple[str, int, int]
 """Topic, partition and offset of a record."""
+
+Range = tuple[int, int]
+"""Offsets of a partition: the first, and the one before which they end."""
 
 READ = 50
 """The newest messages of a key whose records and events are read, too."""
@@ -45,10 +49,10 @@ class Timeline:
     """In the order of time."""
     unknown: dict[str, str] = field(default_factory=dict)
     """Why a part could not be read, by its name."""
-    begun: list[str] = field(default_factory=list)
-    """Where the search in Kafka has begun."""
-    left: dict[TopicPartition, tuple[int, int]] = field(default_factory=dict)
-    """The offsets of each partition that are still to be searched: from, and before which."""
+    searches: dict[TopicPartition, "Search"] = field(default_factory=dict)
+    """How far each partition was searched in Kafka; empty until it is known where to search."""
+    unreadable: list[str] = field(default_factory=list)
+    """The batches in Kafka that can't be read: where, and why."""
 
     @property
     def is_empty(self) -> bool:
@@ -64,12 +68,41 @@ class Timeline:
     @property
     def not_searched(self) -> list[str]:
         """Which records of Kafka were not looked at."""
-        left = [(one, *offsets) for one, offsets in self.left.items() if offsets[0] < offsets[1]]
-        return [
-            *(f"before {one}, but for the records of what is listed" for one in self.begun),
-            *(
-                f"{one.topic}/{one.partition} from offset {start:,} to before {beyond:,}:"
-                " --seconds gives more time"
-                for one, start, beyond in left
-            ),
-        ]
+        said: list[str] = []
+        for partition, search in self.searches.items():
+            where = f"{partition.topic}/{partition.partition}"
+            if left := [*gaps((0, search.end), search.planned)]:
+                but = ", but for the records of what is listed"
+                is_all = left == [(0, left[-1][1])]
+                said.append(f"before {where} at offset {left[-1][1]:,}{'' if is_all else but}")
+            said += [
+                f"{where} from offset {start:,} to before {beyond:,}: --seconds gives more time"
+                for planned in search.planned
+                for start, beyond in gaps(planned, search.read)
+            ]
+        return said + self.unreadable
+
+
+@dataclass
+class Search:
+    """Where a partition is searched for records of the key, and how far it was."""
+
+    position: int
+    """The offset from which on the service has not read yet."""
+    end: int
+    """The offset before which no producer's transaction was open when the search began."""
+    planned: list[Range] = field(default_factory=list)
+    """What is to be read."""
+    read: list[Range] = field(default_factory=list)
+    """What was read, and all of the key in it is listed."""
+
+
+def gaps(of: Range, without: Iterable[Range]) -> Iterator[Range]:
+    """Yield the parts of a range that are in none of the others."""
+    at, end = of
+    for start, beyond in sorted(without):
+        if at < min(start, end):
+            yield at, min(start, end)
+        at = max(at, beyond)
+    if at < end:
+        yield at, end

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from time import monotonic
 
 from aiokafka import ConsumerRecord, TopicPartition
@@ -10,6 +11,7 @@ from aiokafka.errors import RequestTimedOutError
 
 from pipeline.servers import clients
 from pipeline.servers.consumer import KafkaConsumer
+from pipeline.servers.record_batches import UnreadableBatch
 from pipeline.settings import Settings
 
 _NEAR = 500
@@ -21,27 +23,61 @@ _SILENCE_SECONDS = 40.0
 _STOP_SECONDS = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Offsets of a partition that were passed over, as their batch can't be read."""
+
+    partition: TopicPartition
+    start: int
+    beyond: int
+    """Excluded."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.partition.topic}/{self.partition.partition}: {self.why}"
+
+
 class Records:
     """Reads records of committed transactions, of one partition after the other."""
 
-    def __init__(self, client: KafkaConsumer) -> None:
+    def __init__(self, client: KafkaConsumer, room: int) -> None:
+        """Make one that unpacks the batches of a fetch to at most `room` bytes together."""
         self._client = client
+        self._room = room
+        self.unreadable: list[Unreadable] = []
+        """What was passed over, in the order of reading; who reports it may clear it."""
 
     async def between(
         self, partition: TopicPartition, start: int, beyond: int
     ) -> AsyncIterator[ConsumerRecord]:
         """Yield the records from offset `start` on, and before `beyond`.
 
-        Ask only for offsets that the brokers have, and up to which no producer's transaction is
-        open. Raises `KafkaError`.
+        A batch that can't be read is noted in `unreadable`, and passed over. Ask only for offsets
+        that the brokers have, and up to which no producer's transaction is open. Raises
+        `KafkaError`.
         """
         if partition not in self._client.assignment():
             self._client.assign([partition])
         self._client.seek(partition, start)
-        at, since = start, monotonic()
+        at, since, most = start, monotonic(), _AT_ONCE
         while at < beyond:
-            await self._client.arrival(partition, asyncio.get_running_loop().time() + _POLL_SECONDS)
-            for record in await self._client.take(partition, _AT_ONCE):
+            until = asyncio.get_running_loop().time() + _POLL_SECONDS
+            if (batches := await self._client.arrival(partition, until)) is not None:
+                batches.room = self._room
+            try:
+                taken = await self._client.take(partition, most)
+            except UnreadableBatch as error:
+                if most > 1:
+                    # The records before the fault went with it: they are taken one by one.
+                    most = 1
+                    self._client.seek(partition, at)
+                    continue
+                most, behind = _AT_ONCE, max(error.next, at + 1)
+                self.unreadable.append(Unreadable(partition, at, behind, str(error)))
+                self._client.seek(partition, behind)
+                at, since = behind, monotonic()
+                continue
+            for record in taken:
                 if record.offset >= beyond:
                     return
                 yield record
@@ -59,14 +95,14 @@ class Records:
         What `between` asks for holds here, too. Raises `KafkaError`.
         """
         wanted = {*offsets}
-        for start, beyond in _runs(wanted):
+        for start, beyond in runs(wanted):
             async for record in self.between(partition, start, beyond):
                 if record.offset in wanted:
                     yield record
 
 
-def _runs(offsets: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Yield where to begin and to end, so that no large gap is read."""
+def runs(offsets: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yield from where and before where to read, so that no large gap is read."""
     found: list[tuple[int, int]] = []
     for offset in sorted(offsets):
         if found and offset - found[-1][1] <= _NEAR:
@@ -87,6 +123,6 @@ async def reading(settings: Settings) -> AsyncIterator[Records]:
     )
     try:
         await clients.start(client)
-        yield Records(client)
+        yield Records(client, settings.largest_batch)
     finally:
         await clients.stop(client, _STOP_SECONDS)

@@ -70,11 +70,14 @@ SELECT 'scheduled' AS what, consumer, {_GROUP}
  WHERE {_WANTED} GROUP BY consumer, topic, type ORDER BY 5 DESC
 """
 
-_COUNT_STORED = f"""
-SELECT state AS what, consumer, {_GROUP}
+_STORED = f"""
   FROM (SELECT *, {STATE} AS state, received_at AS created_at FROM pipeline.backlog
          WHERE topic <> '{PAUSES}') AS stored
- WHERE {_WANTED} GROUP BY state, consumer, topic, type ORDER BY 5 DESC
+ WHERE {_WANTED}"""
+
+_COUNT_STORED = f"""
+SELECT state AS what, consumer, {_GROUP} {_STORED}
+ GROUP BY state, consumer, topic, type ORDER BY 5 DESC
 """
 
 _COUNTS = _COUNT_MARKERS, _COUNT_AGGREGATES, _COUNT_EVENTS, _COUNT_SCHEDULED, _COUNT_STORED
@@ -85,9 +88,16 @@ _OF_MINUTE = "AND created_at >= $7::timestamptz AND created_at < $7 + interval '
 
 _LIST_MARKERS = f"""
 SELECT key, hash, hash_version, consumer, source, id, type, topic, partition, "offset", record_key,
-       release, created_at, result::text AS result, xid, traceparent
+       release, created_at, result::text AS result, xid, traceparent,
+       CASE topic WHEN '{CALLS}' THEN 'made' ELSE 'applied' END AS state
   {_MARKERS} {_OF_MINUTE} AND (topic, partition, "offset", key) > ($8, $9, $10, $11)
  ORDER BY topic, partition, "offset", key LIMIT {CHUNK}
+"""
+
+_LIST_CALLS = f"""
+SELECT key, consumer, source, id, type, topic, record_key, release, created_at, state, reason,
+       attempts, due_at {_STORED} AND topic = '{CALLS}' AND key > $7
+ ORDER BY key LIMIT {CHUNK}
 """
 
 _LIST_EVENTS = f"""
@@ -173,10 +183,22 @@ async def messages(connection: asyncpg.Connection, wanted: Wanted) -> AsyncItera
 
 
 async def calls(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator[Rows]:
-    """Yield the markers of the calls that it has made."""
-    if wanted.topics is None or CALLS in wanted.topics:
-        async for rows in markers(connection, replace(wanted, topics=[CALLS])):
+    """Yield the calls that it has staged and that wait or are dead, then those that it has made.
+
+    A call that is made meanwhile is in both.
+    """
+    if wanted.topics is not None and CALLS not in wanted.topics:
+        return
+    after = b""
+    while True:
+        rows = await connection.fetch(_LIST_CALLS, *astuple(wanted), after, timeout=SECONDS)
+        if rows:
             yield rows
+        if len(rows) < CHUNK:
+            break
+        after = rows[-1]["key"]
+    async for made in markers(connection, replace(wanted, topics=[CALLS])):
+        yield made
 
 
 async def events(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator[Rows]:

@@ -19,13 +19,12 @@ from pipeline.errors import describe_error
 from pipeline.events.message import time_of
 from pipeline.redaction import redact
 from pipeline.servers import topics
-from pipeline.servers.record_batches import UnreadableBatch
 from pipeline.servers.topics import Topic
 from pipeline.service import Service
 from pipeline.settings import Settings
 
-from .entries import READ, Entry, Place, Timeline
-from .records import Records, reading
+from .entries import READ, Entry, Place, Range, Search, Timeline, gaps
+from .records import Records, reading, runs
 from .stored import Stored
 
 SECONDS = 10.0
@@ -76,9 +75,9 @@ async def look(
         async with asyncio.timeout(seconds):
             await _Arrivals(connection, service, settings, timeline, key).read()
     except TimeoutError:
-        if not timeline.left:
+        if not timeline.searches:
             timeline.unknown["kafka"] = f"{settings.kafka} has not answered in {seconds:g} s"
-    except (KafkaError, UnreadableBatch, OSError, ValueError, *_DENIED) as error:
+    except (KafkaError, OSError, ValueError, *_DENIED) as error:
         timeline.unknown["kafka"] = f"{settings.kafka}: {describe_error(error)}"
     timeline.entries.sort(key=lambda one: one.at)
     _measure(timeline.entries, datetime.now(UTC))
@@ -111,23 +110,31 @@ class _Arrivals:
         """
         places = self._timeline.places
         described = await topics.describe(self._settings, self._service.handlers.topics)
-        for topic in described.values():
-            await self._plan(topic, places)
         wanted: dict[TopicPartition, set[int]] = {}
         for name, number, offset in places[:READ]:
             its = described.get(name)
             if its and its.first.get(number, 0) <= offset < its.stable.get(number, 0):
                 wanted.setdefault(TopicPartition(name, number), set()).add(offset)
+        searches = {
+            partition: Search(end, end, [*runs(wanted[partition])])
+            for partition in wanted
+            for end in [described[partition.topic].stable[partition.partition]]
+        }
+        parts = [(partition, one) for partition in searches for one in searches[partition].planned]
+        parts += [await self._plan(one, places, searches) for one in described.values()]
+        self._timeline.searches = searches
         async with reading(self._settings) as records:
-            for partition, offsets in wanted.items():
-                async for record in records.at(partition, offsets):
-                    if record.key == self._key:
-                        await self._add(record)
-            for partition in [*self._timeline.left]:
-                await self._read_on(records, partition)
+            try:
+                for partition, planned in parts:
+                    for start, beyond in [*gaps(planned, searches[partition].read)]:
+                        await self._read(records, partition, start, beyond)
+            finally:
+                self._timeline.unreadable += map(str, records.unreadable)
 
-    async def _plan(self, topic: Topic, places: Sequence[Place]) -> None:
-        """Plan to read the key's partition of a topic from its position on."""
+    async def _plan(
+        self, topic: Topic, places: Sequence[Place], searches: dict[TopicPartition, Search]
+    ) -> tuple[TopicPartition, Range]:
+        """Plan to read the key's partition of a topic from its position on, too; return it."""
         numbers = sorted(topic.end)
         known = (one for name, one, _ in places if name == topic.name and one in topic.end)
         number = next(known, None)
@@ -137,17 +144,24 @@ class _Arrivals:
             self._connection, Slot(self._service.name, topic.name, number)
         )
         start = max(topic.first[number], stored.next_offset if stored else 0)
-        self._timeline.left[TopicPartition(topic.name, number)] = start, topic.stable[number]
-        self._timeline.begun.append(f"{topic.name}/{number} at offset {start:,}")
+        partition, end = TopicPartition(topic.name, number), topic.stable[number]
+        search = searches.setdefault(partition, Search(end, end))
+        search.position = start
+        search.planned.append((start, end))
+        return partition, (start, end)
 
-    async def _read_on(self, records: Records, partition: TopicPartition) -> None:
-        left = self._timeline.left
-        position, beyond = left[partition]
-        async for record in records.between(partition, position, beyond):
-            left[partition] = record.offset + 1, beyond
+    async def _read(
+        self, records: Records, partition: TopicPartition, start: int, beyond: int
+    ) -> None:
+        """Add all records of the key from offset `start` on, and before `beyond`."""
+        search = self._timeline.searches[partition]
+        search.read.append((start, start))
+        async for record in records.between(partition, start, beyond):
             if record.key == self._key:
-                await self._add(record, before=record.offset - position)
-        left[partition] = beyond, beyond
+                before = record.offset - search.position
+                await self._add(record, before if before >= 0 else None)
+            search.read[-1] = start, record.offset + 1
+        search.read[-1] = start, beyond
 
     async def _add(self, record: ConsumerRecord, before: int | None = None) -> None:
         """Add a record; of one that is not read yet so many offsets are `before` it."""

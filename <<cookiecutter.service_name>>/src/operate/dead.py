@@ -83,6 +83,7 @@ class Selection:
     type: str | None = None
     topic: str | None = None
     record_key: bytes | None = None
+    release: str | None = None
     since: datetime | None = None
     until: datetime | None = None
 
@@ -204,13 +205,13 @@ class Store(ABC):
         columns = f"SELECT {self.entry}, {STATE} AS state, <since> AS since"
         fetch = partial(self.connection.fetch, timeout=SECONDS)
         if limit is None:
-            page = f"AND row_key > $11 ORDER BY row_key LIMIT {CHUNK}"
+            page = f"AND row_key > $12 ORDER BY row_key LIMIT {CHUNK}"
             following, after = self._statement(state, f"{columns}, row_key", page), self.lowest
             while rows := await fetch(following, *selection.arguments, after):
                 yield [self._read(row) for row in rows]
                 after = rows[-1]["row_key"]
             return
-        newest = self._statement(state, "SELECT row_key", f"{order} LIMIT $11")
+        newest = self._statement(state, "SELECT row_key", f"{order} LIMIT $12")
         found = await self.connection.fetchval(
             f"SELECT ARRAY({newest})", *selection.arguments, limit, timeout=SECONDS
         )
@@ -273,8 +274,8 @@ class Store(ABC):
         connection = self.connection
         locks = self._statement(state, "SELECT DISTINCT lock", "ORDER BY lock")
         for (number,) in await connection.fetch(locks, *selection.arguments, timeout=SECONDS):
-            is_done = False
-            while not is_done:
+            rows: Rows | None = None
+            while rows is None or len(rows) == CHUNK:
                 async with connection.transaction():
                     await connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
                     await self._lock(number)
@@ -283,7 +284,6 @@ class Store(ABC):
                     changed = await change(rows)
                     await audit.note_entries(connection, by, self.name, [row[0] for row in rows])
                 yield changed
-                is_done = len(rows) < CHUNK
 
     async def follow(self, redriven: Sequence[Any], seconds: float) -> Became:
         """Return what became of entries, as soon as none waits or the time in seconds is over."""
@@ -309,8 +309,8 @@ class Store(ABC):
 
     @classmethod
     def chunk_statement(cls, state: State) -> str:
-        """Return the statement that reads rows of one lock, $11, at most $12."""
-        rest = f"AND lock = $11 ORDER BY {cls.order} LIMIT $12"
+        """Return the statement that reads rows of one lock, $12, at most $13."""
+        rest = f"AND lock = $12 ORDER BY {cls.order} LIMIT $13"
         return cls._statement(state, f"SELECT {cls.chunk}", rest)
 
     @classmethod
@@ -332,8 +332,9 @@ class Store(ABC):
    AND ($6::text IS NULL OR type = $6)
    AND ($7::text IS NULL OR topic = $7)
    AND ($8::bytea IS NULL OR record_key = $8)
-   AND ($9::timestamptz IS NULL OR <since> >= $9)
-   AND ($10::timestamptz IS NULL OR <since> <= $10)
+   AND ($9::text IS NULL OR release = $9)
+   AND ($10::timestamptz IS NULL OR <since> >= $10)
+   AND ($11::timestamptz IS NULL OR <since> <= $11)
 {rest}
 """.replace("<since>", since)
 

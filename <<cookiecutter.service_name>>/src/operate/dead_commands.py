@@ -56,6 +56,7 @@ class Filters:
     type: Annotated[str | None, typer.Option(help="type of the event")] = None
     topic: Annotated[str | None, typer.Option(help="topic of the record or event")] = None
     key: Annotated[str | None, typer.Option(help="the key in Kafka")] = None
+    release: Annotated[str | None, typer.Option(help="release that has stored them")] = None
     older_than: Age = None
     newer_than: Age = None
 
@@ -83,6 +84,7 @@ class Filters:
             type=self.type,
             topic=self.topic,
             record_key=None if self.key is None else self.key.encode(),
+            release=self.release,
             since=None if self.newer_than is None else await ago(store.connection, self.newer_than),
             # Excludes what dies from now on.
             until=await ago(store.connection, self.older_than or timedelta(0)),
@@ -256,8 +258,7 @@ async def discard(
         groups = await store.count(state, selection)
         chunks = store.discard(selection, operator=by, why=because, state=state)
         number = await _change(invocation, "discard", groups, confirmation, chunks, state=state)
-    if invocation.as_json:
-        print_json({"found": _total(groups), "discarded": number})
+    invocation.answer({"found": _total(groups), "discarded": number})
 
 
 def signed(because: str, operator: str | None) -> str:

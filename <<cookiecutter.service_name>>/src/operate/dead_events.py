@@ -60,7 +60,7 @@ SELECT *, id AS row_key, shard AS lock, parked_at AS waiting_since, NULL::text A
     lowest = -1
     entry = """id::text, why AS reason, error, type, source,
         event_id, topic, key, COALESCE(datalength, octet_length(payload)) AS size, created_at,
-        parked_at, died_at, discarded_at"""
+        parked_at, died_at, discarded_at, release"""
     detail = """subject, sequence, content_type, traceparent, discarded_by, discarded_why, dataref,
         payload"""
     chunk = "id"

@@ -113,7 +113,7 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
     lowest = b""
     entry = """left(encode(key, 'hex'), 16) AS id, reason, error, attempts, consumer, type, source,
         event_id, topic, partition, "offset", record_key AS key, received_at, due_at, died_at,
-        discarded_at, holds, CASE WHEN holds THEN (
+        discarded_at, release, holds, CASE WHEN holds THEN (
             SELECT count(*) FROM (
                 SELECT FROM pipeline.backlog AS b
                  WHERE b.order_key = letter.order_key AND b.died_at IS NULL

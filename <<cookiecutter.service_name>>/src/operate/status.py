@@ -327,19 +327,19 @@ class _Measure:
                 is_known = begins <= end and "positions" not in self.found.unknown
                 one.lag = end - begins if is_known else None
         self.found.readings = [known[place] for place in sorted(known)]
-        since = timedelta(seconds=STALLED)
         idle = {
             place: one.moved_at
             for place, one in known.items()
-            if one.lag and one.moved_at and one.moved_at < self.found.at - since
+            if one.moved_at and one.age(one.moved_at, self.found.at) > STALLED
         }
+        latest = self.found.at + timedelta(seconds=STALLED)
         if missing := self.service.handlers.topics.difference(described):
             names = ", ".join(sorted(missing))
             self.found.unknown["topics"] = f"no such topic: {names} (`service topics create`)"
         with suppress(KafkaError, OSError):  # the lag is known without it
             for place, (offset, time) in (await topics.first_since(self.settings, idle)).items():
                 # One that was read before the position moved has the time of a wrong clock.
-                if offset >= (known[place].position or 0) and time < self.found.at + since:
+                if offset >= (known[place].position or 0) and time < latest:
                     known[place].behind_since = time
                     if offset == known[place].position:
                         known[place].written_at = time
@@ -349,5 +349,4 @@ class _Measure:
         readers = await topics.readers(self.settings, self.service.name)
         self.found.are_readers_known = True
         for one in self.found.readings:
-            who = readers.get((one.topic, one.partition), (None, None))
-            one.reader, one.stranger = who
+            one.reader, one.stranger = readers.get((one.topic, one.partition), (None, None))

@@ -77,8 +77,7 @@ async def create(
             raise for_code(code)(f"topic {name} was not created")
         done["existed" if code else "created"].append(name)
         invocation.say(f"{name}: {'exists' if code else made}")
-    if invocation.as_json:
-        print_json(done | {"partitions": partitions, "replicas": replicas})
+    invocation.answer(done | {"partitions": partitions, "replicas": replicas})
 
 
 @operation(app, example="service topics seek scans --partition 3 --to earliest --dry-run")
@@ -97,8 +96,7 @@ async def seek(
             if not dry_run:
                 await positions.seek(connection, one.slot, one.new, operator=user_name())
             invocation.say(_moved(one, "would go" if dry_run else "goes"))
-    if invocation.as_json:
-        print_json(*found)
+    invocation.answer(*found)
 
 
 @operation(replay_app, example="service replay scans --from 2026-11-01T08:00+00:00")

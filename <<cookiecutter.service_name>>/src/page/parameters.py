@@ -12,7 +12,7 @@ from operate.errors import Refused
 from operate.output import Content
 from pipeline.apply.stopping import Subject
 
-SEARCHED = ("reason", "consumer", "event", "type", "topic", "key")
+SEARCHED = ("reason", "consumer", "event", "type", "topic", "key", "release")
 _LARGEST_FORM = 200_000
 _LONGEST_KEY = 1_000
 
@@ -113,6 +113,7 @@ def selection(wanted: Mapping[str, str], until: datetime | None = None) -> Selec
         type=wanted["type"] or None,
         topic=wanted["topic"] or None,
         record_key=key.encode() if key else None,
+        release=wanted["release"] or None,
         until=until,
     )
 

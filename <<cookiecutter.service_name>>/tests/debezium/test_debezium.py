@@ -50,6 +50,7 @@ from tests.pipeline.integration.outgoing import (
     make_old_day,
     stage,
     stage_long_ago,
+    waits,
 )
 from tests.pipeline.integration.processes import starting
 from tests.servers.processes import Process, Start
@@ -157,8 +158,9 @@ class Debezium:
         """Let the connector begin where its slot does."""
         await self.worker.forget_offsets(self.bank.name)
 
-    async def start_again(self) -> None:
-        """Start the worker after it was killed."""
+    async def start_again(self, flush_milliseconds: int = Connect.flush_milliseconds) -> None:
+        """Start the worker after it was killed; it confirms this often what it has published."""
+        self.worker.flush_milliseconds = flush_milliseconds
         await asyncio.to_thread(self.worker.start)
         await asyncio.to_thread(self.worker.wait_until_serving)
 
@@ -282,6 +284,9 @@ async def test_the_connector_publishes_in_the_place_of_the_relay(
     others = await new_topic(3)
     await stage(db, [event(others, "before the slot")])
     await debezium.run_sql()
+    # It confirms nothing until it is killed.
+    await debezium.kill()
+    await debezium.start_again(flush_milliseconds=3_600_000)
     await debezium.put()
     await eventually(debezium.runs)
     async with (
@@ -401,6 +406,26 @@ async def test_events_are_not_paused_once_there_is_a_connector(
     await db.execute("SELECT pg_drop_replication_slot($1)", debezium.slot)
     with pytest.raises(Refused, match=f"DROP PUBLICATION {debezium.slot}"):
         await pause()  # the relay publishes, as long as there is no slot
+
+
+async def test_events_are_paused_as_long_as_there_is_no_publication(
+    debezium: Debezium,
+    db: asyncpg.Connection,
+    follow: Follow,
+    kafka: str,
+    new_topic: Callable[..., Awaitable[str]],
+) -> None:
+    topic, there = await new_topic(), await new_topic()
+    events = [Subject("events", topic)]
+    await stopping.ask(db, events, lasts=None, who="ada", why="a test")
+    async with following(kafka, topic) as paused, following(kafka, there) as others, follow():
+        await stage(db, [event(one, n) for n in range(5) for one in (topic, there)])
+        await others.until_ids(range(5))
+        await eventually(waits(db, range(5)))
+        assert paused.records == []
+        await debezium.run_sql()
+        await paused.until_ids(range(5))
+    assert paused.first_ids() == {b"ada": [str(n) for n in range(5)]}
 
 
 async def test_an_oversized_event_stops_the_connector_until_its_topic_takes_it(

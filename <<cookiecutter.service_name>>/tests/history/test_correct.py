@@ -1,20 +1,24 @@
 """What a release has applied is handed to a correction: once each, however often it is begun."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from time import monotonic
 from typing import Any
 
 import asyncpg
 import pytest
+from aiokafka import AIOKafkaProducer
 from aiokafka.admin.records_to_delete import RecordsToDelete
 from aiokafka.structs import TopicPartition
 
+from history import correcting
 from history.correcting import Correcting
+from history.records import reading
 from pipeline import Applied, Transaction
 from pipeline.apply import backlog, inbox
 from pipeline.servers.database import autocommitting
+from pipeline.servers.record_batches import FetchedBatch, UnreadableBatch
 from pipeline.settings import Settings
 
 from .conftest import Take, Tells
@@ -22,6 +26,7 @@ from tests.contract.bank import Account, Deposit, Deposited, histories
 from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.conftest import Command, complaint
 from tests.pipeline.integration.desk import Desk, NewDesk
+from tests.pipeline.integration.test_bombs import large, send_batch
 from tests.servers.topics import administrator
 from tests.servers.waiting import eventually
 
@@ -159,6 +164,50 @@ async def test_what_is_interrupted_after_any_transaction_is_completed_by_another
     assert deployed.made == list(range(1, 31)), "in the order of the key"
 
 
+async def test_each_is_handed_once_though_the_connection_ends_at_each_statement(
+    deployed: Undoing,
+    bank: Bank,
+    desk: Desk,
+    take: Take,
+    db: asyncpg.Connection,
+    connect: Callable[[], Awaitable[asyncpg.Connection]],
+    settings: Callable[..., Settings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it ends when the process is killed: its reader of Kafka leaves nothing behind."""
+    monkeypatch.setattr(correcting, "_AT_ONCE", 10)
+    await take(desk, *(Deposit(number) for number in range(1, 31)))
+    await db.execute(_AGE)
+
+    async def is_handed(ends_at: int) -> bool:
+        driver, seen = await connect(), 0
+
+        def end(_: object) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == ends_at:  # the next statement is under way, and its answer is lost
+                driver.terminate()
+
+        driver.add_query_logger(end)
+        try:
+            one = Correcting(driver, bank.service, settings(), "undo")
+            async for _ in one.hand(await one.wanted("1.4.2"), 1_000):
+                pass
+        except (asyncpg.PostgresConnectionError, asyncpg.InterfaceError):
+            return False
+        finally:
+            driver.terminate()
+        return True
+
+    ends = 1
+    while not await is_handed(ends):
+        ends += 1
+    assert ends > 8, "it has been at each statement of a transaction"
+    assert len(await desk.backlog()) == 30
+    await work_off(desk)
+    assert deployed.made == list(range(1, 31)), "in the order of the key"
+
+
 async def test_the_rate_is_kept(
     deployed: Undoing, desk: Desk, take: Take, db: asyncpg.Connection, tells: Tells
 ) -> None:
@@ -259,6 +308,69 @@ async def test_records_that_are_gone_are_counted_and_what_is_remembered_is_hande
     ]
     events = [(it.id, it.sequence) for one in deployed.recalled for it in one.events]
     assert events == [tuple(row) for row in published][:3]
+
+
+async def test_a_batch_that_can_not_be_read_is_named_and_passed_over(
+    deployed: Undoing,
+    desk: Desk,
+    bank: Bank,
+    take: Take,
+    db: asyncpg.Connection,
+    kafka: str,
+    command: Command,
+    tells: Tells,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await take(desk, Deposit(1))
+    packed = large(2, 2, account="ada", partition=0)
+    await send_batch(kafka, bank.deposits, packed, codec="gzip")
+    await desk.apply(packed)
+    await take(desk, Deposit(3))
+    await db.execute(_AGE)
+    monkeypatch.setenv("PIPELINE_UNPACKED_MEBIBYTES", "1")
+    line = "correct", "undo", "--release", "1.4.2", *WHY
+    done = await command(*line)
+    assert done.exit_code == 4, done.output
+    where = f"not handed: {bank.deposits}/0: the batch of the offsets 1 to 1 ("
+    assert where in done.stderr
+    assert "gzip) unpacks to more than 1,048,576 bytes" in done.stderr
+    await work_off(desk)
+    assert deployed.made == [1, 3]
+    (done,) = await tells(*line, code=4)
+    assert (done["handed"], done["waiting"], done["gone"], done["unreadable"]) == (0, 0, 0, 1)
+    monkeypatch.delenv("PIPELINE_UNPACKED_MEBIBYTES")
+    (done,) = await tells(*line, code=4)
+    assert (done["handed"], done["unreadable"]) == (1, 0)
+    await work_off(desk)
+    assert deployed.made == [1, 3, 2]
+
+
+async def test_what_stands_before_a_fault_in_its_batch_is_read(
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    settings: Callable[..., Settings],
+    kafka: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await Deposit(1).send(producer, bank.deposits)
+    await send_batch(kafka, bank.deposits, *map(Deposit, range(2, 7)), codec=None)
+    await Deposit(7).send(producer, bank.deposits)
+    read = FetchedBatch.__iter__
+
+    def failing(batch: FetchedBatch) -> Iterator[Any]:
+        for record in read(batch):
+            if record.offset == 3:
+                error = ValueError("damaged")
+                raise UnreadableBatch(batch._batch, batch._raw, error, batch._fetch.room)
+            yield record
+
+    monkeypatch.setattr(FetchedBatch, "__iter__", failing)
+    partition = TopicPartition(bank.deposits, 0)
+    async with reading(settings()) as records:
+        found = [one.offset async for one in records.between(partition, 0, 7)]
+        (passed,) = records.unreadable
+    assert found == [0, 1, 2, 6]
+    assert (passed.partition, passed.start, passed.beyond) == (partition, 3, 6)
 
 
 async def test_a_record_of_another_event_at_the_offset_is_not_handed(

@@ -23,6 +23,7 @@ from tests.contract.bank import Account, Base, Deposit, Deposited
 from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.conftest import Command, complaint
 from tests.pipeline.integration.desk import Desk, NewDesk
+from tests.pipeline.integration.test_bombs import send_bomb
 from tests.servers.waiting import PATIENCE
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -189,7 +190,62 @@ async def test_nothing_that_is_found_is_an_error(command: Command, bank: Bank) -
     done = await command("timeline", "nobody", "--seconds", str(PATIENCE))
     assert done.exit_code == 1
     assert "nothing of key nobody is known" in complaint(done)
-    assert f"not searched: before {bank.deposits}/0 at offset 0" in done.stderr
+    assert "not searched" not in done.stderr, "the topic is empty"
+
+
+async def test_what_was_read_is_not_named_as_not_searched_and_the_rest_is(
+    bank: Bank, desk: Desk, take: Take, command: Command
+) -> None:
+    line = "--seconds", str(PATIENCE)
+    await take(desk, Deposit(1))
+    done = await command("timeline", "ada", *line)
+    assert "arrived" in done.stdout
+    assert "not searched" not in done.stderr, done.stderr
+    for amount in range(2, 5):
+        await take(desk, Deposit(amount, "bob"))
+    await take(desk, Deposit(5))
+    # Between its records all are read, and those behind the last one are not yet.
+    done = await command("timeline", "bob", *line)
+    where = f"not searched: before {bank.deposits}/0 at offset"
+    found = re.findall(r"^not searched: .*", done.stderr, re.MULTILINE)
+    assert found == [f"{where} 5, but for the records of what is listed"]
+    done = await command("timeline", "nobody", *line)
+    assert re.findall(r"^not searched: .*", done.stderr, re.MULTILINE) == [f"{where} 5"]
+
+
+async def test_a_batch_that_can_not_be_read_was_not_searched(
+    bank: Bank,
+    producer: AIOKafkaProducer,
+    kafka: str,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await send_bomb(kafka, bank.deposits, 2)
+    await Deposit(1).send(producer, bank.deposits)
+    monkeypatch.setenv("PIPELINE_UNPACKED_MEBIBYTES", "1")
+    done = await command("timeline", "ada", "--seconds", str(PATIENCE))
+    assert "deposited 1" in done.stdout, done.output
+    where = f"not searched: {bank.deposits}/0: the batch of the offsets 0 to 0 ("
+    assert where in done.stderr
+
+
+async def test_a_record_that_time_did_not_suffice_for_is_named(
+    bank: Bank, desk: Desk, take: Take, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await take(desk, Deposit(1), Deposit(2))
+    add = timeline._Arrivals._add
+
+    async def cut(arrivals: Any, record: Any, before: int | None = None) -> None:
+        if record.offset == 1:
+            raise TimeoutError
+        await add(arrivals, record, before)
+
+    monkeypatch.setattr(timeline._Arrivals, "_add", cut)
+    done = await command("timeline", "ada", "--seconds", str(PATIENCE))
+    found = re.findall(r"^not searched: .*", done.stderr, re.MULTILINE)
+    assert found == [
+        f"not searched: {bank.deposits}/0 from offset 1 to before 2: --seconds gives more time"
+    ]
 
 
 async def test_a_hostile_key_is_one_line(

@@ -96,7 +96,7 @@ async def test_a_trace_is_linked_to_where_the_setting_says_and_nowhere_else(
 )
 async def test_any_search_is_answered(ann: httpx2.AsyncClient, given: str) -> None:
     text = given.encode("utf-8", "surrogatepass")
-    for name in ("reason", "consumer", "event", "type", "topic", "key", "state"):
+    for name in ("reason", "consumer", "event", "type", "topic", "key", "release", "state"):
         answer = await ann.get("/dead", params={name: text})
         assert answer.status_code in (200, 409)
 
@@ -121,6 +121,11 @@ async def test_a_search_finds_what_it_asks_for(
     text = (await ann.get("/dead", params={"key": "bob"})).text
     assert ">bob</td>" in text
     assert ">ada</td>" not in text
+    await db.execute("UPDATE pipeline.backlog SET release = '1.4.2' WHERE record_key = 'ada'")
+    text = (await ann.get("/dead", params={"release": "1.4.2"})).text
+    assert ">ada</td>" in text
+    assert ">bob</td>" not in text
+    assert '<input name="release" value="1.4.2">' in text
 
 
 async def test_a_dead_letter_is_discarded_as_by_the_command_and_it_is_logged_who_did_it(

@@ -17,6 +17,7 @@ from servers.apicurio import Apicurio
 from sqlalchemy.orm import DeclarativeBase
 
 from pipeline import Event, Handlers, Service, Transaction
+from pipeline.apply import batch, corrections
 from plain import PayloadFields
 from schema_registry import Confluent
 from schema_registry.avro import Avro
@@ -135,6 +136,44 @@ async def test_a_payment_of_confluents_serializer_becomes_a_booking_for_its_dese
     errors = [error for _, error, _ in await parked(db)]
     assert "has no schema 1000000:" in errors[1]
     assert "does not begin with the id of a schema" in errors[0]
+
+
+async def test_a_payment_in_avro_is_corrected(
+    shop: Shop,
+    client: SchemaRegistryClient,
+    running: Running,
+    producer: AIOKafkaProducer,
+    records: Records,
+    db: asyncpg.Connection,
+) -> None:
+    corrected: list[Paid] = []
+    handlers = shop.handlers
+
+    async def none_waits() -> bool:
+        return await parked(db) == []
+
+    @handlers.correct(Paid, topic=shop.payments, of="book", consumer="unbook")
+    async def unbook(paid: Paid, tx: Transaction) -> None:
+        corrected.append(paid)
+
+    shop.register(client)
+    context = SerializationContext(shop.payments, MessageField.VALUE)
+    settings = {"auto.register.schemas": False, "subject.name.strategy.type": "TOPIC"}
+    serializer = AvroSerializer(client, PAID.schema_str, conf=settings)
+    async with running(shop.service):
+        for number in range(3):
+            value = serializer({"order_id": f"{number}", "amount": Decimal("0.10")}, context)
+            await producer.send_and_wait(shop.payments, value, key=b"one")
+        await eventually(lambda: len(shop.seen) == 3)
+        assert corrected == [], "it takes no records"
+        found = await records(shop.payments, 3)
+        assert await batch.prepare(handlers, found) == {}
+        items = [corrections.item_of(handlers, "unbook", one) for one in found]
+        for _ in range(2):  # nothing is new, or it has a marker
+            async with db.transaction():
+                await corrections.hand(db, [one for one in items if one], 0.0, None)
+            await eventually(none_waits)
+    assert corrected == shop.seen
 
 
 async def test_a_registry_that_is_stopped_and_started_again_costs_no_attempt(

@@ -140,6 +140,12 @@ async def of_key(connection: asyncpg.Connection, key: bytes) -> list[Subject]:
     ]
 
 
+async def publication(connection: asyncpg.Connection) -> str | None:
+    """Return the name of the publication by which a connector publishes events; None: none."""
+    name: str | None = await connection.fetchval(throttle_statements.FIND_PUBLICATION)
+    return name
+
+
 async def ask(
     connection: asyncpg.Connection,
     subjects: Sequence[Subject],
@@ -155,7 +161,7 @@ async def ask(
     `Refused` for events that a connector publishes, and a rate that nobody can keep.
     """
     is_of_events = any(one.kind == "events" for one in subjects)
-    if is_of_events and (name := await connection.fetchval(throttle_statements.FIND_PUBLICATION)):
+    if is_of_events and (name := await publication(connection)):
         raise Refused(
             f"a connector publishes the events, by the publication {name}: pause the connector"
             f" instead. If the relay publishes them again: DROP PUBLICATION {name}"

@@ -52,7 +52,7 @@ SELECT quote_ident(pubname) FROM pg_publication_rel
 """Return the publication by which a connector publishes events, if there is one.
 
 One that `service debezium sql` has made. Its slot may be missing or lost for a time, in which
-`service debezium follow` publishes and heeds no pause.
+`service debezium follow` publishes and, as long as there is one, obeys no pause.
 
 Locks: none.
 Plan: catalogs only.

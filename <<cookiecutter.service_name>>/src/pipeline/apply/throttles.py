@@ -91,14 +91,13 @@ class Throttles:
         assert self._engine is not None
         async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
             rows = await driver.fetch(throttle_statements.READ_STOPS)
-        places = {(row["kind"], row["name"]): row for row in rows}
-        rates = {place: row["per_second"] for place, row in places.items()}
-        # What this process has taken at an unchanged rate may not be stored yet.
-        noted = {one: self._until.get(one, 0.0) for one, _ in rates.items() & self._rates.items()}
-        self._until = {
-            place: max(begun + row["rests"], noted.get(place, 0.0)) for place, row in places.items()
-        }
-        self._rates = rates
+        rates, until = dict[Place, float](), dict[Place, float]()
+        for kind, name, rate, rests, _ in rows:
+            # What this process has taken at an unchanged rate may not be stored yet.
+            is_unchanged = self._rates.get((kind, name)) == rate
+            noted = self._until.get((kind, name), 0.0) if is_unchanged else 0.0
+            rates[kind, name], until[kind, name] = rate, max(begun + rests, noted)
+        self._rates, self._until = rates, until
         self._looked_at = begun
         self._looked.set()
         self._looked = asyncio.Event()

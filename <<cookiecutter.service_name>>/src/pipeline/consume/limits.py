@@ -70,10 +70,13 @@ class TopicLimits:
     async def take(self, batch: Batch, *, others_wait: bool = False) -> None:
         """Wait as `wait` does, until the rates allow a batch, which counts as taken then."""
         await self.wait(others_wait=others_wait)
+        rates = self._rates
+        if not rates:
+            return
         called = [one for one in batch.items if one.handler.mode == "immediate"]
         taken = Counter(("consumer", one.consumer) for one in called)
         taken["topic", self._topic] = len(batch.records)
-        await self._throttles.took({one: taken[one] for one in self._rates})
+        await self._throttles.took({one: taken[one] for one in rates})
 
     @property
     def _paused(self) -> Set[str]:

@@ -122,9 +122,13 @@ async def heartbeat(
 
 def _watch_loop(health: Health, thread: int, stopping: threading.Event) -> None:
     """Send signals to the thread of a blocked event loop; end the process after `stall_after`."""
-    tick = RUNNING.limit / 12
+    tick, postpone_at = RUNNING.limit / 12, -math.inf
     while (silence := RUNNING.seconds - RUNNING.turned_at) < health.stall_after:
-        _postpone_last_resort(health.stall_after)
+        # Each time starts a thread. By a clock that goes on while the process is stopped, as those
+        # of the last resort do: afterwards it is postponed at once.
+        if (now := time.monotonic()) >= postpone_at:
+            _postpone_last_resort(health.stall_after)
+            postpone_at = now + BEAT
         if stopping.wait(tick):
             return
         RUNNING.count()

@@ -5,7 +5,7 @@ for the others.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection
 from time import monotonic
 
 from aiokafka import AIOKafkaProducer
@@ -40,20 +40,20 @@ class NotSent(OncewardError):
     """Kafka has not acknowledged all events; the text gives the topic and the error."""
 
 
-async def look_up_topics(producer: AIOKafkaProducer, topics: Iterable[str]) -> None:
-    """Refresh the client's metadata until it has the topics, or once if partitions lack leaders.
+async def look_up_topics(producer: AIOKafkaProducer, topics: Collection[str]) -> None:
+    """Refresh the client's metadata until it has the topics, or twice if partitions lack leaders.
 
     Raises `NotSent`.
     """
     client, cluster = producer.client, producer.client.cluster
     are_new = [not client.add_topic(topic).done() for topic in topics]
     # The first response may be to an earlier request, and a broker may not know a new topic yet.
-    for lookup in range(_LOOKUPS if any(are_new) else 1):
+    for lookup in range(_LOOKUPS if any(are_new) else 2):
         if lookup > 1:
             await asyncio.sleep(_LOOKUP_SECONDS)
         known = [cluster.partitions_for_topic(topic) for topic in topics]
         led = [cluster.available_partitions_for_topic(topic) for topic in topics]
-        if all(known) and (led == known or lookup > 0):
+        if all(known) and (led == known or lookup > 1):
             return
         try:
             answered = await asyncio.wait_for(client.force_metadata_update(), _METADATA_SECONDS)

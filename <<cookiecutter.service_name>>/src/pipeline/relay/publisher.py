@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import asyncpg
 from aiokafka import AIOKafkaProducer
@@ -69,11 +69,23 @@ class Publisher:
         self._stopping: set[asyncio.Task[None]] = set()
         self._unfenced: set[str] = set()
 
+    async def look_up(self, topics: Collection[str]) -> None:
+        """Start a producer and look topics up, so that `send` waits for neither.
+
+        That may take long: read what you send afterwards. Raises `NotSent`.
+        """
+        try:
+            await look_up_topics(await self._started(), topics)
+        except BaseException:
+            await self.discard()
+            raise
+
     async def send(
         self, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
     ) -> Rejections:
         """Send the events; those that are not rejected are acknowledged by all replicas in sync.
 
+        Call `look_up` for their topics just before: one that is not known is taken for missing.
         Events of one Kafka partition are sent in the order given, one batch unacknowledged at a
         time. Events behind a rejected one are still sent, unless their topic accepts none. After
         an error it is unknown which were sent: send all of them again. `may_send` is called before
@@ -87,7 +99,9 @@ class Publisher:
             chains = await self._chains(events, sending)
             while chains:
                 await self._send_round(chains, sending)
-                chains = sending.left(chains)
+                if chains := sending.left(chains):  # the rest needs a new producer
+                    topics = {chain.topic for chain in chains}
+                    await look_up_topics(await self._started(), topics)
         except BaseException:
             # The next producer with its transactional id aborts what this one has begun.
             await self.discard()
@@ -95,12 +109,11 @@ class Publisher:
         return sending.rejections
 
     async def _send_round(self, chains: Sequence[Chain], sending: Sending) -> None:
-        """Send every chain up to its end or first rejection: the rest needs a new producer.
+        """Send every chain up to its end or first rejection.
 
         In a transaction a rejection undoes all of the round; the next round sends it again.
         """
         producer = await self._started()
-        await look_up_topics(producer, {chain.topic for chain in chains})
         sending.is_void = False
         if sending.is_transactional:
             await producer.begin_transaction()
@@ -215,7 +228,6 @@ class Publisher:
     async def _chains(self, events: Sequence[asyncpg.Record], sending: Sending) -> list[Chain]:
         producer = await self._started()
         counts = dict.fromkeys((event["topic"] for event in events), 0)
-        await look_up_topics(producer, counts)
         errors: dict[str, KafkaError] = {}
         for topic in counts:
             try:

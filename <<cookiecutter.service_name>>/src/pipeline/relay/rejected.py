@@ -118,7 +118,8 @@ class Rejected:
     ) -> None:
         self._settings = settings
         self._health = health
-        self._throttles = throttles or Throttles()
+        self.throttles = throttles or Throttles()
+        """What people have asked of the events for a topic."""
         self._try_at: dict[str, float] = {}
         """When events that wait are tried again, by topic and the monotonic clock."""
         self._accepting: set[str] = set()
@@ -153,7 +154,7 @@ class Rejected:
 
     def is_waiting(self, topic: str) -> bool:
         """Whether it is paused or throttled, or events wait for it: later ones wait behind them."""
-        return topic in self._try_at or topic in self._throttles.asked("events")
+        return topic in self._try_at or topic in self.throttles.asked("events")
 
     def seconds_to_next(self) -> float:
         """Return how long until a topic is tried again; infinite if no events wait."""
@@ -171,24 +172,38 @@ class Rejected:
         times = [event["created_at"] for event in events]
         await connection.execute(_ADD, *_columns(events, why), min(times), max(times))
 
-    async def due(
-        self, connection: asyncpg.Connection, shards: Sequence[int], *, accepting: bool
-    ) -> Sequence[asyncpg.Record]:
-        """Return the next events of the topic that is to be tried first, in order.
+    def next_topic(self, *, accepting: bool) -> str | None:
+        """Return the topic that is to be tried first; None: none yet.
 
         Either of those that accept events again, or of those that refused the last ones.
+        """
+        topics = [one for one in self._try_at if (one in self._accepting) == accepting]
+        topic = min(topics, key=self._free_at, default=None)
+        return None if topic is None or self._free_at(topic) > monotonic() else topic
+
+    async def due(
+        self, connection: asyncpg.Connection, topic: str, shards: Sequence[int]
+    ) -> Sequence[asyncpg.Record]:
+        """Return the next events of a topic, in order, which count as taken; none if it rests.
+
+        Send them at once: what is redriven from now on goes behind them.
 
         When none is left, later events of the topic are sent from the window again. Only the owner
         of the shards adds rows, so none is missed, except redriven ones, which later events have
         overtaken already.
         """
-        topics = [one for one in self._try_at if (one in self._accepting) == accepting]
-        topic = min(topics, key=self._free_at, default=None)
-        if topic is None or self._free_at(topic) > monotonic():
+        place = "events", topic
+        page = self._settings.relay_batch_events if topic in self._accepting else _FIRST_PAGE
+        most = int(min(page, self.throttles.free(*place)))
+        if not most:
             return []
-        page = self._settings.relay_batch_events if accepting else _FIRST_PAGE
-        most = int(min(page, self._throttles.most("events", topic)))
         rows: list[asyncpg.Record] = await connection.fetch(_DUE, topic, shards, most, PAGE_BYTES)
+        if rows and topic in self.throttles.limited("events"):
+            if self.throttles.left(*place):  # others of this process have taken meanwhile
+                return []
+            await self.throttles.took({place: len(rows)})
+            # Noting that may have taken long, in which an earlier event may have been redriven.
+            rows = await connection.fetch(_DUE, topic, shards, len(rows), PAGE_BYTES)
         if not rows:
             self._end(topic)
         return rows
@@ -209,7 +224,7 @@ class Rejected:
 
     def _free_at(self, topic: str) -> float:
         """Return when events of the topic may be sent again, by the monotonic clock."""
-        left = self._throttles.left("events", topic)
+        left = self.throttles.left("events", topic)
         return max(self._try_at[topic], monotonic() + left) if left else self._try_at[topic]
 
     def _note(self, events: Sequence[asyncpg.Record], why: Rejections) -> None:

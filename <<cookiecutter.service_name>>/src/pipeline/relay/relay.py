@@ -4,10 +4,10 @@ import asyncio
 import logging
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import asyncpg
@@ -31,21 +31,17 @@ from .publisher import TRIALS, Publisher
 from .rejected import Rejected
 from .rejections import Rejections
 from .scheduled import Scheduled
+from .trial import Trial
 from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NARROW_SECONDS = 1.0
 """So long after it has read a window the next one has few events, and is not measured before."""
 _EXPLAINED = (LeaseExpired, NotSent, Resting, ServerChanged)
 """Errors whose text is complete, so that no traceback is logged."""
-
-
-class _Trial(NamedTuple):
-    """Events of a topic that has refused some, which are sent beside those of the other topics."""
-
-    events: Sequence[asyncpg.Record]
-    sending: asyncio.Task[Rejections]
 
 
 class Relay:
@@ -68,7 +64,7 @@ class Relay:
         owner = f"{socket.gethostname()}:{uuid4().hex[:12]}"
         self._publisher = Publisher(settings, client_id=f"{name}-relay", owner=owner)
         self._trials = Publisher(settings, client_id=f"{name}-relay", owner=owner, endings=TRIALS)
-        self._trial: _Trial | None = None
+        self._trial: Trial | None = None
         self._cursor = Cursor(settings, owner)
         self._throttles = throttles or Throttles()
         self._rejected = Rejected(settings, health, self._throttles)
@@ -136,7 +132,7 @@ class Relay:
                     await self._publish_until_stopped(driver)
                 finally:
                     if self._trial is not None:
-                        await end(self._trial.sending)
+                        await end(self._trial.work)
                         self._trial = None
             except TimeoutError:
                 raise  # a write to a server that does not answer would take as long again
@@ -262,8 +258,16 @@ class Relay:
         then: Mapping[int, Progress],
     ) -> None:
         """Send events; rejected ones are stored together with the progress `then`."""
+        is_waiting = self._rejected.is_waiting
+        topics = {one["topic"] for one in events if not is_waiting(one["topic"])}
+        if topics:
+            await self._while_leased(driver, self._publisher.look_up(topics))
+        # Only now, as that may take long: a topic that was paused meanwhile is not sent any.
         await self._throttles.fresh(self._stopping.is_set)
-        waiting = {event["id"] for event in events if self._rejected.is_waiting(event["topic"])}
+        topics = {one for one in topics if not is_waiting(one)}
+        waiting = {one["id"] for one in events if one["topic"] not in topics}
+        # Reading the page, or moving scheduled events, may have taken most of the lease.
+        await self._cursor.extend_in_time(driver)
         rejections = await self._send(driver, [one for one in events if one["id"] not in waiting])
         if unsent := [one for one in events if one["id"] in waiting or one["id"] in rejections]:
             async with self._cursor.writing(driver, then):
@@ -271,9 +275,18 @@ class Relay:
 
     async def _retry(self, driver: asyncpg.Connection) -> bool:
         """Send events that wait for a topic, if one is due; returns whether it accepts some."""
-        await self._throttles.fresh(self._stopping.is_set)
         await self._try(driver)
         return await self._drain(driver)
+
+    async def _due(self, driver: asyncpg.Connection, topic: str) -> Sequence[asyncpg.Record]:
+        """Return the next events that wait for a topic, to be sent at once.
+
+        All that may take long comes before: an event that is redriven meanwhile goes before later
+        ones, and a topic that is paused meanwhile is not sent any.
+        """
+        await self._throttles.fresh(self._stopping.is_set)
+        await self._cursor.extend_in_time(driver)
+        return await self._rejected.due(driver, topic, sorted(self._cursor.progress))
 
     async def _try(self, driver: asyncpg.Connection) -> None:
         """Store what a topic did that was tried, or try the next one that has refused events.
@@ -282,24 +295,30 @@ class Relay:
         """
         trial, cursor = self._trial, self._cursor
         if trial is None:
-            if rows := await self._rejected.due(driver, sorted(cursor.progress), accepting=False):
-                self._rejected.postpone(rows[0]["topic"])
-                events = await self._decrypted(driver, rows)
-                sending = asyncio.create_task(self._trials.send(events, cursor.holds_lease))
-                sending.add_done_callback(lambda _: self._staged.set())
-                self._trial = _Trial(rows, sending)
-        elif trial.sending.done():
+            if topic := self._rejected.next_topic(accepting=False):
+                self._rejected.postpone(topic)
+                looking = self._trials.look_up([topic])
+                self._trial = Trial.begin(topic, looking, then=self._staged.set)
+        elif trial.work.done():
             self._trial = None
             # Another error of Kafka says nothing about the topic, which is tried again.
             with suppress(KafkaError, NotSent):
-                rejections = trial.sending.result()
-                cursor.published += len(trial.events) - len(rejections)
-                await self._settle(driver, trial.events, rejections)
+                rejections = trial.work.result()
+                if trial.sent and rejections is not None:
+                    cursor.published += len(trial.sent) - len(rejections)
+                    await self._settle(driver, trial.sent, rejections)
+                elif rows := await self._due(driver, trial.topic):
+                    events = await self._decrypted(driver, rows)
+                    sending = self._trials.send(events, cursor.holds_lease)
+                    self._trial = Trial.begin(trial.topic, sending, rows, then=self._staged.set)
 
     async def _drain(self, driver: asyncpg.Connection) -> bool:
         """Send events that wait for a topic that accepts some again; returns whether it has."""
-        shards = sorted(self._cursor.progress)
-        rows = await self._rejected.due(driver, shards, accepting=True)
+        topic = self._rejected.next_topic(accepting=True)
+        if topic is None:
+            return False
+        await self._while_leased(driver, self._publisher.look_up([topic]))
+        rows = await self._due(driver, topic)
         if not rows:
             return False
         rejections = await self._send(driver, rows)
@@ -312,7 +331,6 @@ class Relay:
         shards = {row["shard"] for row in rows}
         async with self._cursor.writing(driver, self._cursor.of(shards)):
             await self._rejected.settle(driver, rows, rejections)
-        await self._throttles.took({("events", rows[0]["topic"]): len(rows) - len(rejections)})
 
     async def _decrypted(
         self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
@@ -326,22 +344,26 @@ class Relay:
     async def _send(
         self, driver: asyncpg.Connection, events: Sequence[asyncpg.Record]
     ) -> Rejections:
-        """Send without a time limit, extending the leases meanwhile; returns the rejections."""
+        """Send without a time limit; returns the rejections."""
         if not events:
             return {}
         events = await self._decrypted(driver, events)
+        cursor = self._cursor
+        sending = self._publisher.send(events, cursor.holds_lease)
+        rejections = await self._while_leased(driver, sending)
+        cursor.published += len(events) - len(rejections)
+        return rejections
+
+    async def _while_leased(self, driver: asyncpg.Connection, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of work with the brokers, extending the leases meanwhile."""
         cursor, begun = self._cursor, monotonic()
-        # Reading the page, or moving scheduled events, may have taken most of the lease.
-        await cursor.extend_in_time(driver)
-        async with in_background(self._publisher.send(events, cursor.holds_lease)) as sending:
-            while not sending.done():
-                await asyncio.wait({sending}, timeout=cursor.seconds_to_extension)
+        async with in_background(work) as working:
+            while not working.done():
+                await asyncio.wait({working}, timeout=cursor.seconds_to_extension)
                 is_extended = await cursor.extend_in_time(driver)
                 # The producer retries without end: only the time shows that Kafka is unavailable.
                 if is_extended and monotonic() - begun > self._settings.relay_lease / 4:
                     self._health.not_ready(
                         "relay", f"waits for {self._settings.kafka} to acknowledge events"
                     )
-            rejections = sending.result()
-        cursor.published += len(events) - len(rejections)
-        return rejections
+        return working.result()

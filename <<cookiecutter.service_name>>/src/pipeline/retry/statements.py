@@ -230,10 +230,11 @@ WITH head AS MATERIALIZED (
             ORDER BY sequence, partition, "offset" LIMIT 1) AS b
 ), behind AS MATERIALIZED (
     SELECT b.key, head.key AS head_key FROM head CROSS JOIN LATERAL (
-           SELECT key FROM pipeline.backlog b
+           SELECT key, lane FROM pipeline.backlog b
             WHERE b.order_key = head.order_key AND b.due_at <= statement_timestamp()
-              AND b.lane = ANY ($2) AND b.key <> head.key) AS b
-     LIMIT $3
+              AND b.key <> head.key
+           OFFSET 0) AS b
+     WHERE b.lane = ANY ($2) LIMIT $3
 ), locked AS MATERIALIZED (
     SELECT key, died_at, holds FROM pipeline.backlog
      WHERE key IN (SELECT head_key FROM behind)
@@ -256,8 +257,9 @@ A row waits only behind a head that is locked: who ends that head, in another la
 the row waits. Behind a head that another transaction is ending rows stay due. They are demoted
 before heads are updated, as a row that the statement has updated itself can't be locked.
 
-The last WHERE compares head.died_at: with b.died_at the planner, whose statistics may be older than
-the waiting rows, could search for the head among all of them.
+Whatever the planner's statistics are, due rows are found by their key: OFFSET keeps what it could
+read the lane's due rows by out of the inner query. The last WHERE compares head.died_at: with
+b.died_at the planner could search for the head among all rows that wait.
 
 Locks: heads with due rows behind them, for share; those that others have locked are left out. The
 rows that become due, or not due, in lanes that are locked.

@@ -445,6 +445,7 @@ async def test_letters_are_chosen_by_what_they_are(bank: Bank, desk: Desk) -> No
                 ' WHERE "offset" = $1',
                 number,
             )
+        await driver.execute("UPDATE pipeline.backlog SET release = '1.4.2' WHERE \"offset\" = 2")
     for which, offsets in (
         (EVERYTHING, {0, 1, 2, 3}),
         (Selection(reasons=["rejected"]), {0, 1}),
@@ -456,6 +457,8 @@ async def test_letters_are_chosen_by_what_they_are(bank: Bank, desk: Desk) -> No
         (Selection(topic=bank.deposits), {0, 1, 2, 3}),
         (Selection(topic="another"), set()),
         (Selection(record_key=b"bob"), {1}),
+        (Selection(release="1.4.2"), {2}),
+        (Selection(release="1.4"), set()),
         (Selection(since=hour_ago), {3}),
         (Selection(until=hour_ago), {0, 1, 2}),
         (Selection(keys=[await key_of(desk, by_offset[2])]), {2}),
@@ -664,6 +667,7 @@ async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service:
         "key": {"text": "ada"},
         "due_at": None,
         "discarded_at": None,
+        "release": None,
         "holds": False,
         "held": None,
         **varying,
@@ -675,6 +679,26 @@ async def test_list_and_show_tell_what_there_is(bank: Bank, desk: Desk, service:
     shown = json.loads((await service("show", newest.id[:8], "--json")).stdout)
     assert shown["value"] == {"hex": "ff00"}
     assert shown["advice"] == REASONS["invalid payload"]
+
+
+async def test_the_letters_that_a_release_has_stored_are_listed_and_redriven(
+    bank: Bank, desk: Desk, service: Command, db: asyncpg.Connection
+) -> None:
+    bank.errors = {1: Reject("no"), 2: Reject("no")}
+    await desk.apply(Deposit(1), Deposit(2, "bob"))
+    await desk.work_off()
+    await db.execute("UPDATE pipeline.backlog SET release = '1.4.2' WHERE id = '2'")
+    (line,) = (await service("list", "--release", "1.4.2", "--json")).stdout.splitlines()
+    of_release = json.loads(line)
+    assert (of_release["event_id"], of_release["release"]) == ("2", "1.4.2")
+    assert "0 dead" in (await service("list", "--release", "1.4")).stdout
+    shown = (await service("show", of_release["id"])).stdout
+    assert ["release", "1.4.2"] in [line.split() for line in shown.splitlines()]
+    bank.errors = {}
+    done = await service("redrive", "--release", "1.4.2", "--yes", "--wait", "0", "--json")
+    assert json.loads(done.stdout)["redriven"] == 1
+    assert [one.id for one in await letters(desk)] != [of_release["id"]]
+    assert len(await letters(desk)) == 1
 
 
 @pytest.mark.parametrize("what", ["account", "account.balance"])
@@ -877,7 +901,7 @@ async def test_a_list_sorts_the_table_once_and_is_read_in_chunks(
         chunks = [[one["id"] for one in some] async for some in found]
         await asyncio.sleep(0)  # asyncpg calls the logger by the event loop
     of_letters = [one for one in statements if "FROM pipeline.backlog" in one]
-    assert ["LIMIT $11" in one for one in of_letters] == [True, False, False]
+    assert ["LIMIT $12" in one for one in of_letters] == [True, False, False]
     newest = [one.id for one in await letters(desk)][:4]
     assert chunks == [newest[:2], newest[2:]]
     names, *lines, last = (await service("list")).stdout.splitlines()

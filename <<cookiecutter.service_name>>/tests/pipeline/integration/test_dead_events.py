@@ -3,16 +3,18 @@
 import asyncio
 import getpass
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from types import SimpleNamespace
 
 import asyncpg
 import pytest
+from aiokafka import AIOKafkaProducer
 
 from operate import dead, dead_commands, dead_events
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
-from pipeline.relay import rejected
+from pipeline.relay import publisher, rejected
+from pipeline.relay.publisher import Publisher
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -127,9 +129,9 @@ async def test_a_redriven_event_goes_before_those_of_its_topic_that_wait(
 
         def is_tried() -> bool:
             trial = one.relay._trial
-            return trial is not None and trial.events[0]["event_id"] == "0"
+            sent = trial and trial.sent
+            return sent is not None and sent[0]["event_id"] == "0"
 
-        # One that is under way since before the redrive would send event 1.
         await eventually(is_tried)
         await create_topic(kafka, missing)
         async with following(kafka, missing) as tail:
@@ -137,6 +139,88 @@ async def test_a_redriven_event_goes_before_those_of_its_topic_that_wait(
             await stage(db, numbered(missing, [3]))
             await tail.until_ids([3])
     assert tail.ids == list("0123")
+
+
+class Held:
+    """Lookups of topics by one of a relay's publishers: from `hold` on they wait for `end`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self._ended = asyncio.Event(), asyncio.Event()
+        self._by: Publisher | None = None
+        self._look_up = publisher.look_up_topics
+        monkeypatch.setattr(publisher, "look_up_topics", self)
+
+    async def __call__(self, producer: AIOKafkaProducer, topics: Collection[str]) -> None:
+        """Look topics up."""
+        if self._by is not None and producer is self._by._producer:
+            self.begun.set()
+            await self._ended.wait()
+        await self._look_up(producer, topics)
+
+    def hold(self, by: Publisher) -> None:
+        """Let those that begin from now on wait."""
+        self._by = by
+
+    def end(self) -> None:
+        """Let them go on."""
+        self._ended.set()
+
+
+@pytest.fixture
+async def first_is_dead(quick: NewSettings, db: asyncpg.Connection, missing: str) -> None:
+    """Stage the first event for a topic that is missing, and let it die."""
+    await stage(db, numbered(missing, [0]))
+    async with relaying(quick()) as one:
+        await eventually(waits(db, [0]))
+        await one.stop()
+    await db.execute(
+        "UPDATE pipeline.outbox_rejected SET died_at = clock_timestamp(), reason = 'too large'"
+    )
+
+
+@pytest.mark.usefixtures("first_is_dead")
+async def test_what_is_redriven_while_a_topic_is_tried_goes_before_what_waits_for_it(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    missing: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = Held(monkeypatch)
+    async with relaying(quick(relay_lease=3_600)) as one:
+        await stage(db, numbered(missing, [1]))
+        await eventually(waits(db, [1]))
+        held.hold(one.relay._trials)
+        await asyncio.wait_for(held.begun.wait(), PATIENCE)
+        assert len(await redrive(db)) == 1
+        await create_topic(kafka, missing)
+        async with following(kafka, missing) as tail:
+            held.end()
+            await tail.until_ids([0, 1])
+    assert tail.ids == ["0", "1"]
+
+
+@pytest.mark.usefixtures("first_is_dead")
+async def test_what_is_redriven_while_a_topic_is_drained_goes_before_what_waits_for_it(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    kafka: str,
+    missing: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trial sends a hundred, and the others follow from another producer."""
+    held, later = Held(monkeypatch), range(1, 151)
+    async with relaying(quick(relay_lease=3_600)) as one:
+        await stage(db, numbered(missing, later))
+        await eventually(waits(db, later))
+        held.hold(one.relay._publisher)
+        await create_topic(kafka, missing)
+        async with following(kafka, missing) as tail:
+            await asyncio.wait_for(held.begun.wait(), PATIENCE)
+            assert len(await redrive(db)) == 1
+            held.end()
+            await tail.until_ids([0, *later])
+    assert tail.ids == [str(n) for n in (*range(1, 101), 0, *range(101, 151))]
 
 
 async def test_why_an_event_waits_is_known_when_it_was_redriven_and_rejected_again(
@@ -281,7 +365,7 @@ async def test_events_are_chosen_by_what_they_are(db: asyncpg.Connection) -> Non
     await db.execute(
         "UPDATE pipeline.outbox_rejected SET died_at = now() - interval '2 h' WHERE id < 3;"
         " UPDATE pipeline.outbox_rejected SET reason = 'not valid', topic = 'gone' WHERE id = 4;"
-        " UPDATE pipeline.outbox_rejected SET type = 'closed' WHERE id = 5;"
+        " UPDATE pipeline.outbox_rejected SET type = 'closed', release = '1.4.2' WHERE id = 5;"
         " UPDATE pipeline.outbox_rejected SET died_at = NULL, reason = NULL WHERE id = 7"
     )
     hour_ago = await db.fetchval("SELECT now() - interval '1 h'")
@@ -294,6 +378,7 @@ async def test_events_are_chosen_by_what_they_are(db: asyncpg.Connection) -> Non
         (Selection(type="closed"), {5}),
         (Selection(topic="gone"), {4}),
         (Selection(record_key=b"key 3"), {3}),
+        (Selection(release="1.4.2"), {5}),
         (Selection(since=hour_ago), {3, 4, 5, 6}),
         (Selection(until=hour_ago), {1, 2}),
     ):
@@ -370,6 +455,7 @@ async def test_list_and_show_tell_what_there_is(
         "key": None,
         "size": len(LARGE) + 1,
         "discarded_at": None,
+        "release": None,
         **varying,
     }
     summary = await service("events", "list", "--summary", "--waiting", "--json")

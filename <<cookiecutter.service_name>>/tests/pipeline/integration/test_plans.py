@@ -318,7 +318,9 @@ def new_rejected() -> Rejected:
 async def test_events_that_wait_for_a_topic(asked: Explaining) -> None:
     backlog = new_rejected()
     await backlog.look(asked._db, ALL_SHARDS)
-    rows = await backlog.due(asked, ALL_SHARDS, accepting=False)
+    topic = backlog.next_topic(accepting=False)
+    assert topic is not None
+    rows = await backlog.due(asked, topic, ALL_SHARDS)
     assert len(rows) == 100
     assert (only(asked).indexes, only(asked).scanned) == ({"outbox_rejected_waiting_idx"}, set())
     assert only(asked).blocks < 1_000
@@ -327,7 +329,9 @@ async def test_events_that_wait_for_a_topic(asked: Explaining) -> None:
 async def test_events_that_were_sent_from_a_large_backlog(asked: Explaining) -> None:
     backlog = new_rejected()
     await backlog.look(asked._db, ALL_SHARDS)
-    rows = await backlog.due(asked._db, ALL_SHARDS, accepting=False)
+    topic = backlog.next_topic(accepting=False)
+    assert topic is not None
+    rows = await backlog.due(asked._db, topic, ALL_SHARDS)
     await backlog.settle(asked, rows, {})
     assert (only(asked).indexes, only(asked).scanned) == ({"outbox_rejected_pkey"}, set())
     assert only(asked).blocks < 1_000

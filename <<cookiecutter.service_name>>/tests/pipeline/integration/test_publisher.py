@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC
 from random import Random
@@ -45,6 +45,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Publisher, "_new_producer", noted)
     return found
+
+
+async def send(
+    publisher: Publisher, events: Sequence[asyncpg.Record], may_send: Callable[[], bool]
+) -> Rejections:
+    """Send events as the relay does."""
+    await publisher.look_up({event["topic"] for event in events})
+    return await publisher.send(events, may_send)
 
 
 @asynccontextmanager
@@ -166,7 +174,7 @@ async def test_events_that_fill_many_batches_keep_their_order(
     topic = await new_topic()
     await stage(db, [event(topic, number, payload=b"x" * 500) for number in range(100)])
     async with publishing(settings(max_event_bytes=3_000)) as publisher:
-        await publisher.send(await rows(db), lambda: True)
+        await send(publisher, await rows(db), lambda: True)
     assert await ids_in(kafka, topic) == [str(number) for number in range(100)]
 
 
@@ -177,7 +185,7 @@ async def test_nothing_is_sent_when_the_lease_has_ended(
     await stage(db, numbered(topic, range(5)))
     async with publishing(settings()) as publisher:
         with pytest.raises(LeaseExpired):
-            await publisher.send(await rows(db), lambda: False)
+            await send(publisher, await rows(db), lambda: False)
     assert await ids_in(kafka, topic) == []
 
 
@@ -189,7 +197,7 @@ async def test_no_further_batch_is_sent_when_the_lease_ends_between_two(
     answers: Iterator[bool] = iter([True, True, False])
     async with publishing(settings(max_event_bytes=1_000)) as publisher:
         with pytest.raises(LeaseExpired):
-            await publisher.send(await rows(db), lambda: next(answers))
+            await send(publisher, await rows(db), lambda: next(answers))
     assert await ids_in(kafka, topic) == ["0", "1"]
 
 
@@ -228,13 +236,13 @@ async def test_the_events_around_one_that_the_broker_rejects_are_sent_in_order(
         )
     async with publishing(chosen) as publisher:
         events = await rows(db)
-        rejections = await publisher.send(events, lambda: True)
+        rejections = await send(publisher, events, lambda: True)
         assert {event["topic"] for event in events if event["id"] in rejections} == {small}
         assert reasons(events, rejections) == {"4": "too large", "13": "too large"}
         rest = [event for event in events if event["id"] in rejections]
 
         async def is_sent() -> bool:
-            return not await publisher.send(rest, lambda: True)
+            return not await send(publisher, rest, lambda: True)
 
         await allow(kafka, small, 100_000)
         await eventually(is_sent)
@@ -251,7 +259,7 @@ async def test_an_erased_event_is_rejected_and_its_neighbours_are_sent(
     events = [dict(row) | {"erased": None} for row in await rows(db)]
     events[1] |= {"payload": None, "erased": "the key of its subject was deleted"}
     async with publishing(chosen) as publisher:
-        rejections = await publisher.send(events, lambda: True)
+        rejections = await send(publisher, events, lambda: True)
     assert reasons(events, rejections) == {"1": "subject forgotten"}
     assert [one.text for one in rejections.values()] == [events[1]["erased"]]
     assert await committed_ids(kafka, topic, 2) == ["0", "2"]
@@ -264,7 +272,7 @@ async def test_what_a_batch_is_rejections_for_is_found_and_its_neighbours_are_se
     keys = {7: None, 40: None, 41: None}
     await stage(db, [event(compacted, n, keys.get(n, f"key-{n % 5}")) for n in range(100)])
     async with publishing(settings()) as publisher:
-        rejections = await publisher.send(await rows(db), lambda: True)
+        rejections = await send(publisher, await rows(db), lambda: True)
         assert reasons(await rows(db), rejections) == dict.fromkeys(map(str, keys), "not valid")
     assert await ids_in(kafka, compacted) == [str(n) for n in range(100) if n not in keys]
 
@@ -279,7 +287,7 @@ async def test_batches_that_are_larger_than_their_topic_allows_go_in_parts(
     topic = await new_topic(**{"max.message.bytes": "9000"})
     await stage(db, [event(topic, n, payload=b"x" * 1_000) for n in range(500)])
     async with publishing(settings()) as publisher:
-        assert await publisher.send(await rows(db), lambda: True) == {}
+        assert await send(publisher, await rows(db), lambda: True) == {}
     assert await ids_in(kafka, topic) == [str(n) for n in range(500)]
     # 128 kB, 64, 32, 16, and then it is known what need not be tried.
     assert 1 < len(started) < 8
@@ -300,12 +308,12 @@ async def test_what_was_sent_and_what_was_sent_in_vain_is_counted_apart_with_the
     compacted = await new_topic(**{"cleanup.policy": "compact"})
     await stage(db, [*numbered(compacted, [1]), *numbered(compacted, [2], None)])
     async with publishing(settings()) as publisher:
-        rejections = await publisher.send(await rows(db), lambda: True)
+        rejections = await send(publisher, await rows(db), lambda: True)
         assert len(rejections) == 1
         # Both go in a batch, and then each by itself.
         assert counted == {None: 1, "InvalidRecordError": 3}
         with pytest.raises(LeaseExpired):
-            await publisher.send(await rows(db), lambda: False)
+            await send(publisher, await rows(db), lambda: False)
         assert counted == {None: 1, "InvalidRecordError": 3}, "what was not sent is not counted"
 
 
@@ -319,7 +327,7 @@ async def test_a_topic_that_rejects_again_and_again_has_to_wait_and_delays_no_ot
     compacted, other = await new_topic(**{"cleanup.policy": "compact"}), await new_topic()
     await stage(db, [*numbered(compacted, range(200), None), *numbered(other, range(200), None)])
     async with publishing(settings()) as publisher:
-        rejections = await publisher.send(await rows(db), lambda: True)
+        rejections = await send(publisher, await rows(db), lambda: True)
     assert len(rejections) == 200
     found = Counter((one.reason, not one.waits) for one in rejections.values())
     assert set(found) == {("not valid", True), ("topic rejects many", False)}
@@ -333,12 +341,12 @@ async def test_nothing_of_a_topic_that_is_missing_is_sent_and_all_of_the_others_
     topic, missing = await new_topic(), f"{await new_topic()}-not"
     await stage(db, [*numbered(missing, range(3)), *numbered(topic, range(3))])
     async with publishing(chosen) as publisher:
-        rejections = await publisher.send(await rows(db), lambda: True)
+        rejections = await send(publisher, await rows(db), lambda: True)
         assert reasons(await rows(db), rejections) == dict.fromkeys("012", "topic missing")
         assert await committed_ids(kafka, topic, 3) == list("012")
         # It is known as soon as it is there.
         await create_topic(kafka, missing)
-        assert await publisher.send((await rows(db))[:3], lambda: True) == {}
+        assert await send(publisher, (await rows(db))[:3], lambda: True) == {}
     assert await committed_ids(kafka, missing, 3) == list("012")
 
 
@@ -359,11 +367,11 @@ async def test_a_topic_without_a_leader_costs_no_producer_and_is_sent_to_as_soon
         chosen = settings(kafka_bootstrap_servers=wire.address, relay_transactional=transactional)
         async with publishing(chosen) as publisher:
             for _ in range(2):
-                rejections = await publisher.send(events, lambda: True)
+                rejections = await send(publisher, events, lambda: True)
                 assert reasons(events, rejections) == dict.fromkeys("012", "topic refuses")
             # The client has not heard of it: it asks twice a minute.
             wire.go_on()
-            assert await publisher.send(events[:3], lambda: True) == {}
+            assert await send(publisher, events[:3], lambda: True) == {}
     assert len(started) == 1
     assert await committed_ids(kafka, leaderless, 3) == list("012")
     assert await committed_ids(kafka, topic, 6) == list("345345")
@@ -393,7 +401,7 @@ async def test_a_compressed_event_may_be_larger_than_one_that_was_too_large(
     uneven = event(topic, 4, "eve", Random(4).randbytes(6_000))
     await stage(db, [*even[:2], uneven, *even[2:]])
     async with publishing(settings(relay_compression=codec)) as publisher:
-        rejections = await publisher.send(await rows(db), lambda: True)
+        rejections = await send(publisher, await rows(db), lambda: True)
         assert reasons(await rows(db), rejections) == {"4": "too large"}
     assert await ids_in(kafka, topic) == ["0", "1", "2", "3"]
 
@@ -412,9 +420,9 @@ async def test_a_lost_acknowledgement_repeats_a_batch_only_without_idempotence_a
     async with Wire(kafka).listening() as wire:
         chosen = settings(kafka_bootstrap_servers=wire.address, relay_idempotent=idempotent)
         async with publishing(chosen) as publisher:
-            await publisher.send(events[:10], lambda: True)
+            await send(publisher, events[:10], lambda: True)
             wire.lose_answers(after=1)
-            sending = asyncio.create_task(publisher.send(events[10:], lambda: True))
+            sending = asyncio.create_task(send(publisher, events[10:], lambda: True))
             await eventually(lambda: wire.lost > 0)
             wire.cut()
             wire.go_on()

@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -401,7 +401,10 @@ async def test_large_events_after_small_ones_are_read_a_few_at_a_time(
     await one.look(db, shards)
     seen: list[int] = []
     accepting = False
-    while rows := await one.due(db, shards, accepting=accepting):
+    while topic := one.next_topic(accepting=accepting):
+        rows = await one.due(db, topic, shards)
+        if not rows:
+            break
         accepting = True
         assert sum(len(row["payload"]) for row in rows) < 11_000_000
         seen += [row["id"] for row in rows]
@@ -798,3 +801,51 @@ async def test_a_throttled_topic_that_rejects_its_events_is_one_that_rejects(
     async with relaying(quick(), Throttled) as one:
         await eventually(lambda: {"waiting": 3, "dead": 0, "paused": 0} in counted)
         assert str(rejected_by(missing, one)).startswith("events wait: topic")
+
+
+async def test_two_relays_of_a_process_do_not_both_take_what_may_be_taken(
+    quick: NewSettings, db: asyncpg.Connection, missing: str
+) -> None:
+    await stage(db, numbered(missing, range(3)))
+    async with relaying(quick()) as one:
+        await eventually(waits(db, range(3)))
+        await one.stop()
+    throttles, taken = Throttles(), list[int]()
+    throttles._rates = {("events", missing): 0.01}
+    for _ in range(2):
+        each = Rejected(quick(), Health(stall_after=3_600), throttles)
+        await each.look(db, list(range(64)))
+        if topic := each.next_topic(accepting=False):
+            taken.append(len(await each.due(db, topic, list(range(64)))))
+    assert taken == [1]
+    assert throttles.left("events", missing) > 0
+
+
+async def test_events_of_a_topic_that_is_paused_while_it_is_looked_up_wait(
+    quick: NewSettings,
+    db: asyncpg.Connection,
+    new_topic: NewTopic,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the relay knows of the pause before it sends."""
+    topic, there = await new_topic(), await new_topic()
+    throttles = Throttles()
+    look_up = publisher.look_up_topics
+
+    async def slow(producer: AIOKafkaProducer, topics: Collection[str]) -> None:
+        await look_up(producer, topics)
+        throttles._rates = {("events", topic): 0.0}
+
+    monkeypatch.setattr(publisher, "look_up_topics", slow)
+
+    class Pausing(relay.Relay):
+        """A relay that learns of the pause while it looks topics up."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named | {"throttles": throttles})
+
+    await stage(db, [*numbered(topic, range(3)), *numbered(there, range(3, 6))])
+    async with relaying(quick(), Pausing):
+        await eventually(waits(db, range(3)))
+        await eventually(lambda: all_is_written(db))
+    assert await waiting(db) == list("012")

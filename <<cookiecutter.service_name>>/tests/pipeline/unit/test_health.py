@@ -2,6 +2,7 @@ import asyncio
 import http.client
 import json
 import logging
+import math
 import os
 import re
 import signal
@@ -23,6 +24,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.observe import health as module
+from pipeline.observe import watchdog
 from pipeline.observe.health import (
     MOST_REQUESTS,
     CannotListen,
@@ -473,6 +475,25 @@ def test_a_process_in_which_no_thread_runs_any_more_ends_all_the_same() -> None:
     assert "in block_the_loop" in done.stderr
 
 
+def test_the_last_resort_is_postponed_once_a_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    postponed: list[float] = []
+    monkeypatch.setattr(watchdog, "_postpone_last_resort", postponed.append)
+    monkeypatch.setattr(watchdog, "BEAT", 3_600.0)
+
+    class Ticks(threading.Event):
+        """Ends the loop after a few of them."""
+
+        left = 10
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.left -= 1
+            return self.left == 0
+
+    health = Health(stall_after=math.inf)
+    watchdog._watch_loop(health, threading.get_ident(), Ticks())
+    assert postponed == [math.inf]
+
+
 def test_a_process_that_is_stopped_for_longer_than_the_last_resort_goes_on() -> None:
     done = hang(f"{CONTINUE.format(seconds=20)}; {STOP}", then="print('to the end')")
     assert (done.returncode, done.stdout) == (0, "to the end\n"), done.stderr
@@ -480,6 +501,7 @@ def test_a_process_that_is_stopped_for_longer_than_the_last_resort_goes_on() -> 
 
 UNREAD = """
 import logging
+import math
 from pipeline.observe import logs
 
 logs.configure(level="INFO", json=True, queues=True)
