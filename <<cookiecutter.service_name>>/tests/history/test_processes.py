@@ -79,5 +79,5 @@ async def test_two_commands_and_two_processes_of_which_one_each_is_killed(
     found = await histories(db)
     assert sum(len(one) for one in found.values()) == 2 * NUMBER, "each twice: there and back"
     assert {key: sum(one) for key, one in found.items()} == dict.fromkeys(found, 0)
-    for one in found.values():
-        assert [-amount for amount in one if amount < 0] == sorted(n for n in one if n > 0)
+    for amounts in found.values():
+        assert [-amount for amount in amounts if amount < 0] == sorted(n for n in amounts if n > 0)
