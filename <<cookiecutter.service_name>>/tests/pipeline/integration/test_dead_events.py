@@ -13,7 +13,7 @@ from aiokafka import AIOKafkaProducer
 from operate import dead, dead_commands, dead_events
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
-from pipeline.relay import publisher, rejected
+from pipeline.relay import brokers, publisher, rejected
 from pipeline.relay.publisher import Publisher
 from pipeline.settings import Settings
 
@@ -147,7 +147,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self._ended = asyncio.Event(), asyncio.Event()
         self._by: Publisher | None = None
-        self._look_up = publisher.look_up_topics
+        self._look_up = brokers.look_up_topics
         monkeypatch.setattr(publisher, "look_up_topics", self)
 
     async def __call__(self, producer: AIOKafkaProducer, topics: Collection[str]) -> None:

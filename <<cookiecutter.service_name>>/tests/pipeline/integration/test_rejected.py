@@ -830,7 +830,7 @@ async def test_events_of_a_topic_that_is_paused_while_it_is_looked_up_wait(
     """As the relay knows of the pause before it sends."""
     topic, there = await new_topic(), await new_topic()
     throttles = Throttles()
-    look_up = publisher.look_up_topics
+    look_up = brokers.look_up_topics
 
     async def slow(producer: AIOKafkaProducer, topics: Collection[str]) -> None:
         await look_up(producer, topics)
