@@ -867,7 +867,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         "a copy beside the database",
         [
             Edit(
-                "servers/cluster.py",
+                "servers/statements.py",
                 """
          JOIN pg_database ON pg_database.oid = database_oid
         WHERE datname = current_database())""",

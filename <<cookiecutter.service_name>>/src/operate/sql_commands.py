@@ -21,14 +21,14 @@ async def show(
     invocation: Invocation,
     explain: Annotated[bool, typer.Option("--explain", help="with the plan of each")] = False,
 ) -> None:
-    """Print the statements of consumers and workers, with what they lock and their indexes."""
+    """Print the statements of the engine, with what they lock and their indexes."""
     found = [one._asdict() for one in sql.statements()]
     if explain:
         async with invocation.connected(check_database) as connection:
             for one in found:
                 try:
                     one["plan"] = await sql.explain(connection, one["sql"])
-                except asyncpg.InsufficientPrivilegeError as error:
+                except (asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedTableError) as error:
                     one["plan"] = describe_error(error)
     if invocation.as_json:
         print_json(*found)

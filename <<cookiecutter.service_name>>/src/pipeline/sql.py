@@ -1,7 +1,7 @@
 """The statements that the engine executes, by room, for an administrator of databases to review.
 
 They are the constants of the modules of statements. The text below each says what it does, what it
-locks, and by which index it finds rows.
+locks, and by which index it finds rows. Names in braces are put in when a statement is executed.
 """
 
 import ast
@@ -18,11 +18,20 @@ from pipeline.apply import throttle_statements
 from pipeline.consume import statements as of_consume
 from pipeline.retry import count_statements
 from pipeline.retry import statements as of_retry
+from pipeline.servers import statements as of_servers
 
-MODULES = of_consume, of_apply, throttle_statements, of_retry, count_statements
+MODULES = (
+    *(of_consume, of_apply, throttle_statements, of_retry, count_statements),
+    of_servers,
+)
 
-_SQL = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
+_PLANNED = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")
+_OTHERS = re.compile(r"\s*(ALTER TABLE|CREATE TABLE|DROP TABLE|LOCK TABLE|RESET|SAVEPOINT)\b")
 _PARAMETER = re.compile(r"\$(\d+)")
+_PUT_IN = re.compile(r"\{[a-z]+\}")
+"""A part that is put in when the statement is executed, such as the name of a partition."""
+_NAMED = re.compile(r"\(:\w+\)")
+"""A parameter of SQLAlchemy, in parentheses."""
 
 
 class Statement(NamedTuple):
@@ -33,6 +42,11 @@ class Statement(NamedTuple):
     comment: str
     """What it does, with a line that begins with `Locks:` and one that begins with `Plan:`."""
     sql: str
+
+
+def is_statement(value: object) -> bool:
+    """Whether a constant of a module of statements is one, and not a part of some."""
+    return isinstance(value, str) and bool(_PLANNED.match(value) or _OTHERS.match(value))
 
 
 def statements() -> Iterator[Statement]:
@@ -46,16 +60,21 @@ def statements() -> Iterator[Statement]:
                     ast.Expr(value=ast.Constant(value=str(comment))),
                 ) if not name.startswith("_"):
                     sql = vars(module)[name]
-                    if isinstance(sql, str) and _SQL.match(sql):
+                    if is_statement(sql):
                         text = inspect.cleandoc(comment)
                         yield Statement(room, name.lower(), text, sql.strip("\n"))
 
 
 async def explain(connection: asyncpg.Connection, sql: str) -> str:
-    """Return the plan of a statement for unknown parameters. The statement is not executed.
+    """Return the plan of a statement for unknown parameters, or that PostgreSQL makes none.
 
-    It needs the rights that executing needs.
+    The statement is not executed. It needs the rights that executing needs.
     """
+    if _OTHERS.match(sql):
+        return "PostgreSQL makes no plan for it"
+    if _PUT_IN.search(sql):
+        return "what is put in for the names in braces decides about the plan"
+    sql = _NAMED.sub("($1)", sql)
     numbers = [int(number) for number in _PARAMETER.findall(sql)]
     nulls = f" ({', '.join(['NULL'] * max(numbers))})" if numbers else ""
     async with connection.transaction():

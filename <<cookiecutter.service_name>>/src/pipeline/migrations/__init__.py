@@ -15,6 +15,7 @@ from sqlalchemy.pool import NullPool
 from pipeline.schema import SCHEMA
 from pipeline.servers import revisions
 from pipeline.servers.database import autocommitting, connect_args, keep_alive
+from pipeline.servers.statements import READ_DATABASE
 from pipeline.settings import Settings, mistakes
 
 _LOCK = 0x1B0C4
@@ -55,7 +56,7 @@ async def _run_online(metadata: MetaData, service: str | None) -> None:
     async with _locked(engine), engine.connect() as connection:
         if service:
             try:
-                *found, _ = (await connection.execute(text(revisions.DATABASE))).one()
+                *found, _ = (await connection.execute(text(READ_DATABASE))).one()
                 revisions.must_fit(service, *found)
             except revisions.WrongDatabase as error:
                 raise CommandError(str(error)) from None

@@ -17,8 +17,9 @@ import asyncpg
 from pipeline.errors import OncewardError
 from pipeline.observe import metrics
 from pipeline.schema import SHARDS
-from pipeline.servers.cluster import IS_OURS, NotAdopted
+from pipeline.servers.cluster import NotAdopted
 from pipeline.servers.database import lease_ended
+from pipeline.servers.statements import IS_OURS
 from pipeline.settings import Settings
 
 from .window import Page, Progress

@@ -6,8 +6,8 @@ their lane. `backlog_lane` has a row for each lane, less than a hundred, and is 
 """
 
 from pipeline.handlers.policy import DIED, LOST, REDRIVEN
-from pipeline.servers.cluster import IS_OURS
 from pipeline.servers.database import lease_ended
+from pipeline.servers.statements import IS_OURS
 
 _UNANSWERED = "COALESCE(owner = ANY ($4::text[]), false)"
 """Claimed by a statement whose answer was lost: the start is counted already, and no process has

@@ -9,17 +9,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pipeline.errors import as_raised, is_infrastructure
 from pipeline.settings import Settings
 
+from . import statements
 from .database import autocommitting, create_engine
 
 _SECONDS = 5.0
 """Time limit of a probe: an answer that comes later is none."""
-_WRITE = """
-INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset", timestamp,
-                              headers, hash_version, reason, attempts, waited, holds)
-VALUES ('\\x{key}', 0, '\\x{key}', '', '', 0, 0, 0, '[]', 0, 'probe', 0, 0, false);
-DELETE FROM pipeline.backlog WHERE key = '\\x{key}'
-"""
-"""One transaction, so that nobody else sees the row."""
 
 
 class Probe:
@@ -51,4 +45,4 @@ class Probe:
 
 async def _write(engine: AsyncEngine) -> None:
     async with autocommitting(engine) as driver:
-        await driver.execute(_WRITE.format(key=uuid4().hex))
+        await driver.execute(statements.PROBE_WRITING.format(key=uuid4().hex))

@@ -18,6 +18,8 @@ from sqlalchemy.exc import DBAPIError
 
 from pipeline.errors import OncewardError, describe_error, sqlstate_of
 
+from . import statements
+
 _LONGEST_STATEMENT = 500
 """Characters of a statement that an error quotes."""
 _NO_SCHEMA = "3F000"
@@ -27,78 +29,6 @@ _IS_NULL = "23502"
 
 ALEMBIC = Path("alembic.ini")
 """Alembic's configuration, in the working directory of a service's processes."""
-
-DATABASE = """
-SELECT obj_description(to_regnamespace('pipeline'), 'pg_namespace') AS owner,
-       current_setting('server_encoding') AS encoding, version() AS version,
-       to_regclass('sys.iam_pg_role_mappings') IS NOT NULL AS is_dsql,
-       to_regclass('pg_dist_partition') IS NOT NULL AS has_citus
-"""
-"""The service that the engine's schema was created for is named by the schema's comment."""
-
-# Local tables of Citus are not distributed.
-_DISTRIBUTED = """
-SELECT min(relname) FROM pg_dist_partition JOIN pg_class ON pg_class.oid = logicalrelid
- WHERE relnamespace = to_regnamespace('pipeline') AND (partmethod <> 'n' OR repmodel = 't')
-"""
-
-_APPLIED = "SELECT version_num FROM alembic_version"
-
-# The catalogue is read because it needs no privileges of the tables.
-_WRONG_COLUMNS = """
-SELECT format('%s has the default partition %s, beside which none can be attached or detached:'
-              ' detach it and insert its rows again', partrelid::regclass, partdefid::regclass)
-  FROM pg_partitioned_table JOIN pg_class ON pg_class.oid = partrelid
- WHERE relnamespace = to_regnamespace('pipeline') AND partdefid <> 0
- UNION ALL
-(SELECT format('column pipeline.%s.%s is %s', relation, name,
-              COALESCE(format_type(atttypid, atttypmod) || ' and not ' || type, 'missing'))
-  FROM (SELECT one.key AS relation, field.key AS name, field.value AS type
-          FROM json_each($1::text::json) AS one, json_each_text(one.value) AS field) AS needed
-  LEFT JOIN pg_attribute ON attname = name AND NOT attisdropped
-   AND attrelid = to_regclass('pipeline.' || relation)
- WHERE format_type(atttypid, atttypmod) IS DISTINCT FROM type
- ORDER BY relation, name)
-"""
-
-
-# Reads the catalogue, which needs no privileges. A table without a schema is searched in all
-# schemas: the service's role may have another search path than this connection.
-_LACKING = """
-SELECT schema, name, array_agg(field ORDER BY place) AS fields
-  FROM unnest($1::text[], $2::text[], $3::text[]) WITH ORDINALITY
-       AS declared (schema, name, field, place)
- WHERE NOT EXISTS (
-       SELECT FROM pg_namespace AS space
-         JOIN pg_class AS relation ON relation.relnamespace = space.oid
-         JOIN pg_attribute AS attribute ON attribute.attrelid = relation.oid
-        WHERE nspname = COALESCE(schema, nspname) AND relname = name AND attname = field
-          AND NOT attisdropped)
- GROUP BY schema, name ORDER BY min(place)
-"""
-
-# Messages of a transaction get the same value of such a default, of the database or SQLAlchemy's.
-# What an index of expressions depends on are the columns in them.
-_SHARING = r"""
-SELECT fullname, format('%s of %s (default %s)', attname, relname, expression)
-  FROM unnest($1::text[], $2::text[], $3::text[]) AS declared (schema, name, fullname)
-  JOIN pg_namespace AS space ON nspname = COALESCE(schema, nspname)
-  JOIN pg_class AS relation ON relnamespace = space.oid AND relname = name
-  JOIN pg_index ON indrelid = relation.oid
-  JOIN pg_attribute ON attrelid = indrelid
-   AND (attnum = ANY ((indkey::smallint[])[0:indnkeyatts - 1])
-        OR indexprs IS NOT NULL AND EXISTS (
-               SELECT FROM pg_depend
-                WHERE classid = 'pg_class'::regclass AND objid = indexrelid
-                  AND refclassid = classid AND refobjid = indrelid AND refobjsubid = attnum))
-  LEFT JOIN pg_attrdef ON adrelid = indrelid AND adnum = attnum,
-       LATERAL COALESCE($4::text::json -> fullname ->> attname::text, pg_get_expr(adbin, adrelid))
-            AS expression
- WHERE indisunique
-   AND expression ~* '\m((now|transaction_timestamp|txid_current|pg_current_xact_id)\('
-                     '|current_(time|date)|localtime)'
- GROUP BY fullname, indrelid, relname, attnum, attname, expression ORDER BY 2
-"""
 
 WRITE_MIGRATION = (
     "write the migration (`alembic revision --autogenerate --head service@head -m …`), and run"
@@ -167,10 +97,10 @@ async def check(connection: asyncpg.Connection, migrations: ScriptDirectory | No
 
 async def check_database(connection: asyncpg.Connection, service: str) -> None:
     """Raise `WrongDatabase` as `must_fit` does, or if Citus distributes tables of the engine."""
-    *found, has_citus = await connection.fetchrow(DATABASE)
+    *found, has_citus = await connection.fetchrow(statements.READ_DATABASE)
     must_fit(service, *found)
     if has_citus:
-        table = await connection.fetchval(_DISTRIBUTED)
+        table = await connection.fetchval(statements.FIND_DISTRIBUTED_TABLE)
         if table is not None:
             raise WrongDatabase(
                 f"Citus has distributed pipeline.{table}, and the relay finds what was committed by"
@@ -224,7 +154,7 @@ async def wrong_columns(connection: asyncpg.Connection, migrations: ScriptDirect
     if migrations.get_revision("pipeline@head").revision not in implied:
         return []
     needed = resources.files("pipeline.migrations").joinpath("columns.json").read_text("utf-8")
-    return [row[0] for row in await connection.fetch(_WRONG_COLUMNS, needed)]
+    return [row[0] for row in await connection.fetch(statements.FIND_WRONG_COLUMNS, needed)]
 
 
 async def lacking(
@@ -241,7 +171,7 @@ async def lacking(
     columns = [(*name, column.name) for name, table in tables.items() for column in table.columns]
     names = [list(each) for each in zip(*columns, strict=True)] or [[], [], []]
     found = []
-    for schema, name, fields in await connection.fetch(_LACKING, *names):
+    for schema, name, fields in await connection.fetch(statements.FIND_MISSING_COLUMNS, *names):
         lacks_all = len(fields) == len(tables[schema, name].columns)
         what = "is missing" if lacks_all else f"lacks {', '.join(fields)}"
         found.append(f"the table {'.'.join(filter(None, (schema, name)))} of the code {what}")
@@ -262,12 +192,19 @@ async def sharing(connection: asyncpg.Connection, declared: sa.MetaData) -> list
         for table in tables
     }
     arrays = [list(each) for each in zip(*names, strict=True)] or [[], [], []]
-    return [tuple(row) for row in await connection.fetch(_SHARING, *arrays, json.dumps(defaults))]
+    return [
+        tuple(row)
+        for row in await connection.fetch(
+            statements.FIND_SHARED_DEFAULTS, *arrays, json.dumps(defaults)
+        )
+    ]
 
 
 async def applied_revisions(connection: asyncpg.Connection) -> list[str]:
     """Return the revisions that the database was migrated to."""
-    return sorted([row["version_num"] for row in await connection.fetch(_APPLIED)])
+    return sorted(
+        [row["version_num"] for row in await connection.fetch(statements.LIST_APPLIED_REVISIONS)]
+    )
 
 
 async def unknown(connection: asyncpg.Connection, migrations: ScriptDirectory) -> set[str]:

@@ -16,17 +16,17 @@ from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, maintenance, partitions
 from pipeline.retry import count_statements
 from pipeline.retry import statements as retry_statements
-from pipeline.servers import cluster, revisions
+from pipeline.servers import statements as server_statements
 
 from . import bank
 from .wire import Answer, Request
 
 _STATEMENTS: Mapping[object, str] = {
-    revisions.DATABASE: "schema: read owner",
-    revisions._APPLIED: "schema: read revisions",
-    revisions._WRONG_COLUMNS: "schema: compare columns",
-    revisions._LACKING: "schema: find missing columns",
-    revisions._SHARING: "schema: find shared defaults",
+    server_statements.READ_DATABASE: "schema: read owner",
+    server_statements.LIST_APPLIED_REVISIONS: "schema: read revisions",
+    server_statements.FIND_WRONG_COLUMNS: "schema: compare columns",
+    server_statements.FIND_MISSING_COLUMNS: "schema: find missing columns",
+    server_statements.FIND_SHARED_DEFAULTS: "schema: find shared defaults",
     partitions._NAMED_LIKE: "retention: list partitions",
     partitions._IS_OWNER: "retention: check ownership",
     partitions._BEGIN: "partition: lock",
@@ -42,10 +42,10 @@ _STATEMENTS: Mapping[object, str] = {
     days._WAIT_SHORTLY: "published: set lock timeout",
     days._PUBLISHED: "published: mark day",
     days._CLOSED_DAYS: "retention: list closed days",
-    f"SELECT {cluster.IS_OURS}": "connection: compare cluster",
+    server_statements.COMPARE_CLUSTER: "connection: compare cluster",
     consume_statements.READ_DATABASE_ID: "database: read id",
-    cluster._BROKERS: "database: read brokers",
-    cluster._STORE_BROKERS: "database: store brokers",
+    server_statements.READ_BROKERS: "database: read brokers",
+    server_statements.STORE_BROKERS: "database: store brokers",
     days._UNFINISHED: "retention: find shards behind",
     days._OLDEST_WRITER: "retention: find oldest writer",
     days._REOPEN_DAYS: "retention: reopen days",

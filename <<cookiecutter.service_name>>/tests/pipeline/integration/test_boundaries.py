@@ -13,7 +13,7 @@ from pipeline.handlers import sessions
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, partitions
 from pipeline.retry import statements as retry_statements
-from pipeline.servers import probe, revisions
+from pipeline.servers import statements as server_statements
 
 from .boundaries import BOUNDARIES
 from .languages import boundary_of
@@ -26,7 +26,6 @@ BY_COMMANDS = (
     "operate.inbox_commands",
     "operate.moves",
     "operate.status",
-    "pipeline.servers.cluster",
 )
 """Modules whose statements run when a person asks for it; a service never does."""
 
@@ -57,6 +56,12 @@ BY_COMMANDS_TOO = (
     *(scheduled._COUNT, window._COUNT, cursor._RELAYS, cursor._HAS_BEGUN),
     *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, rejected._HOLD_SHARD),
     *(rejected._REDRIVE, rejected._DISCARD),
+    *(server_statements.COUNT_WHAT_WAITS, server_statements.REMOVE_LIMITS),
+    *(server_statements.READ_SNAPSHOT_TO_ADOPT, server_statements.TAKE_SHARDS),
+    *(server_statements.FORGET_PROGRESS, server_statements.RENEW_EVENTS),
+    *(server_statements.CLOSE_DAYS_AGAIN, server_statements.STORE_CLUSTER),
+    *(server_statements.LIST_SEQUENCES, server_statements.IS_SEQUENCE_BEHIND),
+    server_statements.ADVANCE_SEQUENCE,
 )
 
 UNMET = (
@@ -65,8 +70,8 @@ UNMET = (
     *(sessions._IS_AT_WORK, retry_statements._LOCKED, retry_statements.EXTEND_LEASES),
     apply_statements.SHARE_GENERATIONS,  # a part of the statement that begins a transaction
     apply_statements.COUNT_DUE,
-    probe._WRITE,
-    revisions._DISTRIBUTED,
+    server_statements.PROBE_WRITING,
+    server_statements.FIND_DISTRIBUTED_TABLE,
     partitions._USED_BY,
     archive._NOT_ARCHIVED,
     archive._ARCHIVES,

@@ -24,6 +24,6 @@ def test_every_public_statement_of_a_module_of_statements_is_printed() -> None:
         of_module = {
             name.lower()
             for name, value in vars(module).items()
-            if isinstance(value, str) and sql._SQL.match(value) and not name.startswith("_")
+            if sql.is_statement(value) and not name.startswith("_")
         }
         assert of_module <= {one.name for one in sql.statements()}, module.__name__
