@@ -671,7 +671,7 @@ reason, attempts, waited,
         "sessions that are misused",
         [
             Edit(
-                "handlers/sessions.py",
+                "handlers/statements.py",
                 """\
 RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
 SELECT pg_advisory_unlock_all()
@@ -683,7 +683,7 @@ SELECT pg_advisory_unlock_all()
     Sabotage(
         "the transaction that was begun may be another one",
         "sessions that are misused",
-        [Edit("handlers/sessions.py", "{_IS_AT_WORK}; {CHECK_DEFERRED}", "{CHECK_DEFERRED}")],
+        [Edit("handlers/sessions.py", "{statements.CHECK_GUARD}; ", "")],
     ),
     Sabotage(
         "lane's worker checks neither token nor markers",
@@ -816,7 +816,8 @@ SELECT pg_advisory_unlock_all()
                 "relay/scheduled.py",
                 "moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])",
                 """\
-from pipeline.handlers.staging import StagedEvent, copy
+from pipeline.handlers.staged import StagedEvent
+from pipeline.handlers.staging import append
                     due = await connection.fetch(
                         "DELETE FROM pipeline.scheduled WHERE name IN ("
                         " SELECT name FROM pipeline.scheduled WHERE due_at <= now()"

@@ -11,7 +11,7 @@ from pydantic_settings import SettingsConfigDict
 
 from object_store import Missing, Store, StoreUrl
 from pipeline.errors import OncewardError, StoreUnavailable
-from pipeline.handlers.staging import COLUMNS
+from pipeline.handlers.staged import COLUMNS
 from pipeline.retention.archive import Report
 from pipeline.server_settings import EnvironmentSettings
 from pipeline.service import Misconfigured

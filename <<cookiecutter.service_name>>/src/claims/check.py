@@ -18,7 +18,8 @@ from pipeline.apply.item import Item
 from pipeline.errors import OncewardError
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Reference
-from pipeline.handlers.staging import Outbox, StagedEvent
+from pipeline.handlers.staged import StagedEvent
+from pipeline.handlers.staging import Outbox
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings, mistakes
 

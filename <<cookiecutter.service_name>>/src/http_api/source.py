@@ -19,7 +19,7 @@ from pipeline.apply.positions import Generations, SourceLost
 from pipeline.apply.throttles import Resting, Throttles
 from pipeline.errors import OncewardError
 from pipeline.handlers.policy import Decision
-from pipeline.handlers.sessions import GUARD_COMMIT
+from pipeline.handlers.statements import GUARD_COMMIT
 
 _BEGIN = f"""
 WITH guarded AS ({GUARD_COMMIT})

@@ -21,7 +21,8 @@ from pipeline.events.codec import CLOUD_EVENTS
 from pipeline.events.event import Event, declared_events, upcasted
 from pipeline.events.message import headers_of
 from pipeline.handlers.policy import Decision
-from pipeline.handlers.staging import Outbox, StagedEvent
+from pipeline.handlers.staged import StagedEvent
+from pipeline.handlers.staging import Outbox
 from pipeline.redaction import HIDDEN
 from pipeline.service import Misconfigured
 from pipeline.settings import mistakes as wrong_settings

@@ -15,7 +15,7 @@ from pipeline.events.cloudevents import decode, event_headers, refers
 from pipeline.events.codec import CloudEvents, Codec, Encoded, Outgoing
 from pipeline.events.event import Event, Unpublishable
 from pipeline.events.message import Message, Reason, Record, Undecodable
-from pipeline.handlers.staging import StagedEvent
+from pipeline.handlers.staged import StagedEvent
 from plain.codec import Header, Identity, Plain, Position
 
 from .avro import Avro

@@ -14,7 +14,7 @@ from archive import days
 from archive.commands import group
 from object_store import Store
 from operate.commands import command_line
-from pipeline.handlers.staging import StagedEvent
+from pipeline.handlers.staged import StagedEvent
 from pipeline.retention import partitions
 from pipeline.retention.maintenance import Round, run_retention
 from pipeline.settings import Settings

@@ -15,8 +15,9 @@ from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.registry import Handler, Handlers
 from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import RESET, SharedSession, clean, new_session, own_session
+from pipeline.handlers.sessions import SharedSession, clean, new_session, own_session
 from pipeline.handlers.staging import Outbox
+from pipeline.handlers.statements import RESET_SESSION
 from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.guard import Guard
 
@@ -134,7 +135,7 @@ class Attempt:
         # PostgreSQL keeps the savepoint then, with what a handler has done after it.
         name = point.sync_transaction._savepoint  # type: ignore[union-attr]
         undo = f"ROLLBACK TO SAVEPOINT {name}; RELEASE SAVEPOINT {name}"
-        await self.driver.execute(f"{undo}; {RESET}; {self.limits}" if self.own else undo)
+        await self.driver.execute(f"{undo}; {RESET_SESSION}; {self.limits}" if self.own else undo)
 
     @property
     def seconds(self) -> float:

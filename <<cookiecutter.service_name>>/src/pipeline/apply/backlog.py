@@ -23,7 +23,7 @@ from pipeline.events.message import Record, headers_as_json, marker_key, printab
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import DEFERRED, Decision, Policy, dead
 from pipeline.handlers.registry import Handlers
-from pipeline.handlers.staging import StagedEvent
+from pipeline.handlers.staged import StagedEvent
 from pipeline.schema import FIRST_LANE_OF_CALLS, LANES
 
 from . import statements

@@ -12,7 +12,8 @@ from typing import Literal, Protocol
 import asyncpg
 
 from pipeline.errors import OncewardError
-from pipeline.handlers.staging import Outbox, StagedEvent
+from pipeline.handlers.staged import StagedEvent
+from pipeline.handlers.staging import Outbox
 
 from .batch import Batch, validated
 from .item import Item

@@ -314,7 +314,7 @@ def set_limits(connection: AsyncConnection, settings: Settings, *, handler: str 
     """Return the statement that sets the limits of a transaction.
 
     `handler` is the value of the setting `pipeline.handler`, see `AT_WORK` in
-    `handlers/sessions.py`. The default of the columns `release` reads `pipeline.release`.
+    `handlers/statements.py`. The default of the columns `release` reads `pipeline.release`.
     """
     milliseconds = round(settings.transaction_timeout * 1000)
     limits = {

@@ -21,8 +21,8 @@ from pipeline.errors import Repeat, describe_error
 from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import UNDECIDED, Decision, undecided
 from pipeline.handlers.registry import Handlers
-from pipeline.handlers.sessions import AT_WORK, DONE
 from pipeline.handlers.staging import Outbox
+from pipeline.handlers.statements import AT_WORK, END_GUARD
 from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.database import driver_of
@@ -325,7 +325,7 @@ class ConsumeTransactions:
                     rung = rung._replace(run=len(items))
                 await apply_runs(items, attempt, generations, outcome, rung)
         if attempt.own:
-            await driver.execute(DONE)
+            await driver.execute(END_GUARD)
         # The breaker judges before anything is stored. It raises `BreakerOpen`.
         readable, undecodable = source.decoded
         outcome.succeeded = readable | {item.consumer for item in outcome.applied}

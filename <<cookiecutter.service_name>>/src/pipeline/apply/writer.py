@@ -25,8 +25,10 @@ from pipeline.handlers import aggregate
 from pipeline.handlers.aggregate import Aggregate
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.rows import Rows
-from pipeline.handlers.sessions import BEGIN, DONE, OwnSession, clean, own_session
-from pipeline.handlers.staging import Outbox, StagedEvent
+from pipeline.handlers.sessions import OwnSession, clean, own_session
+from pipeline.handlers.staged import StagedEvent
+from pipeline.handlers.staging import Outbox
+from pipeline.handlers.statements import END_GUARD, GUARD_WRITER
 from pipeline.handlers.transaction import UnitOfWork
 from pipeline.observe import metrics
 from pipeline.servers.database import driver_of
@@ -181,9 +183,9 @@ class Writer:
             driver = await driver_of(connection)
             try:
                 # The transaction begins with its first statement.
-                begin = f"{BEGIN} AND {self._released} IS NOT NULL"
+                begin = f"{GUARD_WRITER} AND {self._released} IS NOT NULL"
                 await connection.execute(sa.text(begin))
-                done = f"{DONE}, {self._released}"  # the session ends with RESET ALL
+                done = f"{END_GUARD}, {self._released}"  # the session ends with RESET ALL
                 async with own_session(connection, driver, guard, done) as own:
                     writing = Writing(Rows(own), outbox, id)
 

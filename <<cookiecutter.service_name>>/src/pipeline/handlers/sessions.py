@@ -28,41 +28,13 @@ from pipeline.servers.guard import (
     HandlerFault,
 )
 
+from . import statements
 from .aggregate import Aggregate
 
 if TYPE_CHECKING:
     from .rows import Rows
 
 T = TypeVar("T")
-
-AT_WORK = "at work"
-"""Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
-then rejects COMMIT, see `pipeline.refuse_commit`."""
-_GUARD = f"""
-INSERT INTO pipeline.guarded_transaction SELECT pg_current_xact_id() WHERE %s = '{AT_WORK}'
-"""
-GUARD_COMMIT = _GUARD % "current_setting('pipeline.handler')"
-"""Makes the database reject COMMIT, in a transaction that moves no position and holds no lane."""
-BEGIN = _GUARD % f"set_config('pipeline.handler', '{AT_WORK}', true)"
-"""Begins the transaction of a writer."""
-DONE = "SELECT set_config('pipeline.handler', '', true)"
-
-_IS_AT_WORK = f"""
-SELECT 1 / (COALESCE(current_setting('pipeline.handler', true), '') = '{AT_WORK}'
-            AND current_setting('transaction_read_only') = 'off')::int
-"""
-"""Fails if the transaction is read-only, or not the one that the engine has begun: a local setting
-ends with its transaction."""
-
-CHECK_DEFERRED = """
-SAVEPOINT pipeline_check; SELECT set_config('pipeline.handler', '', true);
-SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO pipeline_check; RELEASE pipeline_check
-"""
-"""Fails as COMMIT would. By the rollback constraints are deferred as before, and checked again."""
-RESET = """
-RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
-SELECT pg_advisory_unlock_all()
-"""
 
 
 class NeedsSession(BaseException):
@@ -359,7 +331,8 @@ async def _end(
         while (savepoint := session.get_nested_transaction()) is not None:
             await savepoint.commit()
         await by_engine(session, Session.flush)
-        await driver.execute(f"{_IS_AT_WORK}; {CHECK_DEFERRED}; {RESET}; {restore_limits}")
+        checks = f"{statements.CHECK_GUARD}; {statements.CHECK_DEFERRED}"
+        await driver.execute(f"{checks}; {statements.RESET_SESSION}; {restore_limits}")
     except asyncpg.DivisionByZeroError as error:
         raise HandlerFault(HAS_ENDED) from error
     except asyncpg.InFailedSQLTransactionError as error:
@@ -377,6 +350,6 @@ async def clean(connection: AsyncConnection, driver: asyncpg.Connection) -> None
     """Roll back and reset the state of the connection; close it if that fails."""
     try:
         await connection.rollback()
-        await driver.execute(RESET)
+        await driver.execute(statements.RESET_SESSION)
     except Exception:
         await connection.invalidate()  # it is lost, or a statement is under way

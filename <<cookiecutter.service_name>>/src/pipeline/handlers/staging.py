@@ -19,48 +19,18 @@ from pipeline.events.event import Event, Unpublishable, payload_of
 from pipeline.events.message import headers_as_json
 from pipeline.observe import traces
 
+from . import statements
+from .staged import HEADERS_AT_MOST, StagedEvent
+
 CALLS = "(calls)"
 """Stands for the topic of events that are staged by `call`; no topic has such a name."""
 REQUESTS = "(requests)"
 """Stands for the topic of events that come by requests."""
 
-_HEADERS_AT_MOST = 700
-"""Upper limit, in bytes, of the names, separators and fixed values of the headers."""
 _LONGEST = timedelta(days=36_525)
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
 _EMPTY_HASH = blake2b(digest_size=16)
-
-
-class StagedEvent(NamedTuple):
-    """A row of the outbox. The database adds id, xid, shard and time."""
-
-    topic: str
-    key: bytes | None
-    payload: bytes | None
-    event_id: str
-    source: str
-    type: str
-    subject: str | None
-    sequence: int | None
-    content_type: str
-    traceparent: str | None
-    tracestate: str | None
-    baggage: str | None
-    headers: str | None = None
-    """Headers of the record, as JSON; None: CloudEvents, which are made of the other columns."""
-    dataref: str | None = None
-    """Location of the payload if it is too large for a record; `payload` is then empty."""
-    datalength: int | None = None
-    datachecksum: str | None = None
-
-    @property
-    def size(self) -> int:
-        """Upper limit of its record's size in bytes, with payload, key and headers."""
-        key, payload = len(self.key or b""), len(self.payload or b"")
-        names = len((self.source + self.type).encode())
-        others = len((self.tracestate or "") + (self.baggage or "") + (self.headers or ""))
-        return _HEADERS_AT_MOST + payload + 2 * key + names + others
 
 
 class Due(NamedTuple):
@@ -88,38 +58,10 @@ class Due(NamedTuple):
         return cls(name, at, after)
 
 
-COLUMNS = ", ".join(StagedEvent._fields)
-"""Columns of an event, in each table that stores events."""
-
 _AT_ONCE = (None, None, None)
 """Name, time and delay of an event that is not scheduled."""
 _PART_BYTES = 32 * 2**20
 """A statement writes events until they exceed this; PostgreSQL takes less than 1 GB."""
-
-# No COPY: no time limit ends a session that waits for its data, and its locks would be held for as
-# long as its process is stopped. An array of rows is no slower.
-_WRITE = f"""
-INSERT INTO pipeline.outbox ({COLUMNS})
-SELECT {COLUMNS} FROM unnest($1::pipeline.new_scheduled[])
-"""
-
-# Sorted by name, so that two transactions wait for each other without a deadlock. `scheduled_at`
-# keeps the order of staging among events that are due at the same time.
-_SCHEDULE = f"""
-WITH moment AS MATERIALIZED (SELECT clock_timestamp() AS at)
-INSERT INTO pipeline.scheduled (name, due_at, scheduled_at, {COLUMNS})
-SELECT name, COALESCE(due_at, at + after), at + place * interval '1 microsecond', {COLUMNS}
-  FROM moment, unnest($1::pipeline.new_scheduled[]) WITH ORDINALITY AS new (
-           name, due_at, after, {COLUMNS}, place)
- ORDER BY name
-    ON CONFLICT (name) DO UPDATE
-   SET due_at = excluded.due_at, scheduled_at = excluded.scheduled_at,
-       {", ".join(f"{name} = excluded.{name}" for name in (*StagedEvent._fields, "release"))}
-"""
-
-CANCEL = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
-# Before either, for the same order.
-_LOCK = "SELECT FROM pipeline.scheduled WHERE name = ANY ($1) ORDER BY name FOR UPDATE"
 
 
 def event_id(marker_key: bytes, payload_hash: bytes, ordinal: int) -> str:
@@ -357,10 +299,10 @@ class Outbox:
         latest = self._latest
         if cancelled := sorted(name for name, one in latest.items() if one is None):
             if len(latest) > 1:
-                await connection.execute(_LOCK, [*latest])
-            await connection.execute(CANCEL, cancelled)
+                await connection.execute(statements.LOCK_SCHEDULED, [*latest])
+            await connection.execute(statements.CANCEL_SCHEDULED, cancelled)
         if rows := [(*one[0], *one[1]) for one in latest.values() if one is not None]:
-            await connection.execute(_SCHEDULE, rows)
+            await connection.execute(statements.SCHEDULE_EVENTS, rows)
         return bool(self._staged or self._scheduled)
 
 
@@ -370,14 +312,14 @@ async def append(connection: asyncpg.Connection, events: Sequence[StagedEvent]) 
     if not connection.is_in_transaction():
         raise RuntimeError("outbox rows may only be written in a transaction that has begun")
     for part in _parts(events):
-        await connection.execute(_WRITE, [_AT_ONCE + event for event in part])
+        await connection.execute(statements.INSERT_EVENTS, [_AT_ONCE + event for event in part])
 
 
 def _parts(events: Sequence[StagedEvent]) -> Iterator[Sequence[StagedEvent]]:
     """Divide the events among statements."""
     first, size = 0, 0
     for end, event in enumerate(events, 1):
-        size += _HEADERS_AT_MOST + len(event.payload or b"")
+        size += HEADERS_AT_MOST + len(event.payload or b"")
         if size > _PART_BYTES or end == len(events):
             yield events[first:end]
             first, size = end, 0

@@ -12,7 +12,8 @@ from pipeline.servers.database import driver_of
 from .aggregate import Aggregate
 from .catalog import UNNAMED, Catalog, CatalogChanged, Reactions
 from .columns import is_as_stored, related
-from .sessions import CHECK_DEFERRED, RowSession, SharedSession, by_engine
+from .sessions import RowSession, SharedSession, by_engine
+from .statements import CHECK_DEFERRED
 from .versions import Versions
 
 

@@ -14,7 +14,8 @@ import asyncpg
 from pipeline.apply import audit
 from pipeline.apply.audit import Change
 from pipeline.errors import describe_error
-from pipeline.handlers.staging import CANCEL, COLUMNS
+from pipeline.handlers.staged import COLUMNS
+from pipeline.handlers.statements import CANCEL_SCHEDULED
 from pipeline.observe.health import Health
 from pipeline.servers.database import IDLE_LIMIT
 
@@ -131,7 +132,7 @@ async def cancel(
 ) -> list[str]:
     """Cancel scheduled events; returns the names of those that were still waiting."""
     async with connection.transaction():
-        cancelled = sorted([row["name"] for row in await connection.fetch(CANCEL, names)])
+        cancelled = sorted([row["name"] for row in await connection.fetch(CANCEL_SCHEDULED, names)])
         for name in cancelled:
             change = Change(operator, "cancel", why)
             await audit.note(connection, change, f"scheduled event {name}")

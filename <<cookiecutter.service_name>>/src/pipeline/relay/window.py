@@ -11,7 +11,7 @@ from datetime import datetime
 
 import asyncpg
 
-from pipeline.handlers import staging
+from pipeline.handlers import staged
 from pipeline.servers.cluster import NotAdopted
 
 Snapshot = tuple[int, int, tuple[int, ...]]
@@ -23,7 +23,7 @@ _SCAN_AT_MOST = 50_000
 PAGE_BYTES = 8 * 2**20
 """Memory for the events of one page, without its last one; two pages exist at once."""
 
-COLUMNS = f"id, created_at, {staging.COLUMNS}"
+COLUMNS = f"id, created_at, {staged.COLUMNS}"
 """An event, as it is sent."""
 
 

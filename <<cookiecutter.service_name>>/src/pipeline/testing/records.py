@@ -13,7 +13,7 @@ from pipeline.events.event import Event, Tombstone, payload_of
 from pipeline.events.payload import payload_hash
 from pipeline.handlers.aggregate import canonical, record_key
 from pipeline.handlers.registry import Handler, Handlers
-from pipeline.handlers.staging import StagedEvent
+from pipeline.handlers.staged import StagedEvent
 
 from .errors import HarnessMisused
 

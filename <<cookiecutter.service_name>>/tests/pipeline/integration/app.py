@@ -18,7 +18,8 @@ from pipeline import Event, Policy, Transaction
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.item import Item
 from pipeline.consume import consumer
-from pipeline.handlers.staging import Outbox, StagedEvent
+from pipeline.handlers.staged import StagedEvent
+from pipeline.handlers.staging import Outbox
 from pipeline.observe import logs
 from pipeline.retry import measuring
 from pipeline.servers import record_batches

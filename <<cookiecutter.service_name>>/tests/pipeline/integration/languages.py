@@ -11,7 +11,7 @@ from sqlalchemy.dialects.postgresql import asyncpg
 from pipeline.apply import statements as apply_statements
 from pipeline.apply import throttle_statements
 from pipeline.consume import statements as consume_statements
-from pipeline.handlers import staging
+from pipeline.handlers import statements as handler_statements
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, days, generations, maintenance, partitions
 from pipeline.retry import count_statements
@@ -67,11 +67,11 @@ _STATEMENTS: Mapping[object, str] = {
     apply_statements.STORE_RESULTS: "consume: store results",
     apply_statements.DELETE_MARKERS: "consume: delete markers",
     apply_statements.ADD_TO_BACKLOG: "consume: add to backlog",
-    staging._WRITE: "consume: write outbox",
-    staging._SCHEDULE: "consume: schedule",
+    handler_statements.INSERT_EVENTS: "consume: write outbox",
+    handler_statements.SCHEDULE_EVENTS: "consume: schedule",
     bank.CLAIM: "consume: insert claims",
-    staging._LOCK: "consume: cancel scheduled",
-    staging.CANCEL: "consume: cancel scheduled",
+    handler_statements.LOCK_SCHEDULED: "consume: cancel scheduled",
+    handler_statements.CANCEL_SCHEDULED: "consume: cancel scheduled",
     scheduled._IS_DUE: "scheduled: poll",
     scheduled._LOCK: "scheduled: lock",
     scheduled._MOVE: "scheduled: move to outbox",

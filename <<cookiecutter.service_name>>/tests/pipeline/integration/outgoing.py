@@ -16,7 +16,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
 from pipeline.handlers import staging
-from pipeline.handlers.staging import StagedEvent
+from pipeline.handlers.staged import StagedEvent
 from pipeline.observe.health import Health
 from pipeline.relay import window
 from pipeline.relay.cursor import Cursor, Fence

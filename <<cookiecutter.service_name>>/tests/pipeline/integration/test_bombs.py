@@ -17,7 +17,8 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord
 from pipeline import Event, Transaction
 from pipeline.apply.item import Item
 from pipeline.errors import StoreUnavailable
-from pipeline.handlers.staging import Outbox, StagedEvent
+from pipeline.handlers.staged import StagedEvent
+from pipeline.handlers.staging import Outbox
 from pipeline.observe.health import Health
 from pipeline.servers.consumer import KafkaConsumer
 

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 import pipeline
 from pipeline.apply import statements as apply_statements
 from pipeline.apply import throttle_statements
-from pipeline.handlers import sessions
+from pipeline.handlers import statements as handler_statements
 from pipeline.relay import cursor, rejected, scheduled, window
 from pipeline.retention import archive, partitions
 from pipeline.retry import statements as retry_statements
@@ -65,9 +65,9 @@ BY_COMMANDS_TOO = (
 )
 
 UNMET = (
-    *(sessions.BEGIN, sessions.GUARD_COMMIT, sessions._GUARD),
-    sessions.DONE,
-    *(sessions._IS_AT_WORK, retry_statements._LOCKED, retry_statements.EXTEND_LEASES),
+    *(handler_statements.GUARD_WRITER, handler_statements.GUARD_COMMIT, handler_statements._GUARD),
+    *(handler_statements.END_GUARD, handler_statements.CHECK_GUARD),
+    *(retry_statements._LOCKED, retry_statements.EXTEND_LEASES),
     apply_statements.SHARE_GENERATIONS,  # a part of the statement that begins a transaction
     apply_statements.COUNT_DUE,
     server_statements.PROBE_WRITING,

@@ -15,6 +15,7 @@ from pipeline.apply import limits, statements
 from pipeline.apply.positions import PositionMoved
 from pipeline.apply.statements import GENERATION_LOCK
 from pipeline.handlers import staging
+from pipeline.handlers.staged import StagedEvent
 from pipeline.runtime import Part
 from pipeline.servers.database import autocommitting, connect_args
 from pipeline.settings import Settings
@@ -394,7 +395,7 @@ async def test_outbox_rows_are_refused_outside_a_transaction(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
     _, desk = ledger
-    event = staging.StagedEvent(
+    event = StagedEvent(
         topic="t", key=None, payload=b"", event_id="1", source="/", type="t", subject=None,
         sequence=None, content_type="text/plain", traceparent=None, tracestate=None, baggage=None,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from pipeline.apply import audit, stopping
 from pipeline.apply.audit import Change
 from pipeline.apply.stopping import Subject
 from pipeline.errors import Refused
-from pipeline.handlers.staging import StagedEvent
+from pipeline.handlers.staged import StagedEvent
 
 from tests.contract.bank import Base
 from tests.servers.databases import (

@@ -22,8 +22,8 @@ from operate.dead_letters import DeadLetters
 from pipeline.apply import statements as apply_statements
 from pipeline.apply import stopping, throttle_statements
 from pipeline.apply.stopping import Subject
-from pipeline.handlers import staging
-from pipeline.handlers.staging import StagedEvent
+from pipeline.handlers import statements as handler_statements
+from pipeline.handlers.staged import StagedEvent
 from pipeline.relay import cursor, rejected, relay, scheduled, window
 from pipeline.retention import archive, days, generations, maintenance, partitions
 from pipeline.retention.archive import Archive
@@ -59,7 +59,9 @@ SELECT bool_and(pg_visible_in_snapshot(xid, seen))
 """
 
 MODULES: dict[str, tuple[ModuleType, ...]] = {
-    "service": (*(apply_statements, retry_statements, count_statements, staging, moves),),
+    "service": (
+        *(apply_statements, retry_statements, count_statements, handler_statements, moves),
+    ),
     "relay": (relay, window, rejected, scheduled),
     "operator": (
         *(status, dead, dead_events, dead_letters, inbox_commands),
@@ -87,7 +89,7 @@ BY_A_PERSON = (
         retry_statements.REDRIVE_ROWS,
         retry_statements.DISCARD_ROWS,
     ),
-    *(staging.CANCEL, scheduled._LIST, apply_statements.ADD_TO_BACKLOG),
+    *(handler_statements.CANCEL_SCHEDULED, scheduled._LIST, apply_statements.ADD_TO_BACKLOG),
     *(rejected._HOLD_SHARD, rejected._REDRIVE, rejected._DISCARD),
     *(
         apply_statements.READ_POSITIONS_OF_GROUP,
@@ -362,7 +364,7 @@ async def test_an_operator_may_judge_events_that_kafka_refuses(granted: Roles) -
 
 async def test_a_service_may_schedule_cancel_and_claim(granted: Roles) -> None:
     async with granted.connected("service") as connection, connection.transaction():
-        await connection.execute(staging.CANCEL, ["none"])
+        await connection.execute(handler_statements.CANCEL_SCHEDULED, ["none"])
         await connection.execute(CLAIM, ["name"], ["id"])
         await connection.execute(
             f"INSERT INTO pipeline.scheduled (name, due_at, {COLUMNS})"

@@ -23,7 +23,8 @@ from pipeline.events.codec import Encoded, Outgoing
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import Message, Reason, Undecodable, headers_of
 from pipeline.events.payload import payload_hash
-from pipeline.handlers.staging import Outbox, StagedEvent
+from pipeline.handlers.staged import StagedEvent
+from pipeline.handlers.staging import Outbox
 from pipeline.testing import plugin
 from plain import Header, PayloadFields, Plain, Position
 from plain.codec import Identity

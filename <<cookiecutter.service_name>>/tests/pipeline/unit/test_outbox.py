@@ -35,7 +35,8 @@ import pipeline
 from pipeline import Event
 from pipeline.events.cloudevents import event_headers
 from pipeline.events.event import Unpublishable
-from pipeline.handlers.staging import Due, Outbox, StagedEvent, event_id
+from pipeline.handlers.staged import StagedEvent
+from pipeline.handlers.staging import Due, Outbox, event_id
 from pipeline.observe import traces
 
 LIMIT = 10_000
