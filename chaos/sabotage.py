@@ -451,23 +451,32 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "relay/window.py",
-                "    head, *events = await connection.fetch(_FRESH, ",
+                """\
+    head, *events = await connection.fetch(
+        window_statements.READ_WINDOW,""",
                 """\
     later = await connection.fetch(
-        f"SELECT {COLUMNS} FROM pipeline.outbox"
+        f"SELECT {window_statements.COLUMNS} FROM pipeline.outbox"
         " WHERE id > $1 AND shard = ANY ($2) ORDER BY id LIMIT $3",
         progress.last_id, shards, limit,
     )
     then = replace(progress, last_id=later[-1]["id"]) if later else progress
     return Page(shards, later, then, None)
-    head, *events = await connection.fetch(_FRESH, """,
+    head, *events = await connection.fetch(
+        window_statements.READ_WINDOW,""",
             )
         ],
     ),
     Sabotage(
         "snapshot without running transactions",
         "slow transactions",
-        [Edit("relay/window.py", "AND xid = ANY (ARRAY(", "AND false AND xid = ANY (ARRAY(")],
+        [
+            Edit(
+                "relay/window_statements.py",
+                "AND xid = ANY (ARRAY(",
+                "AND false AND xid = ANY (ARRAY(",
+            )
+        ],
     ),
     Sabotage(
         "cursor moves before the acknowledgement",
@@ -531,7 +540,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "lease without token and deadline",
         "relays that wake up late",
         [
-            Edit("relay/cursor.py", " AND cursor.token = mine.token", ""),
+            Edit("relay/statements.py", " AND cursor.token = mine.token", ""),
             Edit("relay/cursor.py", "return monotonic() < self._lease_ends", "return True"),
         ],
     ),
@@ -738,7 +747,7 @@ SELECT pg_advisory_unlock_all()
         "days that end",
         [
             Edit(
-                "relay/window.py",
+                "relay/window_statements.py",
                 "         WHERE {_BEGUN_SINCE} AND shard = ANY ($2)\n        UNION ALL\n",
                 """\
          WHERE {_BEGUN_SINCE} AND shard = ANY ($2)
@@ -814,7 +823,9 @@ SELECT pg_advisory_unlock_all()
         [
             Edit(
                 "relay/scheduled.py",
-                "moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])",
+                """\
+done = await connection.execute(statements.MOVE_SCHEDULED, _AT_ONCE)
+                    moved = int(done.split()[-1])""",
                 """\
 from pipeline.handlers.staged import StagedEvent
 from pipeline.handlers.staging import append
@@ -827,9 +838,9 @@ from pipeline.handlers.staging import append
                     due.sort(key=lambda one: (one["due_at"], one["scheduled_at"]))
                     await connection.execute("COMMIT")
                     await connection.execute("BEGIN")
-                    await connection.fetchval(_LOCK, MOVE_LOCK, _STOPPED)
+                    await connection.fetchval(statements.LOCK_MOVE, MOVE_LOCK)
                     await connection.execute("SELECT pg_sleep(0.5)")
-                    await copy(
+                    await append(
                         connection,
                         [StagedEvent(*(one[n] for n in StagedEvent._fields)) for one in due],
                     )
@@ -842,12 +853,12 @@ from pipeline.handlers.staging import append
         "moves that are ended",
         [
             Edit(
-                "relay/scheduled.py",
+                "relay/statements.py",
                 "SELECT min(due_at) <= now() FROM",
                 "SELECT min(due_at) <= now() + interval '1.5 s' FROM",
             ),
             Edit(
-                "relay/scheduled.py",
+                "relay/statements.py",
                 "                     WHERE due_at <= now()\n",
                 "                     WHERE due_at <= now() + interval '1.5 s'\n",
             ),

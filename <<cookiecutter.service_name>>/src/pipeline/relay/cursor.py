@@ -18,10 +18,9 @@ from pipeline.errors import OncewardError
 from pipeline.observe import metrics
 from pipeline.schema import SHARDS
 from pipeline.servers.cluster import NotAdopted
-from pipeline.servers.database import lease_ended
-from pipeline.servers.statements import IS_OURS
 from pipeline.settings import Settings
 
+from . import statements
 from .window import Page, Progress
 
 log = logging.getLogger(__name__)
@@ -39,67 +38,6 @@ class ServerChanged(OncewardError):
 
     def __init__(self) -> None:
         super().__init__("the database server was restarted or replaced: reading the cursor again")
-
-
-_ANNOUNCE = """
-INSERT INTO pipeline.outbox_relay (owner, lease_until, published)
-VALUES ($1, clock_timestamp() + make_interval(secs => $2), $3)
-    ON CONFLICT (owner)
-    DO UPDATE SET lease_until = excluded.lease_until, published = excluded.published
-"""
-
-_COUNT_RELAYS = f"""
-WITH gone AS (DELETE FROM pipeline.outbox_relay WHERE {lease_ended("$1")})
-SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE NOT {lease_ended("$1")}) AS alive,
-       (SELECT extract(epoch FROM min(lease_until) - clock_timestamp())::float
-          FROM pipeline.outbox_cursor WHERE lease_until >= clock_timestamp()) AS first_ends,
-       {IS_OURS} AS is_ours,
-       pg_postmaster_start_time() AS server
-"""
-
-_RELAYS = """
-SELECT owner, array_agg(shard ORDER BY shard) AS shards,
-       COALESCE(published, 0) AS published, relay.lease_until
-  FROM (SELECT shard, CASE WHEN lease_until > clock_timestamp() THEN owner END AS owner
-          FROM pipeline.outbox_cursor) AS cursor
-  LEFT JOIN pipeline.outbox_relay AS relay USING (owner)
- GROUP BY owner, published, relay.lease_until ORDER BY owner NULLS FIRST
-"""
-
-_GONE = f"""
-SELECT array_agg(DISTINCT owner) AS owners, max(lease_until) AS until
-  FROM pipeline.outbox_cursor
- WHERE {lease_ended("$2")} AND owner <> $1
-"""
-
-_CLAIM = f"""
-UPDATE pipeline.outbox_cursor
-   SET owner = $1, token = token + 1, lease_until = clock_timestamp() + make_interval(secs => $2)
- WHERE shard IN (
-       SELECT shard FROM pipeline.outbox_cursor
-        WHERE (lease_until IS NULL OR {lease_ended("$2")}
-               OR (owner = $1 AND shard <> ALL ($4)))
-          AND (owner IS NULL OR owner = $1 OR (owner = ANY ($5) AND lease_until <= $6))
-          AND pg_postmaster_start_time() = $7 AND {IS_OURS}
-        ORDER BY shard LIMIT $3
-          FOR UPDATE SKIP LOCKED)
-RETURNING shard, token, seen, target, last_id, high_id
-"""
-
-_WRITE = """
-UPDATE pipeline.outbox_cursor AS cursor
-   SET seen = $3, target = $4, last_id = $5, high_id = $6,
-       lease_until = CASE WHEN $7 THEN clock_timestamp() + make_interval(secs => $8) END,
-       owner = CASE WHEN $7 THEN owner END
-  FROM unnest($1::smallint[], $2::bigint[]) AS mine (shard, token)
- WHERE cursor.shard = mine.shard AND cursor.token = mine.token
-   AND pg_postmaster_start_time() = $9
-RETURNING cursor.shard
-"""
-
-_LEAVE = "DELETE FROM pipeline.outbox_relay WHERE owner = $1"
-
-_HAS_BEGUN = "SELECT EXISTS (SELECT FROM pipeline.outbox_cursor WHERE token > 0)"
 
 
 class Cursor:
@@ -161,7 +99,7 @@ class Cursor:
         """
         lease = self._settings.relay_lease
         await self.extend(driver)
-        alive, first_ends, is_ours, server = await driver.fetchrow(_COUNT_RELAYS, lease)
+        alive, first_ends, is_ours, server = await driver.fetchrow(statements.COUNT_RELAYS, lease)
         if not is_ours:
             raise NotAdopted
         if self.server not in (None, server):
@@ -172,11 +110,11 @@ class Cursor:
         if len(known) > share:
             await self.write(driver, self.of(known[share:]), keep=False)
         elif len(known) < share:
-            gone, until = await driver.fetchrow(_GONE, self.owner, lease)
+            gone, until = await driver.fetchrow(statements.FIND_EXPIRED_RELAYS, self.owner, lease)
             fenced = await fence(gone or [])
             wanted = share - len(known)
             for row in await driver.fetch(
-                _CLAIM, self.owner, lease, wanted, known, fenced, until, server
+                statements.CLAIM_SHARDS, self.owner, lease, wanted, known, fenced, until, server
             ):
                 shard, token, *progress = row
                 self._tokens[shard], self.progress[shard] = token, Progress(*progress)
@@ -199,7 +137,7 @@ class Cursor:
         # Taken before the first statement, so that this clock ends the lease before the database's.
         begun = monotonic()
         async with self.turn:
-            await driver.execute(_ANNOUNCE, self.owner, lease, self.published)
+            await driver.execute(statements.ANNOUNCE_RELAY, self.owner, lease, self.published)
             lost = await self.write(driver, self.progress)
         self._lease_ends = begun + lease
         metrics.lease_extended(self._lease_ends)
@@ -216,7 +154,7 @@ class Cursor:
         lost: list[int] = []
         for one, members in grouped(progress).items():
             rows = await driver.fetch(
-                _WRITE,
+                statements.WRITE_PROGRESS,
                 members,
                 [self._tokens[shard] for shard in members],
                 one.seen,
@@ -260,7 +198,7 @@ class Cursor:
     async def release(self, driver: asyncpg.Connection) -> None:
         """Store all progress and release the shards."""
         await self.write(driver, self.progress, keep=False)
-        await driver.execute(_LEAVE, self.owner)
+        await driver.execute(statements.DELETE_RELAY, self.owner)
 
     def of(self, shards: Iterable[int]) -> dict[int, Progress]:
         """Return the progress of some shards."""
@@ -272,13 +210,13 @@ async def relays(connection: asyncpg.Connection) -> list[asyncpg.Record]:
 
     The first row has no owner if a shard has none.
     """
-    rows: list[asyncpg.Record] = await connection.fetch(_RELAYS)
+    rows: list[asyncpg.Record] = await connection.fetch(statements.LIST_RELAYS)
     return rows
 
 
 async def has_begun(connection: asyncpg.Connection) -> bool:
     """Return whether any relay has ever held a shard."""
-    return bool(await connection.fetchval(_HAS_BEGUN))
+    return bool(await connection.fetchval(statements.HAS_ANY_RELAY_BEGUN))
 
 
 def grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:

@@ -19,95 +19,14 @@ from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
 from pipeline.settings import Settings
 
+from . import rejected_statements
 from .rejections import Rejection, Rejections
-from .window import COLUMNS, PAGE_BYTES, filled
+from .window import PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
 _FIRST_PAGE = 100
 """Enough to test whether a topic accepts events."""
-
-_COUNT = """
-SELECT topic, count(*) AS waiting, 0 AS dead, bool_or(error IS NOT NULL) AS rejects
-  FROM pipeline.outbox_rejected
- WHERE shard = ANY ($1) AND died_at IS NULL
- GROUP BY topic
-UNION ALL
-SELECT NULL, 0, count(*), true
-  FROM pipeline.outbox_rejected
- WHERE shard = ANY ($1) AND died_at IS NOT NULL AND discarded_at IS NULL
-"""
-
-# The first event of a topic is the one that is tried.
-_COUNT_WAITING = """
-SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS count,
-       extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest,
-       (SELECT error IS NOT NULL FROM pipeline.outbox_rejected AS first
-         WHERE first.topic BETWEEN few.topic AND few.topic AND died_at IS NULL
-         ORDER BY first.topic, id LIMIT 1) AS rejects
-  FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_rejected
-         WHERE died_at IS NULL LIMIT $1) AS few
- GROUP BY topic ORDER BY topic
-"""
-
-_COUNT_DEAD = """
-SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
-                       WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1) AS few
-"""
-
-_HOLD_SHARD = "SELECT FROM pipeline.outbox_cursor WHERE shard = $1 FOR UPDATE"
-
-_REDRIVE = """
-UPDATE pipeline.outbox_rejected
-   SET died_at = NULL, parked_at = clock_timestamp(), reason = 'redriven', error = NULL
- WHERE id = ANY ($1)
-"""
-
-_DISCARD = """
-UPDATE pipeline.outbox_rejected
-   SET died_at = COALESCE(died_at, clock_timestamp()), discarded_at = clock_timestamp(),
-       discarded_by = $2, discarded_why = $3
- WHERE id = ANY ($1)
-"""
-
-# After a reset, or if an older cursor was restored, an event may be stored already.
-# Each event by its id: the times only tell which days to look at.
-_ADD = f"""
-INSERT INTO pipeline.outbox_rejected ({COLUMNS}, release, reason, error, died_at)
-SELECT {COLUMNS}, release, reason, error, CASE WHEN is_dead THEN clock_timestamp() END
-  FROM unnest($1::bigint[], $2::text[], $3::text[], $4::boolean[])
-       AS rejected (event, reason, error, is_dead),
-       LATERAL (SELECT * FROM pipeline.outbox
-                 WHERE id = event AND created_at BETWEEN $5 AND $6 LIMIT 1) AS stored
-    ON CONFLICT (id) DO NOTHING
-"""
-
-# With `topic = $1` the planner may scan the primary key, through the events of all topics.
-_DUE = filled(
-    f"""
-SELECT {COLUMNS}, shard
-  FROM pipeline.outbox_rejected
- WHERE topic BETWEEN $1 AND $1 AND shard = ANY ($2) AND died_at IS NULL
- ORDER BY topic, id
- LIMIT $3""",
-    columns=f"{COLUMNS}, shard",
-    place="id",
-    at_most="$4",
-)
-
-_DELETE = "DELETE FROM pipeline.outbox_rejected WHERE id = ANY ($1)"
-
-# The last condition avoids updates while a topic still rejects events for the same reason.
-_SET = """
-UPDATE pipeline.outbox_rejected AS stored
-   SET reason = rejected.reason, error = rejected.error,
-       died_at = CASE WHEN is_dead THEN clock_timestamp() END
-  FROM unnest($1::bigint[], $2::text[], $3::text[], $4::boolean[])
-       AS rejected (id, reason, error, is_dead)
- WHERE stored.id = rejected.id AND died_at IS NULL
-   AND (is_dead OR (stored.reason, stored.error)
-                   IS DISTINCT FROM (rejected.reason, rejected.error))
-"""
 
 
 class Rejected:
@@ -138,7 +57,7 @@ class Rejected:
         unknown what was stored.
         """
         begun = monotonic()
-        rows = await connection.fetch(_COUNT, shards)
+        rows = await connection.fetch(rejected_statements.COUNT_REJECTED_BY_TOPIC, shards)
         topics = {row["topic"] for row in rows if row["waiting"]}
         for topic in self._try_at.keys() - topics:
             self._end(topic)
@@ -170,7 +89,9 @@ class Rejected:
             self._try_at[topic] = 0.0
             self._accepting.add(topic)
         times = [event["created_at"] for event in events]
-        await connection.execute(_ADD, *_columns(events, why), min(times), max(times))
+        await connection.execute(
+            rejected_statements.ADD_REJECTED, *_columns(events, why), min(times), max(times)
+        )
 
     def next_topic(self, *, accepting: bool) -> str | None:
         """Return the topic that is to be tried first; None: none yet.
@@ -197,13 +118,17 @@ class Rejected:
         most = int(min(page, self.throttles.free(*place)))
         if not most:
             return []
-        rows: list[asyncpg.Record] = await connection.fetch(_DUE, topic, shards, most, PAGE_BYTES)
+        rows: list[asyncpg.Record] = await connection.fetch(
+            rejected_statements.READ_WAITING_EVENTS, topic, shards, most, PAGE_BYTES
+        )
         if rows and topic in self.throttles.limited("events"):
             if self.throttles.left(*place):  # others of this process have taken meanwhile
                 return []
             await self.throttles.took({place: len(rows)})
             # Noting that may have taken long, in which an earlier event may have been redriven.
-            rows = await connection.fetch(_DUE, topic, shards, len(rows), PAGE_BYTES)
+            rows = await connection.fetch(
+                rejected_statements.READ_WAITING_EVENTS, topic, shards, len(rows), PAGE_BYTES
+            )
         if not rows:
             self._end(topic)
         return rows
@@ -217,10 +142,10 @@ class Rejected:
         self._accepting.add(topic)
         self._note(events, why)
         sent = [event["id"] for event in events if event["id"] not in why]
-        await connection.execute(_DELETE, sent)
+        await connection.execute(rejected_statements.DELETE_SENT_EVENTS, sent)
         if why:
             rejected = [event for event in events if event["id"] in why]
-            await connection.execute(_SET, *_columns(rejected, why))
+            await connection.execute(rejected_statements.UPDATE_REJECTED, *_columns(rejected, why))
 
     def _free_at(self, topic: str) -> float:
         """Return when events of the topic may be sent again, by the monotonic clock."""
@@ -259,19 +184,19 @@ class Rejected:
 
 async def hold_shard(connection: asyncpg.Connection, shard: int) -> None:
     """Lock the shard to the end of the transaction: its relay stores no rejected event."""
-    await connection.execute(_HOLD_SHARD, shard)
+    await connection.execute(rejected_statements.HOLD_SHARD, shard)
 
 
 async def redrive(connection: asyncpg.Connection, ids: Sequence[int]) -> None:
     """Make dead events wait to be tried again. Call `hold_shard` before."""
-    await connection.execute(_REDRIVE, ids)
+    await connection.execute(rejected_statements.REDRIVE_EVENTS, ids)
 
 
 async def discard(
     connection: asyncpg.Connection, ids: Sequence[int], *, operator: str, why: str
 ) -> None:
     """Close events, whose rows are kept for a while. Call `hold_shard` before."""
-    await connection.execute(_DISCARD, ids, operator, why)
+    await connection.execute(rejected_statements.DISCARD_EVENTS, ids, operator, why)
 
 
 async def count(connection: asyncpg.Connection, most: int) -> tuple[list[asyncpg.Record], int]:
@@ -280,8 +205,10 @@ async def count(connection: asyncpg.Connection, most: int) -> tuple[list[asyncpg
 
     At most so many of each are counted.
     """
-    waiting: list[asyncpg.Record] = await connection.fetch(_COUNT_WAITING, most)
-    return waiting, await connection.fetchval(_COUNT_DEAD, most)
+    waiting: list[asyncpg.Record] = await connection.fetch(
+        rejected_statements.COUNT_WAITING_EVENTS, most
+    )
+    return waiting, await connection.fetchval(rejected_statements.COUNT_DEAD_EVENTS, most)
 
 
 def _part(topic: str) -> str:

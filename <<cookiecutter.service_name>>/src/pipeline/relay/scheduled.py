@@ -14,10 +14,10 @@ import asyncpg
 from pipeline.apply import audit
 from pipeline.apply.audit import Change
 from pipeline.errors import describe_error
-from pipeline.handlers.staged import COLUMNS
 from pipeline.handlers.statements import CANCEL_SCHEDULED
 from pipeline.observe.health import Health
-from pipeline.servers.database import IDLE_LIMIT
+
+from . import statements
 
 log = logging.getLogger(__name__)
 
@@ -29,36 +29,6 @@ _PART = "scheduled events"
 _AT_ONCE = 1_000
 _LOOK_SECONDS = 1.0
 """Time between two checks for due events."""
-
-# Reads the first row only, by the index, whatever the planner estimates.
-_IS_DUE = "SELECT min(due_at) <= now() FROM pipeline.scheduled"
-
-_LOCK = f"SELECT pg_try_advisory_xact_lock($1) AS is_ours, {IDLE_LIMIT}"
-
-# A row that is being cancelled or replaced is locked; it is left for the next move.
-_MOVE = f"""
-WITH due AS (
-    DELETE FROM pipeline.scheduled
-     WHERE name IN (SELECT name FROM pipeline.scheduled
-                     WHERE due_at <= now()
-                     ORDER BY due_at, scheduled_at, name LIMIT $1
-                       FOR UPDATE SKIP LOCKED)
-    RETURNING *)
-INSERT INTO pipeline.outbox ({COLUMNS}, release)
-SELECT {COLUMNS}, release FROM due ORDER BY due_at, scheduled_at, name
-"""
-
-_COUNT = """
-SELECT (SELECT count(*) FROM (SELECT FROM pipeline.scheduled LIMIT $1) AS few) AS count,
-       (SELECT min(due_at) FROM pipeline.scheduled) AS next_due
-"""
-
-_LIST = """
-SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type, event_id,
-       COALESCE(datalength, octet_length(payload)) AS size
-  FROM pipeline.scheduled
- ORDER BY due_at, name LIMIT $1
-"""
 
 
 class Scheduled:
@@ -91,11 +61,12 @@ class Scheduled:
         """Move events that are due, up to a limit; returns whether there were any."""
         self._look_at = monotonic() + _LOOK_SECONDS
         moved = 0
-        if await connection.fetchval(_IS_DUE):
+        if await connection.fetchval(statements.IS_SCHEDULED_DUE):
             # A statement of its own after the lock, so that it sees what the last holder has moved.
             async with connection.transaction():
-                if await connection.fetchval(_LOCK, MOVE_LOCK):
-                    moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])
+                if await connection.fetchval(statements.LOCK_MOVE, MOVE_LOCK):
+                    done = await connection.execute(statements.MOVE_SCHEDULED, _AT_ONCE)
+                    moved = int(done.split()[-1])
         if moved == _AT_ONCE:
             self._look_at = 0.0
         return moved > 0
@@ -118,12 +89,12 @@ class Waiting:
 
 async def waiting(connection: asyncpg.Connection, limit: int) -> list[Waiting]:
     """Return scheduled events, the next to be due first."""
-    return [Waiting(**row) for row in await connection.fetch(_LIST, limit)]
+    return [Waiting(**row) for row in await connection.fetch(statements.LIST_SCHEDULED, limit)]
 
 
 async def count(connection: asyncpg.Connection, most: int) -> tuple[int, datetime | None]:
     """Return how many events are scheduled, up to a number, and when the first is due."""
-    found, next_due = await connection.fetchrow(_COUNT, most)
+    found, next_due = await connection.fetchrow(statements.COUNT_SCHEDULED, most)
     return found, next_due
 
 

@@ -11,8 +11,9 @@ from datetime import datetime
 
 import asyncpg
 
-from pipeline.handlers import staged
 from pipeline.servers.cluster import NotAdopted
+
+from . import window_statements
 
 Snapshot = tuple[int, int, tuple[int, ...]]
 """A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
@@ -22,108 +23,6 @@ _SCAN_AT_MOST = 50_000
 
 PAGE_BYTES = 8 * 2**20
 """Memory for the events of one page, without its last one; two pages exist at once."""
-
-COLUMNS = f"id, created_at, {staged.COLUMNS}"
-"""An event, as it is sent."""
-
-
-def filled(page: str, *, columns: str, place: str, at_most: str) -> str:
-    """Return the statement that reads a page, cut off behind the event that fills it.
-
-    PostgreSQL computes the size of a payload without reading it.
-    """
-    return f"""
-SELECT {columns}
-  FROM (SELECT page.*,
-               sum(octet_length(payload)) OVER (
-                   ORDER BY {place} ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
-          FROM ({page}) AS page) AS summed
- WHERE before < {at_most} OR before IS NULL
- ORDER BY {place}
-"""
-
-
-def _headed(page: str, *, place: str, at_most: str) -> str:
-    """Put a row before those of the page, with what is common to them."""
-    rows = filled(page, columns=f"NULL, NULL, NULL, {COLUMNS}", place=place, at_most=at_most)
-    return f"""
-SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS target,
-       pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id,
-       {COLUMNS}
-  FROM (SELECT (NULL::pipeline.outbox).*) AS nothing
- UNION ALL ({rows})"""
-
-
-# Executed on the primary, by itself in READ COMMITTED or in a read-only snapshot, so that the
-# snapshot it returns is the one it reads with. A snapshot's xmax is the latest *completed*
-# transaction + 1, so rows of running ones may lie above it: the window is not bounded by an id.
-# `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value prevents a
-# parallel plan, in which the head row might not come first.
-_BEGUN_SINCE = "xid >= pg_snapshot_xmax($1) AND xid < pg_snapshot_xmax(pg_current_snapshot())"
-_FRESH = _headed(
-    f"""
-SELECT {COLUMNS}
-  FROM (SELECT {COLUMNS}
-          FROM pipeline.outbox
-         WHERE {_BEGUN_SINCE} AND shard = ANY ($2)
-        UNION ALL
-        SELECT {COLUMNS}
-          FROM pipeline.outbox
-         WHERE shard = ANY ($2)
-           AND xid = ANY (ARRAY(
-               SELECT running FROM pg_snapshot_xip($1) AS running
-                WHERE pg_visible_in_snapshot(running, pg_current_snapshot())))) AS unseen
- ORDER BY id + 0
- LIMIT $3""",
-    place="id + 0",
-    at_most="$4",
-)
-
-# FRESH reads a whole window to sort it. These open a wide one at an id that none in it is below.
-_MEASURE = f"""
-SELECT count(*) > $2 AS is_wide, pg_postmaster_start_time() AS server,
-       pg_current_snapshot() AS target, pg_sequence_last_value('pipeline.outbox_id_seq') AS high_id
-  FROM ((SELECT xid FROM pipeline.outbox WHERE {_BEGUN_SINCE} ORDER BY xid LIMIT $2 + 1)
-        UNION ALL
-        (SELECT ended.xid FROM pg_snapshot_xip($1) AS running, LATERAL (
-                SELECT xid FROM pipeline.outbox WHERE xid BETWEEN running AND running
-                 ORDER BY xid LIMIT $2 + 1) AS ended)) AS unseen
-"""
-# As a number: PostgreSQL 14 has no max(xid8).
-_LOWEST = """
-SELECT min(id) AS id, max(xid::text::bigint) AS xid, count(*) AS rows
-  FROM (SELECT id, xid FROM pipeline.outbox
-         WHERE xid >= $1 AND xid < $2 ORDER BY xid LIMIT $3) AS piece
-"""
-
-# Functions instead of comparisons of xid make the planner use the index on id.
-_PAGE = _headed(
-    f"""
-SELECT {COLUMNS}
-  FROM pipeline.outbox
- WHERE id > $3 AND id <= $4
-   AND NOT pg_visible_in_snapshot(xid, $1) AND pg_visible_in_snapshot(xid, $2)
-   AND shard = ANY ($5)
- ORDER BY id
- LIMIT $6""",
-    place="id",
-    at_most="$7",
-)
-
-# Also counts what a relay has published in the quarter of a second since it wrote its cursor.
-_COUNT = """
-SELECT count(*) AS count,
-       COALESCE(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest
-  FROM (SELECT created_at
-          FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)
-         WHERE xid >= (SELECT pg_snapshot_xmin(seen) FROM pipeline.outbox_cursor
-                        ORDER BY pg_snapshot_xmin(seen) LIMIT 1)
-           AND NOT pg_visible_in_snapshot(xid, seen)
-           AND (target IS NULL OR id > last_id OR NOT pg_visible_in_snapshot(xid, target))
-         ORDER BY xid LIMIT $1) AS unpublished
-"""
-
-_NOW = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS snapshot"
 
 
 @dataclass(frozen=True)
@@ -154,7 +53,7 @@ async def is_as_seen(
 
     This costs a tenth of `fresh`.
     """
-    now = await connection.fetchrow(_NOW)
+    now = await connection.fetchrow(window_statements.READ_SNAPSHOT)
     return now["server"] == server and all(
         one.target is None and one.seen == now["snapshot"] for one in progress
     )
@@ -162,7 +61,7 @@ async def is_as_seen(
 
 async def count(connection: asyncpg.Connection, most: int) -> tuple[int, float]:
     """Return how many events are not published, up to a number, and the oldest one's seconds."""
-    found, oldest = await connection.fetchrow(_COUNT, most)
+    found, oldest = await connection.fetchrow(window_statements.COUNT_UNPUBLISHED, most)
     return found, oldest
 
 
@@ -181,12 +80,16 @@ async def fresh(
     Raises `NotAdopted` if `seen` is a snapshot of another cluster.
     """
     if may_be_wide:
-        wide = await connection.fetchrow(_MEASURE, progress.seen, _SCAN_AT_MOST)
+        wide = await connection.fetchrow(
+            window_statements.MEASURE_WINDOW, progress.seen, _SCAN_AT_MOST
+        )
         if wide["is_wide"]:
             lowest = await _lowest(connection, progress.seen, wide["target"])
             then = Progress(progress.seen, wide["target"], lowest - 1, wide["high_id"])
             return Page(shards, [], then, wide["server"])
-    head, *events = await connection.fetch(_FRESH, progress.seen, shards, limit + 1, at_most)
+    head, *events = await connection.fetch(
+        window_statements.READ_WINDOW, progress.seen, shards, limit + 1, at_most
+    )
     if head["target"][1] < progress.seen[1]:
         raise NotAdopted
     if len(events) <= limit and not _fill(events, at_most):
@@ -203,7 +106,7 @@ async def _lowest(connection: asyncpg.Connection, seen: Snapshot, target: Snapsh
     for first, end in [*((one, one + 1) for one in seen[2]), (seen[1], target[1])]:
         xid, limit, is_last = first, _SCAN_AT_MOST, False
         while not is_last:
-            piece = await connection.fetchrow(_LOWEST, xid, end, limit)
+            piece = await connection.fetchrow(window_statements.FIND_LOWEST_ID, xid, end, limit)
             ids.append(piece["id"])
             is_last = piece["rows"] < limit
             # Rows of one transaction may fill a piece, which is read again, then as a larger one.
@@ -222,7 +125,14 @@ async def page(
     """Read the next page of an open window."""
     upto = min(progress.high_id, progress.last_id + _SCAN_AT_MOST)
     head, *events = await connection.fetch(
-        _PAGE, progress.seen, progress.target, progress.last_id, upto, shards, limit, at_most
+        window_statements.READ_PAGE,
+        progress.seen,
+        progress.target,
+        progress.last_id,
+        upto,
+        shards,
+        limit,
+        at_most,
     )
     if len(events) == limit or _fill(events, at_most):
         then = replace(progress, last_id=events[-1]["id"])

@@ -12,7 +12,11 @@ from pipeline.apply import statements as apply_statements
 from pipeline.apply import throttle_statements
 from pipeline.consume import statements as consume_statements
 from pipeline.handlers import statements as handler_statements
-from pipeline.relay import cursor, rejected, scheduled, window
+from pipeline.relay import (
+    rejected_statements,
+    window_statements,
+)
+from pipeline.relay import statements as relay_statements
 from pipeline.retention import archive, days, generations, maintenance, partitions
 from pipeline.retry import count_statements
 from pipeline.retry import statements as retry_statements
@@ -72,9 +76,9 @@ _STATEMENTS: Mapping[object, str] = {
     bank.CLAIM: "consume: insert claims",
     handler_statements.LOCK_SCHEDULED: "consume: cancel scheduled",
     handler_statements.CANCEL_SCHEDULED: "consume: cancel scheduled",
-    scheduled._IS_DUE: "scheduled: poll",
-    scheduled._LOCK: "scheduled: lock",
-    scheduled._MOVE: "scheduled: move to outbox",
+    relay_statements.IS_SCHEDULED_DUE: "scheduled: poll",
+    relay_statements.LOCK_MOVE: "scheduled: lock",
+    relay_statements.MOVE_SCHEDULED: "scheduled: move to outbox",
     throttle_statements.READ_STOPS: "throttle: look",
     throttle_statements.NOTE_TAKEN: "throttle: move on",
     count_statements.TAKE_TURN_TO_COUNT: "backlog: take turn to count",
@@ -90,21 +94,21 @@ _STATEMENTS: Mapping[object, str] = {
     retry_statements.FIND_OVERTAKEN_KEYS: "backlog: compare heads",
     retry_statements.SCHEDULE_HEADS: "backlog: schedule heads",
     retry_statements.RELEASE_LANES: "backlog: release lane",
-    cursor._ANNOUNCE: "relay: announce",
-    cursor._COUNT_RELAYS: "relay: count relays",
-    cursor._GONE: "relay: find expired relays",
-    cursor._CLAIM: "relay: claim shards",
-    cursor._WRITE: "relay: write cursor",
-    cursor._LEAVE: "relay: leave",
-    rejected._COUNT: "rejected: count",
-    rejected._ADD: "rejected: add",
-    rejected._DUE: "rejected: read waiting events",
-    rejected._DELETE: "rejected: delete sent events",
-    rejected._SET: "rejected: set reason",
-    window._NOW: "relay: poll",
-    window._MEASURE: "relay: measure window",
-    window._FRESH: "relay: read window",
-    window._PAGE: "relay: read page",
+    relay_statements.ANNOUNCE_RELAY: "relay: announce",
+    relay_statements.COUNT_RELAYS: "relay: count relays",
+    relay_statements.FIND_EXPIRED_RELAYS: "relay: find expired relays",
+    relay_statements.CLAIM_SHARDS: "relay: claim shards",
+    relay_statements.WRITE_PROGRESS: "relay: write cursor",
+    relay_statements.DELETE_RELAY: "relay: leave",
+    rejected_statements.COUNT_REJECTED_BY_TOPIC: "rejected: count",
+    rejected_statements.ADD_REJECTED: "rejected: add",
+    rejected_statements.READ_WAITING_EVENTS: "rejected: read waiting events",
+    rejected_statements.DELETE_SENT_EVENTS: "rejected: delete sent events",
+    rejected_statements.UPDATE_REJECTED: "rejected: set reason",
+    window_statements.READ_SNAPSHOT: "relay: poll",
+    window_statements.MEASURE_WINDOW: "relay: measure window",
+    window_statements.READ_WINDOW: "relay: read window",
+    window_statements.READ_PAGE: "relay: read page",
 }
 """The statements that the engine has written down."""
 

@@ -10,7 +10,11 @@ import pipeline
 from pipeline.apply import statements as apply_statements
 from pipeline.apply import throttle_statements
 from pipeline.handlers import statements as handler_statements
-from pipeline.relay import cursor, rejected, scheduled, window
+from pipeline.relay import (
+    rejected_statements,
+    window_statements,
+)
+from pipeline.relay import statements as relay_statements
 from pipeline.retention import archive, partitions
 from pipeline.retry import statements as retry_statements
 from pipeline.servers import statements as server_statements
@@ -52,10 +56,19 @@ BY_COMMANDS_TOO = (
     ),
     archive._SKIP_ARCHIVE,
     archive._ARCHIVES_NO_LONGER,
-    scheduled._LIST,
-    *(scheduled._COUNT, window._COUNT, cursor._RELAYS, cursor._HAS_BEGUN),
-    *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, rejected._HOLD_SHARD),
-    *(rejected._REDRIVE, rejected._DISCARD),
+    relay_statements.LIST_SCHEDULED,
+    *(
+        relay_statements.COUNT_SCHEDULED,
+        window_statements.COUNT_UNPUBLISHED,
+        relay_statements.LIST_RELAYS,
+        relay_statements.HAS_ANY_RELAY_BEGUN,
+    ),
+    *(
+        rejected_statements.COUNT_WAITING_EVENTS,
+        rejected_statements.COUNT_DEAD_EVENTS,
+        rejected_statements.HOLD_SHARD,
+    ),
+    *(rejected_statements.REDRIVE_EVENTS, rejected_statements.DISCARD_EVENTS),
     *(server_statements.COUNT_WHAT_WAITS, server_statements.REMOVE_LIMITS),
     *(server_statements.READ_SNAPSHOT_TO_ADOPT, server_statements.TAKE_SHARDS),
     *(server_statements.FORGET_PROGRESS, server_statements.RENEW_EVENTS),
@@ -76,7 +89,7 @@ UNMET = (
     archive._NOT_ARCHIVED,
     archive._ARCHIVES,
     archive._CONTINUE_ROUND,
-    window._LOWEST,
+    window_statements.FIND_LOWEST_ID,
     apply_statements.TAKE_TURN,
 )
 """Statements that only damage, a long outage, an isolated message or somebody else leads to, or

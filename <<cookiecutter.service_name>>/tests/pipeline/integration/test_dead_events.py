@@ -13,7 +13,7 @@ from aiokafka import AIOKafkaProducer
 from operate import dead, dead_commands, dead_events
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
-from pipeline.relay import brokers, publisher, rejected
+from pipeline.relay import brokers, publisher, rejected_statements
 from pipeline.relay.publisher import Publisher
 from pipeline.settings import Settings
 
@@ -301,7 +301,7 @@ class Stopped:
 
     async def execute(self, statement: str, *arguments: object) -> None:
         await self._connection.execute(statement, *arguments)
-        if statement == rejected._HOLD_SHARD:
+        if statement == rejected_statements.HOLD_SHARD:
             await eventually(self._connection.is_closed)
 
 
@@ -341,7 +341,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     last = [row["shard"] for row in await db.fetch(shards)][-1]
     blocker = await connect()
     async with blocker.transaction():
-        await blocker.execute(rejected._HOLD_SHARD, last)
+        await blocker.execute(rejected_statements.HOLD_SHARD, last)
         killed = await start(*line)
         await eventually(lambda: _somebody_waits(db, blocker.get_server_pid()))
         await killed.kill()
@@ -554,13 +554,13 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     await bury(db, 3)
     await db.execute("UPDATE pipeline.outbox_rejected SET key = 'ada'")
     lose = "SELECT pg_terminate_backend(pg_backend_pid()) WHERE $1::bigint[] = ARRAY[3::bigint]"
-    changes = rejected._REDRIVE
-    monkeypatch.setattr(rejected, "_REDRIVE", lose)
+    changes = rejected_statements.REDRIVE_EVENTS
+    monkeypatch.setattr(rejected_statements, "REDRIVE_EVENTS", lose)
     done = await service("events", "redrive", "3", "--yes")
     assert done.exit_code == 1
     assert "redriven 0 of 1; run it again to continue" in done.stderr
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(rejected, "_REDRIVE", changes)
+    monkeypatch.setattr(rejected_statements, "REDRIVE_EVENTS", changes)
     done = await service("events", "redrive", "--all", "--yes", "--wait", "0")
     assert done.stderr.splitlines() == ["redriven 2 of 3", "redriven 3 of 3"]
 

@@ -21,7 +21,7 @@ from pipeline.apply.item import Item
 from pipeline.apply.positions import Anchor, Generations, Move, Slot
 from pipeline.events.codec import CloudEvents
 from pipeline.observe.health import Health
-from pipeline.relay import rejected, window
+from pipeline.relay import rejected_statements, window, window_statements
 from pipeline.relay.cursor import Cursor
 from pipeline.relay.rejected import Rejected
 from pipeline.relay.rejections import Rejection
@@ -71,7 +71,7 @@ END $$;
 """
 # One topic has many that wait, and another some.
 _REFUSE = f"""
-INSERT INTO pipeline.outbox_rejected ({window.COLUMNS})
+INSERT INTO pipeline.outbox_rejected ({window_statements.COLUMNS})
 SELECT id, created_at, CASE id % 20 WHEN 0 THEN 'large' ELSE 'missing' END, key, payload, event_id,
        source, type, subject, sequence, content_type, traceparent, tracestate, baggage, headers,
        dataref, datalength, datachecksum
@@ -362,8 +362,10 @@ async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
     chunk = dead_events.DeadEvents.chunk_statement("dead")
     ids = await asked.fetch(chunk, *everything, shard, 1_000)
     assert 50 < len(ids) < 1_000
-    await asked.execute(rejected._REDRIVE, [row["id"] for row in ids])
-    await asked.execute(rejected._DISCARD, [row["id"] for row in ids], "ann", "a test")
+    await asked.execute(rejected_statements.REDRIVE_EVENTS, [row["id"] for row in ids])
+    await asked.execute(
+        rejected_statements.DISCARD_EVENTS, [row["id"] for row in ids], "ann", "a test"
+    )
     store = store_of(dead_events.DeadEvents, asked)
     await store._stored([row["id"] for row in ids])
     chosen, redrive, discard, became = asked.plans

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.observe.health import Health
 from pipeline.relay import cursor, relay, window
+from pipeline.relay import statements as relay_statements
 from pipeline.relay.rejections import Rejections
 from pipeline.relay.window import Page, Progress, Snapshot
 from pipeline.settings import Settings
@@ -291,8 +292,12 @@ async def test_that_property_notices_a_relay_that_writes_without_its_token(
 ) -> None:
     """Trap 5."""
     checked = " AND cursor.token = mine.token"
-    assert cursor._WRITE.count(checked) == 1, "the statement is not what this test knows"
-    monkeypatch.setattr(cursor, "_WRITE", cursor._WRITE.replace(checked, ""))
+    assert relay_statements.WRITE_PROGRESS.count(checked) == 1, (
+        "the statement is not what this test knows"
+    )
+    monkeypatch.setattr(
+        relay_statements, "WRITE_PROGRESS", relay_statements.WRITE_PROGRESS.replace(checked, "")
+    )
     chosen = settings(
         relay_batch_events=100, relay_lease=1, relay_cursor_interval=0.05, concurrency=1
     )

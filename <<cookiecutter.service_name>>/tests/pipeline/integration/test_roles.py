@@ -24,7 +24,12 @@ from pipeline.apply import stopping, throttle_statements
 from pipeline.apply.stopping import Subject
 from pipeline.handlers import statements as handler_statements
 from pipeline.handlers.staged import StagedEvent
-from pipeline.relay import cursor, rejected, relay, scheduled, window
+from pipeline.relay import (
+    rejected_statements,
+    relay,
+    window_statements,
+)
+from pipeline.relay import statements as relay_statements
 from pipeline.retention import archive, days, generations, maintenance, partitions
 from pipeline.retention.archive import Archive
 from pipeline.retention.maintenance import make_ahead, run_retention
@@ -62,7 +67,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "service": (
         *(apply_statements, retry_statements, count_statements, handler_statements, moves),
     ),
-    "relay": (relay, window, rejected, scheduled),
+    "relay": (relay, relay_statements, window_statements, rejected_statements),
     "operator": (
         *(status, dead, dead_events, dead_letters, inbox_commands),
         throttle_statements,
@@ -78,7 +83,7 @@ THROTTLED = throttle_statements.READ_STOPS, throttle_statements.NOTE_TAKEN
 BY_OTHERS = {
     *BY_RETENTION,
     *THROTTLED,
-    scheduled._LIST,
+    relay_statements.LIST_SCHEDULED,
 }
 """Statements of these modules that another role executes."""
 
@@ -89,15 +94,27 @@ BY_A_PERSON = (
         retry_statements.REDRIVE_ROWS,
         retry_statements.DISCARD_ROWS,
     ),
-    *(handler_statements.CANCEL_SCHEDULED, scheduled._LIST, apply_statements.ADD_TO_BACKLOG),
-    *(rejected._HOLD_SHARD, rejected._REDRIVE, rejected._DISCARD),
+    *(
+        handler_statements.CANCEL_SCHEDULED,
+        relay_statements.LIST_SCHEDULED,
+        apply_statements.ADD_TO_BACKLOG,
+    ),
+    *(
+        rejected_statements.HOLD_SHARD,
+        rejected_statements.REDRIVE_EVENTS,
+        rejected_statements.DISCARD_EVENTS,
+    ),
     *(
         apply_statements.READ_POSITIONS_OF_GROUP,
         count_statements.COUNT_BACKLOG,
-        window._COUNT,
-        cursor._RELAYS,
+        window_statements.COUNT_UNPUBLISHED,
+        relay_statements.LIST_RELAYS,
     ),
-    *(rejected._COUNT_WAITING, rejected._COUNT_DEAD, scheduled._COUNT),
+    *(
+        rejected_statements.COUNT_WAITING_EVENTS,
+        rejected_statements.COUNT_DEAD_EVENTS,
+        relay_statements.COUNT_SCHEDULED,
+    ),
     *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )
 
@@ -357,9 +374,9 @@ async def test_who_knows_an_archive_and_may_drop_nothing_tells_those_who_drop(
 
 async def test_an_operator_may_judge_events_that_kafka_refuses(granted: Roles) -> None:
     async with granted.connected("operator") as connection, connection.transaction():
-        await connection.execute(rejected._HOLD_SHARD, 0)
-        await connection.execute(rejected._REDRIVE, [])
-        await connection.execute(rejected._DISCARD, [], "somebody", "a test")
+        await connection.execute(rejected_statements.HOLD_SHARD, 0)
+        await connection.execute(rejected_statements.REDRIVE_EVENTS, [])
+        await connection.execute(rejected_statements.DISCARD_EVENTS, [], "somebody", "a test")
 
 
 async def test_a_service_may_schedule_cancel_and_claim(granted: Roles) -> None:

@@ -16,6 +16,7 @@ from operate.commands import command_line
 from pipeline import Event, Handlers, Reject, Transaction
 from pipeline.events.event import Unpublishable
 from pipeline.relay import scheduled
+from pipeline.relay import statements as relay_statements
 from pipeline.relay.scheduled import Scheduled
 from pipeline.retention.maintenance import run_retention
 from pipeline.settings import Settings
@@ -296,8 +297,8 @@ async def test_who_is_stopped_in_the_middle_of_it_does_not_hold_up_the_others(
     transaction = stopped.transaction()
     await transaction.start()
     # As far as `move` comes before it is stopped.
-    assert await stopped.fetchval(scheduled._LOCK, scheduled.MOVE_LOCK)
-    await stopped.execute(scheduled._MOVE, 10)
+    assert await stopped.fetchval(relay_statements.LOCK_MOVE, scheduled.MOVE_LOCK)
+    await stopped.execute(relay_statements.MOVE_SCHEDULED, 10)
 
     async def others_have_moved_them() -> bool:
         await move_all(db)
@@ -369,7 +370,10 @@ async def test_what_is_due_is_found_by_an_index_however_much_waits(db: asyncpg.C
     )
     for statistics in ("SELECT", "ANALYZE pipeline.scheduled"):
         await db.execute(statistics)
-        for statement, arguments in (scheduled._IS_DUE, ()), (scheduled._MOVE, (1_000,)):
+        for statement, arguments in (
+            (relay_statements.IS_SCHEDULED_DUE, ()),
+            (relay_statements.MOVE_SCHEDULED, (1_000,)),
+        ):
             plan = await db.fetchval(
                 f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}", *arguments
             )
