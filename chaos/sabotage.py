@@ -427,7 +427,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "the same events in two partitions",
         [
             Edit(
-                "retention/generations.py",
+                "retention/statements.py",
                 "{IDLE_LIMIT}, pg_advisory_xact_lock($1)",
                 "{IDLE_LIMIT}, $1::bigint",
             )
@@ -713,7 +713,7 @@ SELECT pg_advisory_unlock_all()
     Sabotage(
         "younger generations forgotten with an old one",
         "generations that are forgotten",
-        [Edit("retention/generations.py", "SET oldest = last + 1,", "SET oldest = current,")],
+        [Edit("retention/statements.py", "SET oldest = last + 1,", "SET oldest = current,")],
     ),
     Sabotage(
         "generation dropped before it is forgotten",

@@ -20,14 +20,17 @@ from pipeline.handlers import catalog_statements
 from pipeline.handlers import statements as of_handlers
 from pipeline.relay import rejected_statements, window_statements
 from pipeline.relay import statements as of_relay
+from pipeline.retention import partition_statements
+from pipeline.retention import statements as of_retention
 from pipeline.retry import count_statements
 from pipeline.retry import statements as of_retry
 from pipeline.servers import statements as of_servers
 
 MODULES = (
-    *(of_consume, of_apply, throttle_statements, of_retry, count_statements),
+    *(of_consume, of_apply, throttle_statements, of_handlers, catalog_statements),
+    *(of_retry, count_statements),
     *(of_relay, window_statements, rejected_statements),
-    *(of_handlers, catalog_statements),
+    *(of_retention, partition_statements),
     of_servers,
 )
 

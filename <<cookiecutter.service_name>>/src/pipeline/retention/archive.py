@@ -10,6 +10,8 @@ import asyncpg
 
 from pipeline.errors import describe_error
 
+from . import statements
+
 Report = Callable[[str], Awaitable[None]]
 
 _REPORT_SECONDS = 10.0
@@ -20,27 +22,6 @@ _NO_ARCHIVE = (
     " the settings of the others; or, to drop the day without archiving it, `service retention"
     " skip-archive {day}`"
 )
-
-_ARCHIVES = "UPDATE pipeline.retention_round SET archives = true WHERE NOT archives"
-
-_ARCHIVES_NO_LONGER = "UPDATE pipeline.retention_round SET archives = false"
-
-_IS_ARCHIVED = """
-SELECT archives AND NOT COALESCE(
-           (SELECT skips_archive FROM pipeline.outbox_closed WHERE day = $1), false)
-  FROM pipeline.retention_round
-"""
-
-# So that no other process begins a round meanwhile.
-_CONTINUE_ROUND = "UPDATE pipeline.retention_round SET started_at = clock_timestamp()"
-
-_NOT_ARCHIVED = "UPDATE pipeline.outbox_closed SET not_archived = $2 WHERE day = $1"
-
-_SKIP_ARCHIVE = """
-UPDATE pipeline.outbox_closed SET skips_archive = true, not_archived = NULL
- WHERE $1::date[] IS NULL OR day = ANY ($1)
-RETURNING day
-"""
 
 
 class Archive(Protocol):
@@ -68,15 +49,17 @@ class Archive(Protocol):
 async def record_archiving(connection: asyncpg.Connection, archive: Archive | None) -> None:
     """Record whether days are archived, so that processes without an archive do not drop them."""
     if archive is not None and archive.is_on:
-        await connection.execute(_ARCHIVES)
+        await connection.execute(statements.NOTE_ARCHIVING)
 
 
 async def lacking(connection: asyncpg.Connection, archive: Archive | None, day: date) -> str | None:
     """Return why this process may not drop the day, if days are archived and it has no archive."""
-    if (archive and archive.is_on) or not await connection.fetchval(_IS_ARCHIVED, day):
+    if archive and archive.is_on:
+        return None
+    if not await connection.fetchval(statements.IS_DAY_ARCHIVED, day):
         return None
     why = _NO_ARCHIVE.format(host=socket.gethostname(), day=day)
-    await connection.execute(_NOT_ARCHIVED, day, why)
+    await connection.execute(statements.NOTE_DAY_NOT_ARCHIVED, day, why)
     return why
 
 
@@ -88,13 +71,13 @@ async def archive_day(
     report: Callable[[str], None],
 ) -> str | None:
     """Archive a day, if days are archived; returns why it may not be dropped, and records that."""
-    if archive is None or not await connection.fetchval(_IS_ARCHIVED, day):
+    if archive is None or not await connection.fetchval(statements.IS_DAY_ARCHIVED, day):
         return None
     report_at = monotonic() + _REPORT_SECONDS
 
     async def report_progress(progress: str) -> None:
         nonlocal report_at
-        await connection.execute(_CONTINUE_ROUND)
+        await connection.execute(statements.CONTINUE_ROUND)
         if monotonic() >= report_at:
             report(f"archiving {table}: {progress}")
             report_at = monotonic() + _REPORT_SECONDS
@@ -106,7 +89,7 @@ async def archive_day(
         raise
     except Exception as error:
         why = f"it is not archived: {describe_error(error)}"
-    await connection.execute(_NOT_ARCHIVED, day, why)
+    await connection.execute(statements.NOTE_DAY_NOT_ARCHIVED, day, why)
     return why
 
 
@@ -116,5 +99,5 @@ async def skip(connection: asyncpg.Connection, days: Sequence[date] | None) -> l
     None: all that are closed, and those to come too, unless a process still has an archive.
     """
     if days is None:
-        await connection.execute(_ARCHIVES_NO_LONGER)
-    return sorted([row["day"] for row in await connection.fetch(_SKIP_ARCHIVE, days)])
+        await connection.execute(statements.NOTE_NO_ARCHIVING)
+    return sorted([row["day"] for row in await connection.fetch(statements.SKIP_ARCHIVE, days)])

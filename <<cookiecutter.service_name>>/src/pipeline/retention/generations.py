@@ -13,11 +13,10 @@ from random import uniform
 import asyncpg
 
 from pipeline.apply.statements import GENERATION_LOCK
-from pipeline.servers.database import IDLE_LIMIT
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
 
-from . import partitions
+from . import partitions, statements
 from .partitions import PartitionStatus
 
 log = logging.getLogger(__name__)
@@ -35,54 +34,13 @@ _KEPT_OPEN = (
     " does not run, or the database's clock was ahead when it was opened"
 )
 
-_GENERATION = """
-SELECT current, oldest, opened_at, since, clock_timestamp() AS now, finished_at, held
-  FROM pipeline.inbox_generation, pipeline.retention_round
-"""
-
-_CLOSED_GENERATIONS = "SELECT generation, closed_at FROM pipeline.inbox_closed"
-
-_LOCK_GENERATION = f"""
-SELECT set_config('lock_timeout', $2, true), {IDLE_LIMIT}, pg_advisory_xact_lock($1)
-"""
-
-# Processes of version 1.0.0 compare `opening`.
-_CLOSE_GENERATION = """
-WITH opened AS (
-    UPDATE pipeline.inbox_generation
-       SET current = current + 1, opened_at = clock_timestamp(), opening = gen_random_uuid()
-     WHERE current = $1 AND EXISTS (
-           SELECT FROM pg_inherits WHERE inhparent = 'pipeline.inbox'::regclass
-              AND inhrelid = to_regclass('pipeline.inbox_g' || ($1 + 1)))
-    RETURNING opened_at
-)
-INSERT INTO pipeline.inbox_closed (generation, closed_at) SELECT $1, opened_at FROM opened
-    ON CONFLICT (generation) DO UPDATE SET closed_at = excluded.closed_at
-RETURNING generation
-"""
-
-# Those that were closed long ago. A record may carry a time ahead of ours: what is younger than the
-# margin took effect later, by any clock that is not further ahead, and is remembered.
-_FORGET = """
-WITH forgotten AS (
-    DELETE FROM pipeline.inbox_closed
-     WHERE generation <= (SELECT max(generation) FROM pipeline.inbox_closed WHERE closed_at < $1)
-    RETURNING generation, closed_at
-)
-UPDATE pipeline.inbox_generation
-   SET oldest = last + 1, since = GREATEST(since, closed_at + $2::interval)
-  FROM (SELECT max(generation) AS last, max(closed_at) AS closed_at FROM forgotten) AS forgotten
- WHERE oldest <= last AND last < current
-RETURNING last
-"""
-
 
 async def read(connection: asyncpg.Connection) -> asyncpg.Record:
     """Return which generations there are, the database's time, and the last round of retention.
 
     Raises `NotMigrated` if the tables lack the rows that the migration inserts.
     """
-    row = await connection.fetchrow(_GENERATION)
+    row = await connection.fetchrow(statements.READ_GENERATION)
     if row is None:
         raise NotMigrated
     return row
@@ -94,7 +52,7 @@ async def list_partitions(
     """Yield the status of every generation."""
     generation = await read(connection)
     age = timedelta(seconds=settings.inbox_age)
-    closed_at = dict(await connection.fetch(_CLOSED_GENERATIONS))
+    closed_at = dict(await connection.fetch(statements.LIST_CLOSED_GENERATIONS))
     for one in await partitions.like(connection, PATTERN):
         number = int(one.name.removeprefix("inbox_g"))
         if number < generation["oldest"]:
@@ -136,7 +94,7 @@ async def close_generation(
     Waits for the consume transactions that run, and new ones wait behind it: so for `wait` seconds
     at most. Raises `asyncpg.LockNotAvailableError` then, and can be called again.
     """
-    is_closed = await _change(connection, wait, _CLOSE_GENERATION, current) is not None
+    is_closed = await _change(connection, wait, statements.CLOSE_GENERATION, current) is not None
     if is_closed:
         log.info("inbox generation %s is closed", current)
     return is_closed
@@ -145,12 +103,12 @@ async def close_generation(
 async def forget(connection: asyncpg.Connection, settings: Settings) -> None:
     """Forget the generations that were closed long ago: no later transaction reads them."""
     before = (await read(connection))["now"] - timedelta(seconds=settings.inbox_age)
-    closed = await connection.fetch(_CLOSED_GENERATIONS)
+    closed = await connection.fetch(statements.LIST_CLOSED_GENERATIONS)
     if not any(closed_at < before for _, closed_at in closed):
         return  # to take the lock would hold up every message
 
     async def forget_closed(wait: float) -> bool:
-        last = await _change(connection, wait, _FORGET, before, CLOCK_MARGIN)
+        last = await _change(connection, wait, statements.FORGET_GENERATIONS, before, CLOCK_MARGIN)
         if last is not None:
             log.info("inbox generations up to %s are forgotten", last)
         return last is not None
@@ -162,7 +120,8 @@ async def _change(
     connection: asyncpg.Connection, wait: float, statement: str, *values: object
 ) -> int | None:
     async with connection.transaction():
-        await connection.execute(_LOCK_GENERATION, GENERATION_LOCK, f"{round(wait * 1_000)}ms")
+        limit = f"{round(wait * 1_000)}ms"
+        await connection.execute(statements.LOCK_GENERATIONS, GENERATION_LOCK, limit)
         changed: int | None = await connection.fetchval(statement, *values)
         return changed
 

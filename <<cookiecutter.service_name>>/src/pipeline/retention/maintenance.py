@@ -12,7 +12,7 @@ from pipeline.observe import metrics
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import CLOCK_MARGIN, Settings
 
-from . import days, generations, partitions
+from . import days, generations, partitions, statements
 from .archive import Archive, archive_day, lacking, record_archiving
 from .partitions import NotOwner, PartitionStatus
 
@@ -20,33 +20,6 @@ log = logging.getLogger(__name__)
 
 _DISCARDED_AT_ONCE = 1_000
 
-# After a clock was set back the last round began in the future.
-_BEGIN_ROUND = """
-UPDATE pipeline.retention_round SET started_at = clock_timestamp()
- WHERE started_at NOT BETWEEN clock_timestamp() - make_interval(secs => $1) AND clock_timestamp()
-RETURNING true
-"""
-
-_FINISH_ROUND = """
-UPDATE pipeline.retention_round SET finished_at = clock_timestamp(), held = $1
-RETURNING finished_at
-"""
-
-_DELETE_DISCARDED = """
-WITH old AS (
-    SELECT {key} FROM pipeline.{table}
-     WHERE discarded_at < $1 ORDER BY discarded_at LIMIT $2 FOR UPDATE SKIP LOCKED)
-DELETE FROM pipeline.{table} WHERE {key} = ANY (ARRAY(SELECT {key} FROM old))
-"""
-
-# Of partitions that are attached. What is summarized already is not read again, nor waits a round
-# for who has locked a partition.
-_SUMMARIZE = """
-SELECT set_config('lock_timeout', '2s', true), brin_summarize_new_values(inhrelid)
-  FROM pg_inherits JOIN pg_class ON oid = inhrelid
- WHERE inhparent IN ('pipeline.inbox_find_idx'::regclass, 'pipeline.outbox_find_idx'::regclass)
-   AND pg_has_role(relowner, 'USAGE')
-"""
 _SUMMARIZE_SECONDS = 600.0
 """Time limit of a statement that reads what was written since the last round."""
 
@@ -120,7 +93,7 @@ async def begin_round(connection: asyncpg.Connection, seconds: float) -> bool:
     run retention.
     """
     await partitions.must_own(connection)
-    return bool(await connection.fetchval(_BEGIN_ROUND, seconds))
+    return bool(await connection.fetchval(statements.BEGIN_ROUND, seconds))
 
 
 async def run_retention(
@@ -154,7 +127,7 @@ async def run_retention(
                 done.dropped.append(one.name)
     done.discarded = await _delete_discarded(connection, settings)
     await _summarize(connection)
-    finished_at = await connection.fetchval(_FINISH_ROUND, len(done.held))
+    finished_at = await connection.fetchval(statements.FINISH_ROUND, len(done.held))
     metrics.observe_retention(len(done.held), finished_at)
     return done
 
@@ -202,7 +175,7 @@ async def _drop(
 async def _summarize(connection: asyncpg.Connection) -> None:
     """Summarize what was written since the last round, so that searches by key need not read it."""
     try:
-        await connection.execute(_SUMMARIZE, timeout=_SUMMARIZE_SECONDS)
+        await connection.execute(statements.SUMMARIZE_INDEXES, timeout=_SUMMARIZE_SECONDS)
     except (TimeoutError, asyncpg.PostgresError) as error:  # as if one was dropped meanwhile
         log.info("left to the next round, to summarize partitions: %s", describe_error(error))
 
@@ -219,7 +192,7 @@ async def _delete_discarded(connection: asyncpg.Connection, settings: Settings) 
         limits.append(("backlog", "key", min(before, generation["since"] - CLOCK_MARGIN)))
     deleted = 0
     for table, key, discarded_before in limits:
-        statement = _DELETE_DISCARDED.format(table=table, key=key)
+        statement = statements.DELETE_DISCARDED.format(table=table, key=key)
         last = _DISCARDED_AT_ONCE
         while last == _DISCARDED_AT_ONCE:
             tag = await connection.execute(statement, discarded_before, _DISCARDED_AT_ONCE)

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import asyncpg
 
 from pipeline.errors import OncewardError
-from pipeline.servers.database import IDLE_LIMIT
+
+from . import partition_statements
 
 log = logging.getLogger(__name__)
 
@@ -22,42 +23,6 @@ _LOCK = 0x1B0C6
 
 _DETACH_SECONDS = 30.0
 """How long a detach waits for transactions that use the table; they don't wait for it."""
-
-_WAIT_SHORTLY = f"SELECT set_config('lock_timeout', '2s', true), {IDLE_LIMIT}"
-
-_BEGIN = f"{_WAIT_SHORTLY}, pg_advisory_xact_lock($1)"
-
-# A partition belongs to the owner of its table, whichever member of that role makes it.
-_AS_OWNER = """
-SELECT set_config('role', pg_get_userbyid(relowner), true)
-  FROM pg_class WHERE oid = ('pipeline.' || $1)::regclass
-"""
-
-_IS_OWNER = """
-SELECT current_user AS role, pg_get_userbyid(relowner) AS owner,
-       pg_has_role(relowner, 'USAGE') AS is_owner
-  FROM pg_class WHERE oid = 'pipeline.outbox'::regclass
-"""
-
-# A pending detach comes first: a table has one at most, and no other can begin before it is done.
-_NAMED_LIKE = """
-SELECT relname AS name,
-       CASE WHEN inhrelid IS NULL THEN 'detached'
-            WHEN inhdetachpending THEN 'pending' ELSE 'attached' END AS state
-  FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace
-       LEFT JOIN pg_inherits ON inhrelid = pg_class.oid
- WHERE nspname = 'pipeline' AND relkind = 'r' AND relname ~ $1
- ORDER BY inhdetachpending DESC NULLS LAST, length(relname), relname
-"""
-
-_USED_BY = """
-SELECT format('process %s of %s uses it since %s', pid,
-              COALESCE(NULLIF(application_name, ''), usename, '?'), xact_start)
-  FROM pg_locks JOIN pg_stat_activity USING (pid)
- WHERE locktype = 'relation' AND granted AND pid <> pg_backend_pid()
-   AND relation IN (to_regclass('pipeline.' || $1), to_regclass('pipeline.' || $2))
- ORDER BY xact_start LIMIT 1
-"""
 
 
 class State(Enum):
@@ -103,7 +68,7 @@ class NotOwner(OncewardError, PermissionError):
 
 async def must_own(connection: asyncpg.Connection) -> None:
     """Raise `NotOwner` unless the connection's role owns partitions, also as a member."""
-    role, owner, is_owner = await connection.fetchrow(_IS_OWNER)
+    role, owner, is_owner = await connection.fetchrow(partition_statements.READ_OWNER)
     if not is_owner:
         raise NotOwner(
             f"role {role} can neither make nor drop partitions: run `service retention run` every"
@@ -113,7 +78,7 @@ async def must_own(connection: asyncpg.Connection) -> None:
 
 async def like(connection: asyncpg.Connection, pattern: str) -> list[Partition]:
     """Return the partitions, attached or not, whose whole names match."""
-    rows = await connection.fetch(_NAMED_LIKE, f"^{pattern}$")
+    rows = await connection.fetch(partition_statements.LIST_PARTITIONS, f"^{pattern}$")
     return [Partition(row["name"], State(row["state"])) for row in rows]
 
 
@@ -130,17 +95,15 @@ async def attach(connection: asyncpg.Connection, parent: str, name: str, bounds:
     for one in found:
         await detach(connection, parent, one)
     async with connection.transaction():
-        await connection.execute(_BEGIN, _LOCK)
+        await connection.execute(partition_statements.LOCK_PARTITIONS, _LOCK)
         if await like(connection, name) == attached:
             return
-        await connection.execute(_AS_OWNER, parent)
-        await connection.execute(
-            f"CREATE TABLE IF NOT EXISTS pipeline.{name}"
-            f" (LIKE pipeline.{parent} INCLUDING ALL EXCLUDING IDENTITY)"
-        )
-        await connection.execute(
-            f"ALTER TABLE pipeline.{parent} ATTACH PARTITION pipeline.{name} FOR VALUES {bounds}"
-        )
+        await connection.execute(partition_statements.BECOME_OWNER, parent)
+        for statement in (
+            partition_statements.CREATE_PARTITION,
+            partition_statements.ATTACH_PARTITION,
+        ):
+            await connection.execute(statement.format(parent=parent, name=name, bounds=bounds))
     log.info("made partition %s", name)
 
 
@@ -152,14 +115,14 @@ async def detach(connection: asyncpg.Connection, parent: str, one: Partition) ->
     """
     if one.state is State.ATTACHED:
         await connection.execute(
-            f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{one.name} CONCURRENTLY",
+            partition_statements.DETACH_PARTITION.format(parent=parent, name=one.name),
             timeout=_DETACH_SECONDS,
         )
     elif one.state is State.PENDING:
         async with connection.transaction():
-            await connection.execute(_WAIT_SHORTLY)
+            await connection.execute(partition_statements.LIMIT_WAIT_FOR_LOCK)
             await connection.execute(
-                f"ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{one.name} FINALIZE",
+                partition_statements.FINALIZE_DETACH.format(parent=parent, name=one.name),
                 timeout=_DETACH_SECONDS,
             )
 
@@ -167,15 +130,16 @@ async def detach(connection: asyncpg.Connection, parent: str, one: Partition) ->
 async def drop(connection: asyncpg.Connection, name: str) -> str | None:
     """Drop the table of a detached partition; returns why not, if it was attached again."""
     async with connection.transaction():
-        await connection.execute(_WAIT_SHORTLY)
-        await connection.execute(f"LOCK TABLE pipeline.{name} IN ACCESS EXCLUSIVE MODE")
+        await connection.execute(partition_statements.LIMIT_WAIT_FOR_LOCK)
+        await connection.execute(partition_statements.LOCK_PARTITION.format(name=name))
         if await like(connection, name) != [Partition(name, State.DETACHED)]:
             return "it was attached again"
-        await connection.execute(f"DROP TABLE pipeline.{name}")
+        await connection.execute(partition_statements.DROP_PARTITION.format(name=name))
     log.info("dropped partition %s", name)
     return None
 
 
 async def used_by(connection: asyncpg.Connection, parent: str, name: str) -> str:
     """Return which process uses a partition, after a wait for its lock has timed out."""
-    return await connection.fetchval(_USED_BY, parent, name) or "it was in use for too long"
+    found = await connection.fetchval(partition_statements.FIND_USER_OF_PARTITION, parent, name)
+    return found or "it was in use for too long"

@@ -12,12 +12,10 @@ from pipeline.apply import statements as apply_statements
 from pipeline.apply import throttle_statements
 from pipeline.consume import statements as consume_statements
 from pipeline.handlers import statements as handler_statements
-from pipeline.relay import (
-    rejected_statements,
-    window_statements,
-)
+from pipeline.relay import rejected_statements, window_statements
 from pipeline.relay import statements as relay_statements
-from pipeline.retention import archive, days, generations, maintenance, partitions
+from pipeline.retention import partition_statements
+from pipeline.retention import statements as retention_statements
 from pipeline.retry import count_statements
 from pipeline.retry import statements as retry_statements
 from pipeline.servers import statements as server_statements
@@ -31,31 +29,31 @@ _STATEMENTS: Mapping[object, str] = {
     server_statements.FIND_WRONG_COLUMNS: "schema: compare columns",
     server_statements.FIND_MISSING_COLUMNS: "schema: find missing columns",
     server_statements.FIND_SHARED_DEFAULTS: "schema: find shared defaults",
-    partitions._NAMED_LIKE: "retention: list partitions",
-    partitions._IS_OWNER: "retention: check ownership",
-    partitions._BEGIN: "partition: lock",
-    partitions._AS_OWNER: "partition: set role",
-    partitions._WAIT_SHORTLY: "partition: set lock timeout",
-    generations._GENERATION: "retention: read generation",
-    maintenance._BEGIN_ROUND: "retention: begin round",
-    archive._IS_ARCHIVED: "retention: check archive",
-    maintenance._SUMMARIZE: "retention: summarize",
-    maintenance._FINISH_ROUND: "retention: finish round",
-    generations._CLOSED_GENERATIONS: "retention: list closed generations",
-    days._CLOSE_DAYS: "retention: close days",
-    days._WAIT_SHORTLY: "published: set lock timeout",
-    days._PUBLISHED: "published: mark day",
-    days._CLOSED_DAYS: "retention: list closed days",
+    partition_statements.LIST_PARTITIONS: "retention: list partitions",
+    partition_statements.READ_OWNER: "retention: check ownership",
+    partition_statements.LOCK_PARTITIONS: "partition: lock",
+    partition_statements.BECOME_OWNER: "partition: set role",
+    partition_statements.LIMIT_WAIT_FOR_LOCK: "partition: set lock timeout",
+    retention_statements.READ_GENERATION: "retention: read generation",
+    retention_statements.BEGIN_ROUND: "retention: begin round",
+    retention_statements.IS_DAY_ARCHIVED: "retention: check archive",
+    retention_statements.SUMMARIZE_INDEXES: "retention: summarize",
+    retention_statements.FINISH_ROUND: "retention: finish round",
+    retention_statements.LIST_CLOSED_GENERATIONS: "retention: list closed generations",
+    retention_statements.CLOSE_DAYS: "retention: close days",
+    retention_statements.LIMIT_WAIT_FOR_DAY: "published: set lock timeout",
+    retention_statements.MARK_DAY_PUBLISHED: "published: mark day",
+    retention_statements.LIST_CLOSED_DAYS: "retention: list closed days",
     server_statements.COMPARE_CLUSTER: "connection: compare cluster",
     consume_statements.READ_DATABASE_ID: "database: read id",
     server_statements.READ_BROKERS: "database: read brokers",
     server_statements.STORE_BROKERS: "database: store brokers",
-    days._UNFINISHED: "retention: find shards behind",
-    days._OLDEST_WRITER: "retention: find oldest writer",
-    days._REOPEN_DAYS: "retention: reopen days",
-    generations._LOCK_GENERATION: "rotation: lock",
-    generations._CLOSE_GENERATION: "rotation: close generation",
-    generations._FORGET: "rotation: forget generations",
+    retention_statements.FIND_UNFINISHED_SHARDS: "retention: find shards behind",
+    retention_statements.FIND_OLDEST_WRITER: "retention: find oldest writer",
+    retention_statements.REOPEN_DAYS: "retention: reopen days",
+    retention_statements.LOCK_GENERATIONS: "rotation: lock",
+    retention_statements.CLOSE_GENERATION: "rotation: close generation",
+    retention_statements.FORGET_GENERATIONS: "rotation: forget generations",
     apply_statements.REGISTER_CONSUMERS: "consumers: register",
     apply_statements.READ_POSITION: "reader: read position",
     apply_statements.INSERT_POSITION: "reader: store start",

@@ -10,12 +10,10 @@ import pipeline
 from pipeline.apply import statements as apply_statements
 from pipeline.apply import throttle_statements
 from pipeline.handlers import statements as handler_statements
-from pipeline.relay import (
-    rejected_statements,
-    window_statements,
-)
+from pipeline.relay import rejected_statements, window_statements
 from pipeline.relay import statements as relay_statements
-from pipeline.retention import archive, partitions
+from pipeline.retention import partition_statements
+from pipeline.retention import statements as retention_statements
 from pipeline.retry import statements as retry_statements
 from pipeline.servers import statements as server_statements
 
@@ -54,8 +52,8 @@ BY_COMMANDS_TOO = (
         retry_statements.REDRIVE_ROWS,
         retry_statements.DISCARD_ROWS,
     ),
-    archive._SKIP_ARCHIVE,
-    archive._ARCHIVES_NO_LONGER,
+    retention_statements.SKIP_ARCHIVE,
+    retention_statements.NOTE_NO_ARCHIVING,
     relay_statements.LIST_SCHEDULED,
     *(
         relay_statements.COUNT_SCHEDULED,
@@ -85,10 +83,10 @@ UNMET = (
     apply_statements.COUNT_DUE,
     server_statements.PROBE_WRITING,
     server_statements.FIND_DISTRIBUTED_TABLE,
-    partitions._USED_BY,
-    archive._NOT_ARCHIVED,
-    archive._ARCHIVES,
-    archive._CONTINUE_ROUND,
+    partition_statements.FIND_USER_OF_PARTITION,
+    retention_statements.NOTE_DAY_NOT_ARCHIVED,
+    retention_statements.NOTE_ARCHIVING,
+    retention_statements.CONTINUE_ROUND,
     window_statements.FIND_LOWEST_ID,
     apply_statements.TAKE_TURN,
 )

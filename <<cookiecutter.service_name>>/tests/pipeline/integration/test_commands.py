@@ -142,11 +142,18 @@ async def test_statements_are_printed_by_room_and_with_the_plans_that_they_name(
     names = {(one["room"], one["name"]) for one in map(json.loads, shown.stdout.splitlines())}
     assert {("apply", "move_positions"), ("consume", "read_database_id")} < names
     assert {("retry", "claim_lanes"), ("retry", "count_backlog")} < names
+    assert {("handlers", "insert_events"), ("relay", "claim_shards")} < names
+    assert {("retention", "drop_partition"), ("servers", "probe_writing")} < names
     shown = await command("sql", "--json", "--explain")
     plans = {one["name"]: one["plan"] for one in map(json.loads, shown.stdout.splitlines())}
     assert len(plans) == len(names)
     assert "Insert on inbox" in plans["insert_markers"]
     assert "outbox_cluster" in plans["claim_lanes"]
+    assert "pg_trigger" in plans["read_reactions"]
+    assert "Insert on outbox" in plans["insert_events"]
+    assert plans["drop_partition"] == "PostgreSQL makes no plan for it"
+    assert "braces" in plans["find_last_transaction_of_day"]
+    assert "pg_dist_partition" in plans["find_distributed_table"]  # only Citus has it
     text = (await command("sql", "--explain")).stdout
     assert "-- claim_lanes\n-- \n-- Claim lanes" in text
     assert "RETURNING l.lane, l.token, l.starts, chosen.ended_at;\n" in text

@@ -12,7 +12,8 @@ import pytest
 from operate.commands import command_line
 from pipeline import Park, Reject
 from pipeline.apply import statements
-from pipeline.retention import days, generations, partitions
+from pipeline.retention import days, generations, partition_statements, partitions
+from pipeline.retention import statements as retention_statements
 from pipeline.retention.maintenance import Round, begin_round, run_retention
 from pipeline.retention.partitions import Partition, State
 from pipeline.servers import cluster
@@ -290,7 +291,7 @@ async def test_a_day_is_closed_by_an_id_above_those_of_all_who_may_have_written_
         await stage_long_ago(writer, 2)
         mine = await writer.fetchval("SELECT pg_current_xact_id()")
         # Nobody else may have ended meanwhile: databases share the ids.
-        await old_day.execute(days._CLOSE_DAYS, [IN_OLD.date()])
+        await old_day.execute(retention_statements.CLOSE_DAYS, [IN_OLD.date()])
         assert await old_day.fetchval("SELECT xid FROM pipeline.outbox_closed") > mine
 
 
@@ -328,8 +329,8 @@ async def test_a_day_that_somebody_has_locked_holds_up_no_other(
     settings: Callable[..., Settings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wait = days._WAIT_SHORTLY.replace("2s", "100ms")
-    monkeypatch.setattr(days, "_WAIT_SHORTLY", wait)
+    wait = retention_statements.LIMIT_WAIT_FOR_DAY.replace("2s", "100ms")
+    monkeypatch.setattr(retention_statements, "LIMIT_WAIT_FOR_DAY", wait)
     other = await _another_old_day(old_day, settings())
     vacuuming = await connect()
     async with vacuuming.transaction():
@@ -426,7 +427,7 @@ async def test_what_is_detached_and_not_dropped_goes_in_the_next_round(
 ) -> None:
     await publish_all(old_day)
     with monkeypatch.context() as patch:
-        patch.setattr(partitions, "_WAIT_SHORTLY", "SELECT 1 / 0")
+        patch.setattr(partition_statements, "LIMIT_WAIT_FOR_LOCK", "SELECT 1 / 0")
         (held,) = (await run_retention(old_day, settings())).held
         assert held.needed_by == "division by zero"
     assert await partitions.like(old_day, OLD) == [Partition(OLD, State.DETACHED)]

@@ -14,7 +14,7 @@ from pipeline import Transaction
 from pipeline.apply import inbox, limits, positions
 from pipeline.apply.positions import Generations
 from pipeline.apply.statements import GENERATION_LOCK
-from pipeline.retention import generations
+from pipeline.retention import statements as retention_statements
 from pipeline.retention.generations import close_generation
 from pipeline.retention.maintenance import run_retention
 from pipeline.settings import Settings
@@ -109,7 +109,7 @@ async def test_a_stopped_process_holds_the_lock_of_generations_for_seconds_only(
     stopped = await connect()
     await stopped.transaction().start()
     # As far as `close_generation` comes before it is stopped.
-    await stopped.execute(generations._LOCK_GENERATION, GENERATION_LOCK, "1s")
+    await stopped.execute(retention_statements.LOCK_GENERATIONS, GENERATION_LOCK, "1s")
     await desk.apply(*map(Deposit, (1, 2, 3)))
     assert await histories(db) == {"ada": [1, 2, 3]}
     assert not await desk.backlog()

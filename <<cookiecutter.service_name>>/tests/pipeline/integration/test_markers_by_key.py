@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 
 from pipeline.apply.inbox import _LONGEST_KEY
-from pipeline.retention import maintenance
+from pipeline.retention import statements as retention_statements
 from pipeline.retention.maintenance import run_retention
 from pipeline.settings import Settings
 
@@ -26,7 +26,9 @@ SELECT 1, decode(md5(n::text), 'hex'), 'hash', 0, 'deposit', '/tests', 'event-' 
        ('key-' || n % ($1::integer / 3))::bytea
   FROM generate_series(1, $1::integer) AS n
 """
-UNSUMMARIZED = f"SELECT sum(brin_summarize_new_values) FROM ({maintenance._SUMMARIZE}) AS done"
+UNSUMMARIZED = (
+    f"SELECT sum(brin_summarize_new_values) FROM ({retention_statements.SUMMARIZE_INDEXES}) AS done"
+)
 """How many ranges of pages were not summarized before this statement."""
 WITHOUT = """
 SELECT relname FROM pg_inherits AS part JOIN pg_class ON pg_class.oid = part.inhrelid

@@ -24,13 +24,10 @@ from pipeline.apply import stopping, throttle_statements
 from pipeline.apply.stopping import Subject
 from pipeline.handlers import statements as handler_statements
 from pipeline.handlers.staged import StagedEvent
-from pipeline.relay import (
-    rejected_statements,
-    relay,
-    window_statements,
-)
+from pipeline.relay import rejected_statements, relay, window_statements
 from pipeline.relay import statements as relay_statements
-from pipeline.retention import archive, days, generations, maintenance, partitions
+from pipeline.retention import partition_statements, partitions
+from pipeline.retention import statements as retention_statements
 from pipeline.retention.archive import Archive
 from pipeline.retention.maintenance import make_ahead, run_retention
 from pipeline.retention.partitions import NotOwner
@@ -72,11 +69,11 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
         *(status, dead, dead_events, dead_letters, inbox_commands),
         throttle_statements,
     ),
-    "retention": (archive, days, generations, maintenance),
+    "retention": (retention_statements, partition_statements),
 }
 """Modules whose statements each role executes."""
 
-BY_RETENTION = generations._CLOSE_GENERATION, generations._FORGET
+BY_RETENTION = retention_statements.CLOSE_GENERATION, retention_statements.FORGET_GENERATIONS
 
 THROTTLED = throttle_statements.READ_STOPS, throttle_statements.NOTE_TAKEN
 
@@ -508,7 +505,7 @@ async def test_a_partition_of_another_owner_keeps_no_other_from_being_summarized
 ) -> None:
     await db.execute(f"ALTER TABLE pipeline.inbox_g1 OWNER TO {granted.names['owner']}")
     async with granted.connected("retention") as connection:
-        assert await connection.fetch(maintenance._SUMMARIZE)
+        assert await connection.fetch(retention_statements.SUMMARIZE_INDEXES)
 
 
 KEDA = ROOT / "deploy" / "kubernetes" / "components" / "keda"
