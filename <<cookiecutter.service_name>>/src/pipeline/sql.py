@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import asyncpg
 
@@ -53,7 +53,7 @@ class Statement(NamedTuple):
     sql: str
 
 
-def is_statement(value: object) -> bool:
+def is_statement(value: object) -> TypeGuard[str]:
     """Whether a constant of a module of statements is one, and not a part of some."""
     return isinstance(value, str) and bool(_PLANNED.match(value) or _OTHERS.match(value))
 
