@@ -229,7 +229,7 @@ class Patched(OnSnapshots):
 
     async def read(self, db: asyncpg.Connection, limit: int) -> tuple[Events, bool]:
         assert window_statements.READ_WINDOW.count(self.right) == 1, (
-            "FRESH is not what this test knows"
+            "the statement is not what this test knows"
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
