@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from urllib.parse import parse_qs, urlencode
 
+import typer
 from starlette.requests import ClientDisconnect, Request
 
+from operate import dead_commands
 from operate.dead import STATES, Selection, State
 from operate.errors import Refused
 from operate.output import Content
@@ -62,6 +64,25 @@ def rate(given: Mapping[str, str]) -> float:
         found = 0.0
     if text and not found:
         raise Refused("the rate is a number of messages in a second, or empty: nothing is taken")
+    return found
+
+
+def span(text: str) -> timedelta:
+    """Return a time such as 90s, 15m, 2h or 7d. Raises `Refused`."""
+    try:
+        return dead_commands.span(text)
+    except typer.BadParameter as error:
+        raise Refused(error.message) from None
+
+
+def seconds(text: str, most: float) -> float:
+    """Return seconds, at most so many. Raises `Refused`."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= most:
+        raise Refused(f"{text!r} is not a number of seconds, at most {most:g}")
     return found
 
 
