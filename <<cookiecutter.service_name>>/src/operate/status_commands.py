@@ -160,7 +160,8 @@ def _consumer(found: Status, stage: Stage) -> str:
     failing = f", {stage.failing:,}{more} failing" if stage.failing else ""
     more_dead = "+" if (found.dead("backlog", "calls") or 0) > AT_MOST else ""
     dead = f"{min(stage.dead, AT_MOST):,}{more_dead} dead"
-    age = f", oldest {least}{format_span(stage.oldest)}" if stage.waiting else ""
+    of_topic = f" for {stage.slowest_topic}" if stage.slowest_topic else ""
+    age = f", oldest {least}{format_span(stage.oldest)}{of_topic}" if stage.waiting else ""
     return f"{stage.subject or '(none)'}  {waiting}{failing}, {dead}{age}"
 
 
