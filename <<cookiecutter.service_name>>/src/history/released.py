@@ -165,15 +165,26 @@ async def _chunks(
 ) -> AsyncIterator[Rows]:
     """Yield rows of each minute in chunks, the first one behind this place."""
     for minute in its:
-        after = [*place.values()]
-        while True:
-            of = *astuple(wanted), minute, *after
-            rows = await connection.fetch(statement, *of, timeout=SECONDS)
-            if rows:
-                yield rows
-            if len(rows) < CHUNK:
-                break
-            after = [rows[-1][name] for name in place]
+        of = *astuple(wanted), minute
+        async for rows in _following(connection, statement, of, place):
+            yield rows
+
+
+async def _following(
+    connection: asyncpg.Connection,
+    statement: str,
+    arguments: Sequence[object],
+    place: Mapping[str, object],
+) -> AsyncIterator[Rows]:
+    """Yield the rows behind this place in chunks, by a statement that takes the place last."""
+    after = [*place.values()]
+    while True:
+        rows = await connection.fetch(statement, *arguments, *after, timeout=SECONDS)
+        if rows:
+            yield rows
+        if len(rows) < CHUNK:
+            return
+        after = [rows[-1][name] for name in place]
 
 
 async def messages(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator[Rows]:
@@ -189,14 +200,8 @@ async def calls(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator
     """
     if wanted.topics is not None and CALLS not in wanted.topics:
         return
-    after = b""
-    while True:
-        rows = await connection.fetch(_LIST_CALLS, *astuple(wanted), after, timeout=SECONDS)
-        if rows:
-            yield rows
-        if len(rows) < CHUNK:
-            break
-        after = rows[-1]["key"]
+    async for rows in _following(connection, _LIST_CALLS, astuple(wanted), {"key": b""}):
+        yield rows
     async for made in markers(connection, replace(wanted, topics=[CALLS])):
         yield made
 

@@ -108,9 +108,9 @@ async def test_an_event_too_large_dies_and_is_sent_when_its_topic_takes_it_and_i
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_rejected") == 0
 
 
-async def test_a_redriven_event_goes_before_those_of_its_topic_that_wait(
-    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
-) -> None:
+@pytest.fixture
+async def first_is_dead(quick: NewSettings, db: asyncpg.Connection, missing: str) -> None:
+    """Stage the first event for a topic that is missing, and let it die."""
     await stage(db, numbered(missing, [0]))
     async with relaying(quick()) as one:
         await eventually(waits(db, [0]))
@@ -118,6 +118,12 @@ async def test_a_redriven_event_goes_before_those_of_its_topic_that_wait(
     await db.execute(
         "UPDATE pipeline.outbox_rejected SET died_at = clock_timestamp(), reason = 'too large'"
     )
+
+
+@pytest.mark.usefixtures("first_is_dead")
+async def test_a_redriven_event_goes_before_those_of_its_topic_that_wait(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
+) -> None:
     async with relaying(quick(relay_lease=3_600)) as one:
         await eventually(lambda: bool(one.relay._cursor.progress))
         # From now on the relay does not look for what was redriven.
@@ -164,18 +170,6 @@ class Held:
     def end(self) -> None:
         """Let them go on."""
         self._ended.set()
-
-
-@pytest.fixture
-async def first_is_dead(quick: NewSettings, db: asyncpg.Connection, missing: str) -> None:
-    """Stage the first event for a topic that is missing, and let it die."""
-    await stage(db, numbered(missing, [0]))
-    async with relaying(quick()) as one:
-        await eventually(waits(db, [0]))
-        await one.stop()
-    await db.execute(
-        "UPDATE pipeline.outbox_rejected SET died_at = clock_timestamp(), reason = 'too large'"
-    )
 
 
 @pytest.mark.usefixtures("first_is_dead")
