@@ -38,7 +38,7 @@ class Lease:
     ended_at: datetime
     """When the lease before has ended: its worker can't have read a row that was stored later."""
     seconds: float
-    """Time for which each transaction extends the lease when it begins."""
+    """Time for which the lease is extended before each transaction."""
     unavailable: dict[str, StoreUnavailable] = field(default_factory=dict)
     """Topics whose rows could not be decoded since, because a schema registry is unavailable."""
 
@@ -91,17 +91,19 @@ _LOCKED = """
 """
 
 _HOLD = f"""
-WITH locked AS MATERIALIZED ({_LOCKED}), held AS (
-    UPDATE pipeline.backlog_lane
-       SET lease_until = clock_timestamp() + make_interval(secs => $3)
-     WHERE lane IN (SELECT lane FROM locked)
-    RETURNING lane
-)
-SELECT current, oldest, since, held.lanes
-  FROM (SELECT array_agg(lane) AS lanes FROM held) AS held, pipeline.inbox_generation
+WITH locked AS MATERIALIZED ({_LOCKED})
+SELECT current, oldest, since, (SELECT array_agg(lane) FROM locked) FROM pipeline.inbox_generation
 """
 
-_EXTEND = _HOLD.replace("OF backlog_lane", "OF backlog_lane SKIP LOCKED")
+# Not in the transaction that it is for: a rollback would undo it.
+_EXTEND = f"""
+WITH locked AS MATERIALIZED ({_LOCKED})
+UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() + make_interval(secs => $3)
+ WHERE lane IN (SELECT lane FROM locked)
+RETURNING lane
+"""
+
+_EXTEND_UNLOCKED = _EXTEND.replace("OF backlog_lane", "OF backlog_lane SKIP LOCKED")
 
 # A row that was decided has no marker, as one that was not tried.
 _OVERTAKEN = """
@@ -310,17 +312,26 @@ async def claim(
 
 
 async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:
-    """Lock the lanes to the end of the transaction, and extend the lease. Raises `LaneLost`."""
-    row = await connection.fetchrow(_HOLD, lease.lanes, lease.tokens, lease.seconds)
-    *generations, held = row
-    if lost := {*lease.lanes}.difference(held or ()):
-        raise LaneLost("; ".join(f"backlog lane {lane} was taken over" for lane in sorted(lost)))
+    """Lock the lanes to the end of the transaction. Raises `LaneLost`."""
+    *generations, held = await connection.fetchrow(_HOLD, lease.lanes, lease.tokens)
+    _require(lease, held or ())
     return Generations(*generations)
 
 
 async def extend(connection: asyncpg.Connection, lease: Lease) -> None:
+    """Extend the lease. Raises `LaneLost`."""
+    rows = await connection.fetch(_EXTEND, lease.lanes, lease.tokens, lease.seconds)
+    _require(lease, [row["lane"] for row in rows])
+
+
+async def extend_unlocked(connection: asyncpg.Connection, lease: Lease) -> None:
     """Extend the lease of those of the lanes that no transaction has locked."""
-    await connection.execute(_EXTEND, lease.lanes, lease.tokens, lease.seconds)
+    await connection.execute(_EXTEND_UNLOCKED, lease.lanes, lease.tokens, lease.seconds)
+
+
+def _require(lease: Lease, held: Collection[int]) -> None:
+    if lost := {*lease.lanes}.difference(held):
+        raise LaneLost("; ".join(f"backlog lane {lane} was taken over" for lane in sorted(lost)))
 
 
 async def overtaken(

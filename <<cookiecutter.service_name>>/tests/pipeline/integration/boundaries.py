@@ -131,6 +131,7 @@ BOUNDARIES = (
     Boundary("backlog: read count"),
     Boundary("backlog: claim lane", 2),
     Boundary("backlog: read due rows", 2),
+    Boundary("backlog: extend lease", 2),
     Boundary("backlog: fence lane", 2),
     Boundary("backlog: compare heads"),
     Boundary("backlog: end pauses"),
