@@ -83,7 +83,7 @@ BOUNDARIES = (
     Boundary("rotation: commit", 2),
     Boundary("rotation: rollback"),
     Boundary("consumers: register"),
-    Boundary("throttle: look", 2),
+    Boundary("throttle: look", 6),
     Boundary("throttle: move on"),
     Boundary("reader: read position"),
     Boundary("reader: store start"),
