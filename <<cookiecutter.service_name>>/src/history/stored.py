@@ -1,7 +1,7 @@
 """The parts of a timeline that are in PostgreSQL."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from shlex import quote
 from typing import Any
@@ -75,7 +75,8 @@ _AUDIT = """
 SELECT at, who, action, subject, why FROM pipeline.audit
  WHERE at >= $1
    AND (subject = ANY ($2::text[]) OR starts_with(subject, $3)
-        OR starts_with(subject, 'dead ') AND regexp_split_to_array(subject, '[ ,]+') && $4::text[])
+        OR starts_with(subject, 'dead ')
+           AND string_to_array(translate(subject, ',', ''), ' ') && $4::text[])
  ORDER BY at DESC LIMIT $5
 """
 
@@ -229,7 +230,8 @@ class Stored:
         asked = self._since, list(subjects), of_key, list(self._ids), self._limit
         for row in await self._connection.fetch(_AUDIT, *asked):
             more = _said(row["who"], row["why"])
-            self._found.append(Entry(row["at"], row["action"], row["subject"], more=more))
+            where = _of_these(row["subject"], self._ids)
+            self._found.append(Entry(row["at"], row["action"], where, more=more))
         for stop in await stopping.listed(self._connection, _MOST_STOPS):
             at, subject = datetime.now(UTC) - timedelta(seconds=stop.seconds), str(stop.subject)
             if at < self._since and (subject in subjects or subject.startswith(of_key)):
@@ -247,6 +249,17 @@ def _place(row: Mapping[str, Any]) -> Place:
 
 def _at(row: Mapping[str, Any]) -> str:
     return f"{row['topic']}/{row['partition']} at {row['offset']}"
+
+
+def _of_these(subject: str, ids: Collection[str]) -> str:
+    """Return a subject of the audit; of many dead letters or events those with these ids alone."""
+    if not subject.startswith("dead "):
+        return subject
+    *kind, named = subject.split(" ", 2)
+    every = named.split(", ")
+    own = [one for one in every if one in ids]
+    more = f" and {len(every) - len(own):,} more" if len(every) > len(own) else ""
+    return f"{' '.join(kind)} {', '.join(own)}{more}"
 
 
 def _said(who: str, why: str | None) -> str:

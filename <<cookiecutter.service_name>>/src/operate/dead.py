@@ -250,13 +250,18 @@ class Store(ABC):
         }
 
     def redrive(
-        self, selection: Selection, copy: Copy | None = None, *, operator: str = ""
+        self,
+        selection: Selection,
+        copy: Copy | None = None,
+        *,
+        operator: str = "",
+        why: str | None = None,
     ) -> AsyncIterator[Sequence[Any]]:
         """Let dead entries be tried again, in the order of their keys; yields committed chunks.
 
         With a copy, let that take the place of a dead letter.
         """
-        by = audit.Change(operator, "redrive")
+        by = audit.Change(operator, "redrive", why)
         by = audit.Change(copy.operator, "edit", copy.why) if copy else by
         return self._in_chunks("dead", selection, partial(self._redrive, copy=copy), by)
 
@@ -276,13 +281,13 @@ class Store(ABC):
         for (number,) in await connection.fetch(locks, *selection.arguments, timeout=SECONDS):
             rows: Rows | None = None
             while rows is None or len(rows) == CHUNK:
-                async with connection.transaction():
+                async with audit.changing(connection, by) as subjects:
                     await connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
                     await self._lock(number)
                     arguments = *selection.arguments, number, CHUNK
                     rows = await connection.fetch(self.chunk_statement(state), *arguments)
                     changed = await change(rows)
-                    await audit.note_entries(connection, by, self.name, [row[0] for row in rows])
+                    subjects += audit.entries(self.name, [row[0] for row in rows])
                 yield changed
 
     async def follow(self, redriven: Sequence[Any], seconds: float) -> Became:

@@ -14,7 +14,8 @@ from . import doctor, moves
 from .errors import Refused
 from .moves import Move, Place, Replay
 from .output import print_json, write
-from .terminal import DryRun, Invocation, naming_servers, operation, user_name
+from .signing import Signed
+from .terminal import DryRun, Invocation, naming_servers, operation
 
 _REPLICAS = 3
 """Replicas with as many brokers: acknowledged records survive the loss of one."""
@@ -80,28 +81,30 @@ async def create(
     invocation.answer(done | {"partitions": partitions, "replicas": replicas})
 
 
-@operation(app, example="service topics seek scans --partition 3 --to earliest --dry-run")
+@operation(app, example="service topics seek scans --to earliest --dry-run", by=Signed)
 async def seek(
     invocation: Invocation,
+    by: Signed,
     topic: _Topic,
     to: Annotated[str, typer.Option(metavar=_METAVAR, help="new position")],
     partition: _Partition = None,
     dry_run: DryRun = False,
 ) -> None:
     """Change positions in a topic: what took effect before is still skipped."""
-    place = _place(to)
+    place, change = _place(to), by.to("seek")
     async with invocation.connected() as connection:
         found = await moves.plan_moves(connection, invocation, topic, partition, place)
         for one in found:
             if not dry_run:
-                await positions.seek(connection, one.slot, one.new, operator=user_name())
+                await positions.seek(connection, one.slot, one.new, change)
             invocation.say(_moved(one, "would go" if dry_run else "goes"))
     invocation.answer(*found)
 
 
-@operation(replay_app, example="service replay scans --from 2026-11-01T08:00+00:00")
+@operation(replay_app, example="service replay scans --from 2026-11-01T08:00+00:00", by=Signed)
 async def replay(
     invocation: Invocation,
+    by: Signed,
     topic: _Topic,
     since: Annotated[str, typer.Option("--from", metavar=_METAVAR, help="where to begin")],
     partition: _Partition = None,
@@ -111,13 +114,13 @@ async def replay(
     wait: Annotated[bool, typer.Option(help="report progress until it is done")] = True,
 ) -> None:
     """Read a topic again: what took effect is skipped, the rest is handled."""
-    place, became = _place(since), None
+    place, change, became = _place(since), by.to("replay"), None
     async with invocation.connected() as connection:
         planned = await moves.plan_replay(connection, invocation, topic, partition, place)
         if planned.forgotten and not too_old:
             raise Refused(_forgotten(planned))
         for one in planned.moves:
-            await positions.rewind(connection, one.slot, one.new, operator=user_name())
+            await positions.rewind(connection, one.slot, one.new, change)
             invocation.say(_moved(one, "goes"))
         if wait:
             before = -1

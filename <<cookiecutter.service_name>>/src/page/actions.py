@@ -53,14 +53,16 @@ class Actions:
         copy: Copy | None = None,
     ) -> Response:
         """Redrive a dead letter or event, or all that a preview has counted; or a letter's copy."""
-        more = {} if copy is None else {"copy": "edited", "why": copy.why}
+        why = parameters.because(form)
+        more = {} if copy is None else {"copy": "edited"}
+        more |= {"why": why} if why else {}
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             selection, named = await _chosen(store, request, form)
             with _logged(f"redrive {store.name}s", operator, named, **more):
                 number, followed = 0, list[Any]()
                 async for some in store.redrive(
-                    store.redrivable(selection), copy, operator=operator.name
+                    store.redrivable(selection), copy, operator=operator.name, why=why
                 ):
                     number += len(some)
                     followed += some[: _FOLLOWED - len(followed)]

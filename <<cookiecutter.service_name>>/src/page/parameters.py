@@ -43,6 +43,11 @@ def why(given: Mapping[str, str]) -> str:
     return text[:1_000]
 
 
+def because(given: Mapping[str, str]) -> str | None:
+    """Return the operator's reason for a change that needs none; None if it is empty."""
+    return given.get("why", "").strip()[:1_000] or None
+
+
 def lasts(given: Mapping[str, str]) -> timedelta | None:
     """Return the time of a form, in minutes; None if it is empty. Raises `Refused`."""
     text = given.get("minutes", "").strip()

@@ -159,7 +159,7 @@ async def test_what_people_have_asked_is_in_it_with_who_and_why(
         note = "INSERT INTO pipeline.audit (who, action, subject) VALUES ('bob', 'redrive', $1)"
         await db.execute(note, subject)
     (redriven,) = (one for one in await tells("timeline", "ada") if one["what"] == "redrive")
-    assert (redriven["where"].endswith(id), redriven["more"]) == (True, "bob")
+    assert (redriven["where"], redriven["more"]) == (f"dead letter {id} and 1 more", "bob")
     await db.execute("UPDATE pipeline.throttle SET since = now() - interval '2 days'")
     await db.execute("DELETE FROM pipeline.audit")
     still = [one for one in await tells("timeline", "ada") if one["what"] == "paused"]

@@ -73,3 +73,5 @@ async def test_the_result_of_many_is_that_of_the_first(
     await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
     text = (await ann.post("/dead/redrive", data=await preview(ann))).text
     assert "Redriven: 3. Result so far of the first 2: waiting: 2." in text
+    audited = await db.fetch("SELECT who, action, why FROM pipeline.audit")
+    assert {tuple(row) for row in audited} == {("ann", "redrive", "no more")}

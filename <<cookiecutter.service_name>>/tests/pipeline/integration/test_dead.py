@@ -1086,6 +1086,21 @@ async def test_a_mismatch_belongs_to_no_consumer_and_its_copy_goes_to_all(
     ]
 
 
+async def test_the_audit_names_each_letter_that_was_redriven_with_who_and_why(
+    desk: Desk, service: Command, db: asyncpg.Connection
+) -> None:
+    """So the timeline of each key finds it, however many there were."""
+    await bury(desk, *(Deposit(number, "ada") for number in range(1, 31)))
+    ids = {one.id for one in await letters(desk)}
+    line = "redrive", "--all", "--yes", "--wait", "0"
+    done = await service(*line, "--because", "a test", "--operator", "ann")
+    assert done.exit_code == 0, done.output
+    ((*by, subject),) = await db.fetch("SELECT who, action, why, subject FROM pipeline.audit")
+    assert by == ["ann", "redrive", "a test"]
+    kind, _, named = subject.partition("letter ")
+    assert (kind, {*named.split(", ")}) == ("dead ", ids)
+
+
 async def test_a_payload_is_read_from_standard_input(desk: Desk, service: Command) -> None:
     await bury(desk, Deposit(1))
     (letter,) = await letters(desk)

@@ -63,7 +63,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     ),
     "relay": (relay, window, rejected, scheduled, throttles),
     "operator": (status, dead, dead_events, dead_letters, inbox_commands, stopping, audit),
-    "retention": (archive, days, generations, maintenance),
+    "retention": (archive, days, generations, maintenance, audit),
 }
 """Modules whose statements each role executes."""
 
