@@ -89,12 +89,12 @@ class Actions:
         self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
         """Discard a dead letter or event, or all that a preview has counted."""
-        why = parameters.why(form)
+        why, state = parameters.why(form), parameters.discarded_from(kind, form)
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             selection, named = await _chosen(store, request, form)
             with _logged(f"discard {store.name}s", operator, named):
-                chunks = store.discard(selection, operator=operator.name, why=why)
+                chunks = store.discard(selection, operator=operator.name, why=why, state=state)
                 discarded = sum([len(some) async for some in chunks])
         return self._templates.note(operator, f"Discarded: {discarded:,}.")
 

@@ -2,17 +2,22 @@
 
 import json
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from urllib.parse import parse_qs, urlencode
 
+import typer
 from starlette.requests import ClientDisconnect, Request
 
-from operate.dead import STATES, Selection, State
+from operate.dead import STATES, Selection, State, Store
+from operate.dead_commands import span
+from operate.dead_events import DeadEvents
 from operate.errors import Refused
 from operate.output import Content
 from pipeline.apply.stopping import Subject
 
-SEARCHED = ("reason", "consumer", "event", "type", "topic", "key", "release")
+SEARCHED = ("reason", "consumer", "event", "type", "topic", "key", "release", "older", "newer")
+NO_CONSUMER = "(none)"
+"""Searches for messages that belong to no consumer."""
 _LARGEST_FORM = 200_000
 _LONGEST_KEY = 1_000
 
@@ -108,19 +113,42 @@ def searched(given: Mapping[str, str], name: str) -> str:
     return text
 
 
-def selection(wanted: Mapping[str, str], until: datetime | None = None) -> Selection:
-    """Return the selection for a search; with `until`, without entries that are newer."""
-    key = wanted["key"]
+def age(given: Mapping[str, str], name: str) -> timedelta | None:
+    """Return the time of a field such as 90s, 15m, 2h or 7d; None if it is empty.
+
+    Raises `Refused`.
+    """
+    text = given.get(name, "").strip()
+    try:
+        return span(text) if text else None
+    except typer.BadParameter as error:
+        raise Refused(str(error)) from None
+
+
+def selection(wanted: Mapping[str, str], at: datetime | None = None) -> Selection:
+    """Return the selection for a search as of a time, without entries that are newer.
+
+    None: as of now, also with those that get into their state from now on. Raises `Refused`.
+    """
+    key, consumer = wanted["key"], wanted["consumer"]
+    older, newer, now = age(wanted, "older"), age(wanted, "newer"), at or datetime.now(UTC)
+    until = at if older is None else now - older
     return Selection(
         reasons=[wanted["reason"]] if wanted["reason"] else None,
-        consumers=[wanted["consumer"]] if wanted["consumer"] else None,
+        consumers=["" if consumer == NO_CONSUMER else consumer] if consumer else None,
         event_id=wanted["event"] or None,
         type=wanted["type"] or None,
         topic=wanted["topic"] or None,
         record_key=key.encode() if key else None,
         release=wanted["release"] or None,
+        since=None if newer is None else now - newer,
         until=until,
     )
+
+
+def discarded_from(kind: type[Store], given: Mapping[str, str]) -> State:
+    """Return the state whose entries are meant: events can also be discarded while they wait."""
+    return "waiting" if kind is DeadEvents and given.get("state") == "waiting" else "dead"
 
 
 def until(given: Mapping[str, str]) -> datetime | None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
@@ -59,7 +60,10 @@ class Reading:
         wanted = parameters.search(request.query_params)
         state = parameters.state(request)
         until, skipped = parameters.older(request.query_params)
-        selection = parameters.selection(wanted, until)
+        selection = parameters.selection(wanted)
+        if until is not None:
+            before = until if selection.until is None else min(until, selection.until)
+            selection = replace(selection, until=before)
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             chunks = store.chunks(state, selection, skipped + _LISTED + 1)
@@ -93,10 +97,16 @@ class Reading:
     async def preview(self, kind: type[Store], request: Request, operator: Operator) -> Response:
         """Count the dead letters or events that a search finds, before a redrive or discard."""
         wanted = parameters.search(request.query_params)
+        state = parameters.discarded_from(kind, request.query_params)
         async with autocommitting(self._engine) as connection:
             until = await connection.fetchval("SELECT clock_timestamp()")
             store = kind(connection, self._service, self._settings)
-            groups = await store.preview(parameters.selection(wanted, until))
+            selection = parameters.selection(wanted, until)
+            if state == "dead":
+                groups = await store.preview(selection)
+            else:
+                waiting = await store.count(state, selection)
+                groups = [(one, "it is published by itself") for one in waiting]
         return self._templates.page(
             "preview.html",
             operator,
@@ -105,6 +115,7 @@ class Reading:
             redriven=sum(one["count"] for one, why in groups if not why),
             parameters=wanted,
             until=until,
+            state=state,
             at=request.url.path.rpartition("/")[0],
         )
 
