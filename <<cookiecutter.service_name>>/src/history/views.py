@@ -32,6 +32,8 @@ NAMES = {"/timeline": "Timeline", "/affected": "Affected", "/correct": "Correct"
 
 _KAFKA_SECONDS = 5.0
 _LISTED = 500
+_FASTEST = 1_000
+"""Messages that are handed in a second, at most."""
 
 
 class Views:
@@ -94,12 +96,13 @@ class Views:
             parameters.searched(request.query_params, "name"),
             parameters.searched(request.query_params, "release"),
         )
+        newer = parameters.age(request.query_params, "newer")
         groups: list[Group] = []
         wanted: Wanted | None = None
         async with autocommitting(self._engine) as connection:
             if name and release:
                 one = Correcting(connection, self._service, self._settings, name)
-                wanted = await one.wanted(release)
+                wanted = await one.wanted(release, newer)
                 groups = await one.plan(wanted)
         return self._templates.page(
             "correct.html",
@@ -107,6 +110,8 @@ class Views:
             corrections=sorted(self._service.handlers.corrections.items()),
             name=name,
             release=release,
+            newer=request.query_params.get("newer", ""),
+            rate=RATE,
             groups=groups,
             wanted=wanted,
             begun=self._begun,
@@ -120,24 +125,27 @@ class Views:
     ) -> Response:
         """Begin to hand messages, in this process. If it ends meanwhile, begin again."""
         name, release, why = form.get("name", ""), form.get("release", ""), parameters.why(form)
+        newer, rate = parameters.age(form, "newer"), parameters.rate(form) or RATE
+        if not 1 <= rate <= _FASTEST:
+            raise Refused(f"the rate is from 1 to {_FASTEST:,} messages in a second")
         if self._task is not None and not self._task.done():
             raise Refused(f"{self._begun} is not handed to its end: the page does one at a time")
         async with autocommitting(self._engine) as connection:
             one = Correcting(connection, self._service, self._settings, name)
-            wanted = await one.wanted(release)
+            wanted = await one.wanted(release, newer)
             await one.begin(wanted, who=operator.name, why=why)
         self._name, self._begun = name, f"{name} of {release}"
         self._progress, self._failed = Progress(), ""
         fields = {"operator": operator.name, "id": self._begun, "why": why}
         log.warning("requested on the page: correct", extra=fields)
-        self._task = asyncio.create_task(self._hand(name, wanted))
+        self._task = asyncio.create_task(self._hand(name, wanted, round(rate)))
         return RedirectResponse("/correct", HTTPStatus.SEE_OTHER)
 
-    async def _hand(self, name: str, wanted: Wanted) -> None:
+    async def _hand(self, name: str, wanted: Wanted, rate: int) -> None:
         try:
             async with autocommitting(self._engine) as connection:
                 one = Correcting(connection, self._service, self._settings, name)
-                async for progress in one.hand(wanted, RATE):
+                async for progress in one.hand(wanted, rate):
                     self._progress = progress
         except Exception as error:
             self._failed = describe_error(error)

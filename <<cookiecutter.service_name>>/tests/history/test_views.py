@@ -115,6 +115,31 @@ async def test_a_correction_is_previewed_begun_with_a_reason_and_cancelled(
     assert [row["action"] for row in audit] == [*("correct", "cancel") * 2, "correct"]
 
 
+async def test_a_correction_has_a_rate_and_is_of_what_is_newer_than_a_time(
+    ann: httpx2.AsyncClient,
+    deployed: Undoing,  # noqa: F811
+    desk: Desk,
+    take: Take,
+    db: asyncpg.Connection,
+) -> None:
+    await take(desk, Deposit(1), Deposit(2))
+    await db.execute(_AGE)
+    wanted = {"name": "undo", "release": "1.4.2"}
+    assert await rows(ann, "/correct", **wanted, newer="1s") == []
+    assert [row[0] for row in await rows(ann, "/correct", **wanted, newer="7d")] == ["2"]
+    assert (await ann.get("/correct", params={**wanted, "newer": "soon"})).status_code == 409
+    form = {**wanted, "newer": "7d", "why": "a fee", "csrf": await csrf(ann)}
+    for wrong in ({"rate": "0.5"}, {"rate": "1001"}, {"rate": "nan"}, {"newer": "soon"}):
+        assert (await ann.post("/correct/begin", data={**form, **wrong})).status_code == 409
+    assert await desk.backlog() == []
+    assert (await ann.post("/correct/begin", data={**form, "rate": "1000"})).status_code == 303
+
+    async def is_done() -> bool:
+        return "undo of 1.4.2: 2 handed; done" in (await ann.get("/correct")).text
+
+    await eventually(is_done)
+
+
 async def test_one_is_handed_at_a_time(
     ann: httpx2.AsyncClient,
     deployed: Undoing,  # noqa: F811
