@@ -26,8 +26,8 @@ app = typer.Typer(help="Kafka topics of the service.", no_args_is_help=True)
 replay_app = typer.Typer()
 
 
-def _place(text: str) -> Place:
-    """Return the place in a topic that a text names."""
+def place(text: str) -> Place:
+    """Return the place in a topic that a text names. Raises `typer.BadParameter`."""
     if text == "earliest":
         return "earliest"
     if text == "latest":
@@ -91,13 +91,13 @@ async def seek(
     dry_run: DryRun = False,
 ) -> None:
     """Change positions in a topic: what took effect before is still skipped."""
-    place, change = _place(to), by.to("seek")
+    to_place, change = place(to), by.to("seek")
     async with invocation.connected() as connection:
-        found = await moves.plan_moves(connection, invocation, topic, partition, place)
+        found = await moves.plan_moves(connection, invocation, topic, partition, to_place)
         for one in found:
             if not dry_run:
                 await positions.seek(connection, one.slot, one.new, change)
-            invocation.say(_moved(one, "would go" if dry_run else "goes"))
+            invocation.say(moved(one, "would go" if dry_run else "goes"))
     invocation.answer(*found)
 
 
@@ -114,14 +114,14 @@ async def replay(
     wait: Annotated[bool, typer.Option(help="report progress until it is done")] = True,
 ) -> None:
     """Read a topic again: what took effect is skipped, the rest is handled."""
-    place, change, became = _place(since), by.to("replay"), None
+    start, change, became = place(since), by.to("replay"), None
     async with invocation.connected() as connection:
-        planned = await moves.plan_replay(connection, invocation, topic, partition, place)
+        planned = await moves.plan_replay(connection, invocation, topic, partition, start)
         if planned.forgotten and not too_old:
-            raise Refused(_forgotten(planned))
+            raise Refused(forgotten(planned))
         for one in planned.moves:
             await positions.rewind(connection, one.slot, one.new, change)
-            invocation.say(_moved(one, "goes"))
+            invocation.say(moved(one, "goes"))
         if wait:
             before = -1
             async for done in moves.follow(connection, planned):
@@ -144,7 +144,8 @@ async def replay(
             )
 
 
-def _forgotten(planned: Replay) -> str:
+def forgotten(planned: Replay) -> str:
+    """Return why a replay is refused: what it reads may be forgotten."""
     return (
         f"{planned.forgotten:,} of {planned.records:,} offsets are from before {planned.since}."
         " The inbox no longer remembers what took effect then, or soon will not:"
@@ -153,7 +154,8 @@ def _forgotten(planned: Replay) -> str:
     )
 
 
-def _moved(one: Move, verb: str) -> str:
+def moved(one: Move, verb: str) -> str:
+    """Return from where to where a partition goes, and what is skipped."""
     old = "the beginning" if one.old is None else one.old
     passed = one.new - max(one.first, one.old or one.first)
     lost = f"; skips {passed} offsets, which this service never reads" if passed > 0 else ""

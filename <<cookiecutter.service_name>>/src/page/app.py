@@ -69,6 +69,7 @@ class Page:
             "/backlog": reading.backlog,
             "/scheduled": reading.scheduled,
             "/stops": reading.stops,
+            "/positions": reading.positions,
             "/retention": reading.retention,
             "/doctor": reading.doctor,
             "/words": reading.words,
@@ -86,6 +87,8 @@ class Page:
             "/scheduled/cancel": actions.cancel,
             "/stops/pause": actions.pause,
             "/stops/resume": actions.resume,
+            "/positions/move": actions.move,
+            "/retention/skip-archive": actions.skip_archive,
             "/logout": auth.log_out,
         }
         for one in self._more:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from urllib.parse import parse_qs, urlencode
 
 import typer
@@ -73,6 +73,22 @@ def rate(given: Mapping[str, str]) -> float:
     if text and not found:
         raise Refused("the rate is a number of messages in a second, or empty: nothing is taken")
     return found
+
+
+def partition(given: Mapping[str, str]) -> int | None:
+    """Return the number of a partition; None if it is empty. Raises `Refused`."""
+    text = given.get("partition", "").strip()
+    if text and not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise Refused("the partition is a number, or empty: all")
+    return int(text) if text else None
+
+
+def day(given: Mapping[str, str]) -> date:
+    """Return the day of a form. Raises `Refused`."""
+    try:
+        return date.fromisoformat(given.get("day", ""))
+    except ValueError:
+        raise Refused("the day is as in 2026-11-20") from None
 
 
 def subject(given: Mapping[str, str]) -> Subject:

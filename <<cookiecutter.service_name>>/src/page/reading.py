@@ -1,6 +1,7 @@
 """The pages that change nothing."""
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,15 +14,17 @@ from operate.dead import STATES, Entry, Store
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from operate.health import Finding
+from operate.moves import Move
 from operate.output import content_of
+from operate.topic_commands import moved
 from pipeline import Service
 from pipeline.apply import stopping
 from pipeline.relay import scheduled
-from pipeline.retention import maintenance
+from pipeline.retention import days, maintenance
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
-from . import errors, overview, parameters
+from . import errors, overview, parameters, positions
 from .rendering import Templates
 from .sessions import Operator
 from .settings import PageSettings
@@ -166,11 +169,27 @@ class Reading:
         choices = stopping.pausable(self._service.handlers, self._service.declared_topics)
         return self._templates.page("stops.html", operator, stops=stops, choices=choices)
 
+    async def positions(self, request: Request, operator: Operator) -> Response:
+        """Show where a seek or a replay would let partitions go on."""
+        asked = request.query_params
+        wanted = {name: parameters.searched(asked, name) for name in positions.FIELDS}
+        planned: Sequence[Move] = []
+        if wanted["topic"]:
+            async with autocommitting(self._engine) as connection:
+                planned = await positions.plan(connection, self._service, self._settings, wanted)
+        return self._templates.page(
+            "positions.html",
+            operator,
+            topics=sorted(self._service.handlers.topics),
+            wanted=wanted,
+            lines=[moved(one, "would go") for one in planned],
+        )
+
     async def retention(self, request: Request, operator: Operator) -> Response:
         """Show each partition with its end and what keeps it."""
         async with autocommitting(self._engine) as connection:
             found = [one async for one in maintenance.list_partitions(connection, self._settings)]
-        return self._templates.page("retention.html", operator, partitions=found)
+        return self._templates.page("retention.html", operator, partitions=found, day_of=days.of)
 
     async def doctor(self, request: Request, operator: Operator) -> Response:
         """Run the checks of `service doctor`, and show their findings."""

@@ -23,7 +23,7 @@ from tests.pipeline.integration.test_dead import bury
 TOKEN = "a token of the tests"
 ORIGIN = "http://localhost:8081"
 PAGES = [
-    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops"),
+    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops", "/positions"),
     *("/retention", "/doctor", "/words"),
 ]
 
