@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import asyncpg
 
 from pipeline.apply import audit
+from pipeline.apply.audit import Change
 from pipeline.errors import MISSING
 from pipeline.handlers.policy import FORGOTTEN
 from pipeline.retry.copies import Copy
@@ -250,30 +251,23 @@ class Store(ABC):
         }
 
     def redrive(
-        self,
-        selection: Selection,
-        copy: Copy | None = None,
-        *,
-        operator: str = "",
-        why: str | None = None,
+        self, selection: Selection, by: Change, copy: Copy | None = None
     ) -> AsyncIterator[Sequence[Any]]:
         """Let dead entries be tried again, in the order of their keys; yields committed chunks.
 
         With a copy, let that take the place of a dead letter.
         """
-        by = audit.Change(operator, "redrive", why)
-        by = audit.Change(copy.operator, "edit", copy.why) if copy else by
         return self._in_chunks("dead", selection, partial(self._redrive, copy=copy), by)
 
     def discard(
-        self, selection: Selection, *, operator: str, why: str, state: State = "dead"
+        self, selection: Selection, by: Change, state: State = "dead"
     ) -> AsyncIterator[Rows]:
         """Discard entries, whose rows stay. Yields committed chunks."""
-        change = partial(self._discard, operator=operator, why=why)
-        return self._in_chunks(state, selection, change, audit.Change(operator, "discard", why))
+        change = partial(self._discard, operator=by.who, why=by.why or "")
+        return self._in_chunks(state, selection, change, by)
 
     async def _in_chunks(
-        self, state: State, selection: Selection, change: _Changing, by: audit.Change
+        self, state: State, selection: Selection, change: _Changing, by: Change
     ) -> AsyncIterator[Any]:
         """Change rows in a state, one lock after the other, the rows of a key in their order."""
         connection = self.connection

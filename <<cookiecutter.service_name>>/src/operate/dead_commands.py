@@ -192,18 +192,18 @@ async def redrive(
     """
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
     became, followed = None, list[Any]()
-    who, _, why = by.to("redrive")
+    change = by.to("edit" if copy else "redrive")
     async with invocation.connected() as connection:
         store = kind(connection, invocation.service, invocation.settings)
         everything = await filters.select(store, ids)
         previewed = await store.preview(everything)
-        for one, fault in previewed:
-            if fault:
+        for one, why in previewed:
+            if why:
                 left_out = one["count"], one["reason"], one["consumer"], one["topic"]
                 named = one_line("  ".join(map(format_value, left_out)))
-                write(f"left out: {named}; {fault}", err=True)
-        groups = [one for one, fault in previewed if not fault]
-        chunks = store.redrive(store.redrivable(everything), copy, operator=who, why=why)
+                write(f"left out: {named}; {why}", err=True)
+        groups = [one for one, why in previewed if not why]
+        chunks = store.redrive(store.redrivable(everything), change, copy)
         kept = followed if wait else None
         number = await _change(invocation, "redrive", groups, confirmation, chunks, kept=kept)
         if followed:
@@ -248,14 +248,14 @@ async def discard(
     waiting: Waiting = False,
 ) -> None:
     """Discard them: their rows stay, and what waits for them is no longer held."""
-    who = by.to("discard").who
+    change = by.to("discard")
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
     state: State = "waiting" if waiting else "dead"
     async with invocation.connected() as connection:
         store = kind(connection, invocation.service, invocation.settings)
         selection = await filters.select(store, ids, state)
         groups = await store.count(state, selection)
-        chunks = store.discard(selection, operator=who, why=by.because, state=state)
+        chunks = store.discard(selection, change, state)
         number = await _change(invocation, "discard", groups, confirmation, chunks, state=state)
     invocation.answer({"found": _total(groups), "discarded": number})
 

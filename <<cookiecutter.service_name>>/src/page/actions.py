@@ -61,14 +61,13 @@ class Actions:
         why = parameters.because(form)
         more = {} if copy is None else {"copy": "edited"}
         more |= {"why": why} if why else {}
+        by = Change(operator.name, "edit" if copy else "redrive", why)
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             selection, named = await _chosen(store, request, form)
             with _logged(f"redrive {store.name}s", operator, named, **more):
                 number, followed = 0, list[Any]()
-                async for some in store.redrive(
-                    store.redrivable(selection), copy, operator=operator.name, why=why
-                ):
+                async for some in store.redrive(store.redrivable(selection), by, copy):
                     number += len(some)
                     followed += some[: _FOLLOWED - len(followed)]
                 if not number:
@@ -99,7 +98,7 @@ class Actions:
             store = kind(connection, self._service, self._settings)
             selection, named = await _chosen(store, request, form)
             with _logged(f"discard {store.name}s", operator, named):
-                chunks = store.discard(selection, operator=operator.name, why=why, state=state)
+                chunks = store.discard(selection, Change(operator.name, "discard", why), state)
                 discarded = sum([len(some) async for some in chunks])
         return self._templates.note(operator, f"Discarded: {discarded:,}.")
 
