@@ -29,7 +29,7 @@ class Entry:
     release: str | None = None
     """The release that has written it."""
     trace: str | None = None
-    """The trace of the record."""
+    """The id of the trace that its message or event belongs to."""
     place: Place | None = None
     since: datetime | None = None
     """When its message was stored; of a record that is not read yet, when that arrived."""

@@ -16,12 +16,14 @@ from pipeline.apply.inbox import KEPT
 from pipeline.apply.stopping import PAUSES
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS, event_id
+from pipeline.observe.traces import trace_id
 
 from .entries import READ, Entry, Place, Timeline
 
 _MOST_STOPS = 1_000
 
-_MARKER = 'key, hash, xid, created_at, consumer, id, type, topic, partition, "offset", release'
+_MARKER = """key, hash, xid, created_at, consumer, id, type, topic, partition, "offset", traceparent,
+       release"""
 
 _MARKERS = f"""
 SELECT {_MARKER} FROM pipeline.inbox
@@ -39,21 +41,22 @@ SELECT {_MARKER}
 """
 
 _EVENTS = """
-SELECT xid, created_at, event_id, type, topic, sequence, release FROM pipeline.outbox
+SELECT xid, created_at, event_id, type, topic, sequence, traceparent, release FROM pipeline.outbox
  WHERE key = $1 AND created_at >= $2
  ORDER BY created_at DESC LIMIT $3
 """
 
 _SCHEDULED = """
-SELECT scheduled_at AS created_at, due_at, event_id, type, topic, release FROM pipeline.scheduled
+SELECT scheduled_at AS created_at, due_at, event_id, type, topic, traceparent, release
+  FROM pipeline.scheduled
  WHERE key = $1
  ORDER BY scheduled_at DESC LIMIT $2
 """
 
 _BACKLOG = f"""
 SELECT {STATE} AS state, key, received_at, died_at, discarded_at, due_at, discarded_by,
-       discarded_why, consumer, id, type, topic, partition, "offset", reason, error, attempts,
-       release
+       discarded_why, consumer, id, type, topic, partition, "offset", traceparent, reason, error,
+       attempts, release
   FROM pipeline.backlog
  WHERE record_key = $1 AND topic <> '{PAUSES}'
  ORDER BY received_at DESC LIMIT $2
@@ -61,7 +64,7 @@ SELECT {STATE} AS state, key, received_at, died_at, discarded_at, due_at, discar
 
 _REJECTED = f"""
 SELECT {STATE} AS state, id, COALESCE(discarded_at, died_at, parked_at) AS created_at,
-       discarded_at, discarded_by, discarded_why, event_id, type, topic,
+       discarded_at, discarded_by, discarded_why, event_id, type, topic, traceparent,
        COALESCE(reason, 'follows another') AS reason, error, release
   FROM pipeline.outbox_rejected
  WHERE key = $1
@@ -132,7 +135,8 @@ class Stored:
                     f"{row['type']} {row['id']}",
                     _at(row),
                     row["release"],
-                    place=_place(row),
+                    trace_id(row["traceparent"]),
+                    _place(row),
                     until=row["created_at"],
                 )
             )
@@ -140,8 +144,8 @@ class Stored:
     def _add_event(self, what: str, row: asyncpg.Record, event: asyncpg.Record, more: str) -> None:
         """Add an event; its time and release are those of `row`."""
         name = f"{event['type']} {event['event_id']}"
-        entry = Entry(row["created_at"], what, event["topic"], name, more, row["release"])
-        self._found.append(entry)
+        of = row["release"], trace_id(event["traceparent"])
+        self._found.append(Entry(row["created_at"], what, event["topic"], name, more, *of))
 
     async def outbox(self) -> None:
         """Events of the key."""
@@ -198,8 +202,9 @@ class Stored:
                     f"{row['type']} {row['id']}" if row["id"] else "",
                     f"{_at(row)}; {more}",
                     row["release"],
+                    trace_id(row["traceparent"]),
                     # Its message arrived, and was applied, long before it was handed.
-                    place=None if is_correction else _place(row),
+                    None if is_correction else _place(row),
                     since=row["received_at"],
                     until=ended,
                 )

@@ -27,7 +27,20 @@ from tests.pipeline.integration.test_bombs import send_bomb
 from tests.servers.waiting import PATIENCE
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACED = (("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01".encode()),)
+"""Headers of a record."""
 HOSTILE = "<script>\u202e\nkey"
+_LATER = """
+INSERT INTO pipeline.scheduled
+       (name, due_at, topic, key, event_id, source, type, content_type, traceparent)
+VALUES ('later', '2030-01-02 03:04+00', 't', 'ada', 'a', '/s', 'x', 'y', $1)
+"""
+_REJECTED = """
+INSERT INTO pipeline.outbox_rejected
+       (id, created_at, topic, key, event_id, source, type, content_type, traceparent, died_at,
+        reason)
+VALUES (1, now(), 't', 'ada', 'b', '/s', 'x', 'y', $1, now(), 'too large')
+"""
 
 
 class Noticed(Event, type="timeline.noticed", topic="notices"):
@@ -44,9 +57,8 @@ def minutes_ago(minutes: float) -> int:
 async def test_it_has_what_arrived_was_applied_staged_waits_and_is_dead(
     bank: Bank, desk: Desk, take: Take, producer: AIOKafkaProducer, tells: Tells
 ) -> None:
-    traced = (("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01".encode()),)
     bank.errors = {2: Reject("no"), 4: ValueError("later")}
-    await take(desk, Deposit(1, headers=traced))
+    await take(desk, Deposit(1, headers=TRACED))
     await take(desk, Deposit(2), Deposit(3, "bob"), Deposit(4))
     for one in (Deposit(5, "bob"), Deposit(6)):
         await one.send(producer, bank.deposits)
@@ -74,6 +86,22 @@ async def test_it_has_what_arrived_was_applied_staged_waits_and_is_dead(
     assert by["not read", 5]["more"] == "1 offsets are before it"
 
 
+async def test_what_is_stored_has_its_trace_though_no_record_is_in_kafka(
+    bank: Bank, desk: Desk, db: asyncpg.Connection, tells: Tells
+) -> None:
+    bank.errors = {2: Reject("no"), 3: ValueError("later")}
+    await desk.apply(*(Deposit(number, headers=TRACED) for number in (1, 2, 3)))
+    for statement in (_LATER, _REJECTED):
+        await db.execute(statement, TRACED[0][1].decode())
+    found = await tells("timeline", "ada")
+    whats = ["applied", "dead", "dead", "scheduled", "staged", "waits"]
+    assert sorted(one["what"] for one in found) == whats
+    assert {one["trace"] for one in found} == {TRACE}
+    await db.execute("UPDATE pipeline.scheduled SET traceparent = 'nonsense'")
+    (later,) = (one for one in await tells("timeline", "ada") if one["what"] == "scheduled")
+    assert later["trace"] is None
+
+
 async def test_an_event_leads_to_the_message_of_another_key_that_has_caused_it(
     bank: Bank, new_desk: NewDesk, commands: Callable[..., Command]
 ) -> None:
@@ -85,14 +113,18 @@ async def test_an_event_leads_to_the_message_of_another_key_that_has_caused_it(
         tx.publish(Noticed(what=event.amount), key=f"of {event.account}")
 
     desk = await new_desk(handlers, topic=bank.deposits)
-    await desk.apply(Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "cy"))
+    await desk.apply(Deposit(1, "ada"), Deposit(2, "bob", headers=TRACED), Deposit(3, "cy"))
     service = Service("desk", handlers=handlers, metadata=Base.metadata)
-    done = await commands(command_line(service, app))("timeline", "of bob")
+    command = commands(command_line(service, app))
+    done = await command("timeline", "of bob")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert [re.split("  +", line)[1] for line in lines] == ["what", "applied", "staged"]
     assert "deposited 2" in lines[1]
     assert "notices" in lines[2]
+    _, *lines = (await command("timeline", "bob")).stdout.splitlines()
+    assert [re.split("  +", line)[1] for line in lines] == ["applied", "staged", "staged"]
+    assert all(f"trace {TRACE}" in line for line in lines)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, PATIENCE])
