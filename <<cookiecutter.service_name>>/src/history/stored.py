@@ -22,18 +22,20 @@ from .entries import READ, Entry, Place, Timeline
 
 _MOST_STOPS = 1_000
 
-_MARKER = """key, hash, xid, created_at, consumer, id, type, topic, partition, "offset", traceparent,
+_MARKER = """
+       key, hash, xid, created_at, consumer, id, type, topic, partition, "offset", traceparent,
        release"""
 
 _MARKERS = f"""
-SELECT {_MARKER} FROM pipeline.inbox
+SELECT{_MARKER}
+  FROM pipeline.inbox
  WHERE {KEPT} AND record_key = $1 AND created_at >= $2
  ORDER BY created_at DESC LIMIT $3
 """
 
 # A transaction writes its markers before its events.
 _CAUSES = f"""
-SELECT {_MARKER}
+SELECT{_MARKER}
   FROM unnest($1::text[], $2::timestamptz[]) AS of (transaction, at) CROSS JOIN LATERAL (
        SELECT * FROM pipeline.inbox
         WHERE {KEPT} AND xid = of.transaction::xid8
