@@ -27,7 +27,7 @@ _MARKER = """
        release"""
 
 _MARKERS = f"""
-SELECT{_MARKER}
+SELECT {_MARKER}
   FROM pipeline.inbox
  WHERE {KEPT} AND record_key = $1 AND created_at >= $2
  ORDER BY created_at DESC LIMIT $3
@@ -35,7 +35,7 @@ SELECT{_MARKER}
 
 # A transaction writes its markers before its events.
 _CAUSES = f"""
-SELECT{_MARKER}
+SELECT {_MARKER}
   FROM unnest($1::text[], $2::timestamptz[]) AS of (transaction, at) CROSS JOIN LATERAL (
        SELECT * FROM pipeline.inbox
         WHERE {KEPT} AND xid = of.transaction::xid8

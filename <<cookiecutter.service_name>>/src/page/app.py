@@ -50,7 +50,7 @@ class Page:
         self._page = page
         self._auth = Auth(settings, page, templates, sessions)
         self._watch = Watch(service, settings, page, engine, templates, sessions)
-        self._reading = Reading(service, settings, page, engine, templates, self._watch)
+        self._reading = Reading(service, settings, engine, templates, self._watch)
         self._actions = Actions(service, settings, engine, templates)
         self._more = [one.Views(service, settings, engine, templates) for one in modules]
 

@@ -27,7 +27,6 @@ from pipeline.settings import Settings
 from . import errors, overview, parameters, positions
 from .rendering import Templates
 from .sessions import Operator
-from .settings import PageSettings
 from .watching import Watch
 
 _LISTED = 100
@@ -40,14 +39,12 @@ class Reading:
         self,
         service: Service,
         settings: Settings,
-        page: PageSettings,
         engine: AsyncEngine,
         templates: Templates,
         watch: Watch,
     ) -> None:
         self._service = service
         self._settings = settings
-        self._page = page
         self._engine = engine
         self._templates = templates
         self._watch = watch
@@ -129,15 +126,7 @@ class Reading:
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             entry = await store.show(request.path_params["id"])
-        trace = self._trace(entry["traceparent"])
-        return self._templates.page(template, operator, one=entry, trace=trace)
-
-    def _trace(self, traceparent: str | None) -> str | None:
-        """Return the URL of a trace; None if the header, which is untrusted, has no valid id."""
-        id = (traceparent or "").split("-")[1:2]
-        if self._page.trace_url is None or not id or len(id[0]) != 32 or not id[0].isalnum():
-            return None
-        return self._page.trace_url.replace("{trace_id}", id[0]) if id[0].isascii() else None
+        return self._templates.page(template, operator, one=entry)
 
     async def backlog(self, request: Request, operator: Operator) -> Response:
         """Show the keys of the backlog."""

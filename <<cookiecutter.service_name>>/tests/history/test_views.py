@@ -1,22 +1,19 @@
 """The pages of the package on the operations page."""
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import asyncpg
 import httpx2
 import pytest
 
 from history import views
-from page.app import Page
-from page.settings import PageSettings
-from pipeline.servers.database import create_engine
-from pipeline.settings import Settings
 
 from .conftest import Take
 from .test_correct import _AGE, Undoing, deployed, undoing, work_off  # noqa: F401 (fixtures)
+from .test_timeline import TRACE, TRACED
 from tests.contract.bank import Deposit
-from tests.page.conftest import ORIGIN, TOKEN, buried, csrf, log_in
+from tests.page.conftest import TOKEN, Opened, buried, csrf, log_in, opened  # noqa: F401 (fixture)
 from tests.page.test_furnished import rows
 from tests.page.test_page import HOSTILE, assert_harmless
 from tests.pipeline.integration.bank import Bank
@@ -25,24 +22,11 @@ from tests.servers.waiting import eventually
 
 
 @pytest.fixture
-async def ann(
-    bank: Bank, settings: Callable[..., Settings], database_url: str
-) -> AsyncIterator[httpx2.AsyncClient]:
+async def ann(opened: Opened) -> AsyncIterator[httpx2.AsyncClient]:  # noqa: F811
     """Return the page as Ann sees it, who is logged in."""
-    chosen = settings(database_url=database_url)
-    engine = create_engine(chosen, name=bank.service.name)
-    page = Page(
-        bank.service, chosen, PageSettings.model_validate({"token": TOKEN}), engine, [views]
-    )
-    transport = httpx2.ASGITransport(page.app(), client=("127.0.0.1", 1))
-    try:
-        async with httpx2.AsyncClient(
-            transport=transport, base_url=ORIGIN, headers={"origin": ORIGIN}
-        ) as client:
-            await log_in(client)
-            yield client
-    finally:
-        await engine.dispose()
+    async with opened(modules=[views]) as client:
+        await log_in(client)
+        yield client
 
 
 async def test_a_letter_leads_to_the_timeline_of_its_key(
@@ -55,6 +39,21 @@ async def test_a_letter_leads_to_the_timeline_of_its_key(
     assert [row[1] for row in found] == ["dead"]
     for name in views.NAMES.values():
         assert f">{name}</a>" in text, "in the navigation"
+
+
+async def test_a_trace_is_linked_to_where_the_setting_says(
+    ann: httpx2.AsyncClient,
+    opened: Opened,  # noqa: F811
+    desk: Desk,
+) -> None:
+    await desk.apply(Deposit(1, headers=TRACED))
+    text = (await ann.get("/timeline?key=ada")).text
+    assert text.count(f"trace <code>{TRACE}</code>") == 2, "of the message and its event"
+    chosen = {"token": TOKEN, "trace_url": "https://traces.test/{trace_id}"}
+    async with opened(modules=[views], **chosen) as client:
+        await log_in(client)
+        text = (await client.get("/timeline?key=ada")).text
+    assert re.findall('href="(https?:[^"]*)"', text) == [f"https://traces.test/{TRACE}"] * 2
 
 
 async def test_what_is_hostile_is_shown_as_text(
