@@ -55,7 +55,8 @@ async def show(
 ) -> None:
     """Show what happened to a key, in the order of time; what waits or is dead, of any age.
 
-    The exit code is 1 if nothing is found. The longest wait is marked.
+    The exit code is 1 if nothing is found. The longest wait is marked. With --json the last line
+    says what is not known and was not searched.
     """
     async with invocation.connected(check_database) as connection:
         found = await timeline.look(
@@ -68,7 +69,7 @@ async def show(
             seconds=seconds,
         )
     if invocation.as_json:
-        print_json(*map(asdict, found.entries))
+        print_json(*found.lines)
     else:
         print_table(("time", "what", "where", "event", "release", "more"), _rows(found))
     for name, why in found.unknown.items():
