@@ -12,6 +12,7 @@ from starlette.responses import RedirectResponse, Response
 
 from operate.dead_commands import ago
 from operate.errors import Refused
+from operate.output import json_line
 from page import parameters
 from page.auth import Change, View
 from page.rendering import Templates
@@ -30,7 +31,10 @@ log = logging.getLogger(__name__)
 
 NAMES = {"/timeline": "Timeline", "/affected": "Affected", "/correct": "Correct"}
 
-_KAFKA_SECONDS = 5.0
+_TIMELINE = {"key": "", "since": "6h", "seconds": "5"}
+"""The form of a timeline, as it is at first."""
+_MOST_SECONDS = 15.0
+"""Longest time to read records in Kafka: a page has little more for everything."""
 _LISTED = 500
 _FASTEST = 1_000
 """Messages that are handed in a second, at most."""
@@ -53,6 +57,7 @@ class Views:
         self._failed = ""
         self.views: Mapping[str, View] = {
             "/timeline": self.timeline,
+            "/timeline.json": self.timeline_lines,
             "/affected": self.affected,
             "/correct": self.correct,
         }
@@ -63,20 +68,32 @@ class Views:
 
     async def timeline(self, request: Request, operator: Operator) -> Response:
         """Show what happened to a key."""
-        key = parameters.searched(request.query_params, "key")
-        found: Timeline | None = None
-        if key:
-            async with autocommitting(self._engine) as connection:
-                found = await timeline.look(
-                    connection,
-                    self._service,
-                    self._settings,
-                    key.encode(errors="surrogateescape"),
-                    await ago(connection, timeline.SINCE),
-                    limit=_LISTED,
-                    seconds=_KAFKA_SECONDS,
-                )
-        return self._templates.page("timeline.html", operator, key=key, found=found)
+        wanted = _timeline_of(request)
+        found = await self._look(wanted) if wanted["key"] else None
+        return self._templates.page("timeline.html", operator, wanted=wanted, found=found)
+
+    async def timeline_lines(self, request: Request, operator: Operator) -> Response:
+        """Return what happened to a key as a file, whose lines are those of the command."""
+        found = await self._look(_timeline_of(request))
+        return Response(
+            b"".join(map(json_line, found.lines)),
+            media_type="application/x-ndjson",
+            headers={"content-disposition": 'attachment; filename="timeline.jsonl"'},
+        )
+
+    async def _look(self, wanted: Mapping[str, str]) -> Timeline:
+        since = parameters.span(wanted["since"])
+        seconds = parameters.seconds(wanted["seconds"], _MOST_SECONDS)
+        async with autocommitting(self._engine) as connection:
+            return await timeline.look(
+                connection,
+                self._service,
+                self._settings,
+                wanted["key"].encode(errors="surrogateescape"),
+                await ago(connection, since),
+                limit=_LISTED,
+                seconds=seconds,
+            )
 
     async def affected(self, request: Request, operator: Operator) -> Response:
         """Show the releases, and count what one has written."""
@@ -165,3 +182,9 @@ class Views:
             number = await one.cancel(who=operator.name, why=why)
         log.warning("done on the page: cancel", extra={"operator": operator.name, "id": name})
         return self._templates.note(operator, f"Cancelled: {number:,}. They can be handed again.")
+
+
+def _timeline_of(request: Request) -> Mapping[str, str]:
+    """Return the fields of a timeline's form. Raises `Refused` for NUL."""
+    given = request.query_params
+    return {name: parameters.searched(given, name) or first for name, first in _TIMELINE.items()}

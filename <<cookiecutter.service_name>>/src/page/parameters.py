@@ -8,8 +8,8 @@ from urllib.parse import parse_qs, urlencode
 import typer
 from starlette.requests import ClientDisconnect, Request
 
+from operate import dead_commands
 from operate.dead import STATES, Selection, State, Store
-from operate.dead_commands import span
 from operate.dead_events import DeadEvents
 from operate.errors import Refused
 from operate.output import Content
@@ -91,6 +91,25 @@ def day(given: Mapping[str, str]) -> date:
         raise Refused("the day is as in 2026-11-20") from None
 
 
+def span(text: str) -> timedelta:
+    """Return a time such as 90s, 15m, 2h or 7d. Raises `Refused`."""
+    try:
+        return dead_commands.span(text)
+    except typer.BadParameter as error:
+        raise Refused(error.message) from None
+
+
+def seconds(text: str, most: float) -> float:
+    """Return seconds, at most so many. Raises `Refused`."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= most:
+        raise Refused(f"{text!r} is not a number of seconds, at most {most:g}")
+    return found
+
+
 def subject(given: Mapping[str, str]) -> Subject:
     """Return what a form names. Raises `Refused` for a key that is not in hex."""
     try:
@@ -135,10 +154,7 @@ def age(given: Mapping[str, str], name: str) -> timedelta | None:
     Raises `Refused`.
     """
     text = given.get(name, "").strip()
-    try:
-        return span(text) if text else None
-    except typer.BadParameter as error:
-        raise Refused(str(error)) from None
+    return span(text) if text else None
 
 
 def selection(wanted: Mapping[str, str], at: datetime | None = None) -> Selection:

@@ -1,5 +1,7 @@
 """The pages of the package on the operations page."""
 
+import html
+import json
 import re
 from collections.abc import AsyncIterator
 
@@ -54,6 +56,38 @@ async def test_a_trace_is_linked_to_where_the_setting_says(
         await log_in(client)
         text = (await client.get("/timeline?key=ada")).text
     assert re.findall('href="(https?:[^"]*)"', text) == [f"https://traces.test/{TRACE}"] * 2
+
+
+async def test_a_timeline_looks_back_as_far_as_the_form_says_and_is_a_file_for_a_ticket(
+    ann: httpx2.AsyncClient, desk: Desk, take: Take, db: asyncpg.Connection
+) -> None:
+    await take(desk, Deposit(1))
+    await db.execute("UPDATE pipeline.inbox SET created_at = created_at - interval '7 hours'")
+    assert {row[1] for row in await rows(ann, "/timeline", key="ada")} == {"staged"}
+    wanted = {"key": "ada", "since": "8h", "seconds": "15"}
+    whats = {"applied", "arrived", "staged"}
+    assert {row[1] for row in await rows(ann, "/timeline", **wanted)} == whats
+    text = (await ann.get("/timeline", params=wanted)).text
+    assert 'name="since" value="8h"' in text
+    (path,) = re.findall('href="(/timeline.json[^"]*)"', text)
+    answer = await ann.get(html.unescape(path))
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert answer.headers["content-disposition"] == 'attachment; filename="timeline.jsonl"'
+    *found, last = map(json.loads, answer.content.splitlines())
+    assert {one["what"] for one in found} == whats
+    assert last == {"unknown": {}, "not_searched": []}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"since": "soon"}, {"seconds": "0"}, {"seconds": "16"}, {"seconds": "nan"}], ids=str
+)
+async def test_a_timeline_of_a_time_that_is_none_is_refused(
+    ann: httpx2.AsyncClient, wrong: dict[str, str]
+) -> None:
+    for path in ("/timeline", "/timeline.json"):
+        answer = await ann.get(path, params={"key": "ada", **wrong})
+        assert answer.status_code == 409
+        assert "Refused" in answer.text
 
 
 async def test_what_is_hostile_is_shown_as_text(
