@@ -1,6 +1,7 @@
 """The parameters of requests and forms, validated: they may have any content."""
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from urllib.parse import parse_qs, urlencode
@@ -20,6 +21,8 @@ NO_CONSUMER = "(none)"
 """Searches for messages that belong to no consumer."""
 _LARGEST_FORM = 200_000
 _LONGEST_KEY = 1_000
+_KEY = re.compile("(?:[0-9a-f]{2}){1,32}")
+_NUMBER = re.compile("[0-9]{1,18}")
 
 
 async def form(request: Request) -> Mapping[str, str] | None:
@@ -192,11 +195,12 @@ def until(given: Mapping[str, str]) -> datetime | None:
     return time if time.tzinfo else None
 
 
-def older(given: Mapping[str, str]) -> tuple[datetime | None, int]:
-    """Return the time until which entries are listed, and how many of that time were listed."""
-    skipped = given.get("skip", "")
-    is_number = skipped.isascii() and skipped.isdigit() and len(skipped) <= 5
-    return until(given), int(skipped) if is_number else 0
+def after(given: Mapping[str, str], kind: type[Store]) -> bytes | int | None:
+    """Return the key of the last entry that was listed; None if there is none that can be one."""
+    text = given.get("after", "")
+    if kind.key_type == "bytea":
+        return bytes.fromhex(text) if _KEY.fullmatch(text) else None
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def previewed(form: Mapping[str, str]) -> tuple[Selection, str]:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from operate import doctor
-from operate.dead import STATES, Entry, Store
+from operate.dead import STATES, Store
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from operate.health import Finding
@@ -59,29 +59,25 @@ class Reading:
         """Show the newest dead letters or events that a search finds."""
         wanted = parameters.search(request.query_params)
         state = parameters.state(request)
-        until, skipped = parameters.older(request.query_params)
+        until = parameters.until(request.query_params)
         selection = parameters.selection(wanted)
         if until is not None:
             before = until if selection.until is None else min(until, selection.until)
             selection = replace(selection, until=before)
+        after = parameters.after(request.query_params, kind) if until else None
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
-            chunks = store.chunks(state, selection, skipped + _LISTED + 1)
-            found, left = list[Entry](), skipped
-            async for some in chunks:
-                found += some[left:]
-                left = max(0, left - len(some))
+            entries, last = await store.page(state, selection, _LISTED, after)
             groups = Counter[tuple[str, str | None]]()
             if state == "dead" and until is None:
                 with suppress(TimeoutError):  # the list is shown without them
                     for one in await store.count(state, selection):
                         groups[one["reason"], one["consumer"]] += one["count"]
-        entries, older = found[:_LISTED], None
-        if len(found) > _LISTED:
+        older = None
+        if last is not None:
             # Many may have got into this state at one time.
-            last = entries[-1]["since"]
-            same = sum(one["since"] == last for one in entries) + skipped * (until == last)
-            older = {"state": state, "until": last.isoformat(), "skip": same}
+            key = last.hex() if isinstance(last, bytes) else last
+            older = {"state": state, "until": entries[-1]["since"].isoformat(), "after": key}
         return self._templates.page(
             template,
             operator,

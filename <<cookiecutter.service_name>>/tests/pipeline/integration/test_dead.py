@@ -16,7 +16,7 @@ from weakref import ref
 import asyncpg
 import pytest
 
-from operate import dead, dead_commands
+from operate import advice, dead, dead_commands
 from operate.commands import command_line
 from operate.dead import Selection, State
 from operate.dead_letters import REASONS, DeadLetters, Redriven
@@ -774,7 +774,7 @@ async def test_discard_keeps_who_and_why(bank: Bank, desk: Desk, service: Comman
     assert "told Bob" in told
     again = await service("discard", bobs.id, "--because", "x", "--yes")
     assert (again.exit_code, "not dead, but discarded" in again.stderr) == (1, True)
-    assert f" {dead.DISCARDED}\n" in told
+    assert f" {advice.DISCARDED}\n" in told
     done = await service("discard", "--because", "all of it", "--all", "--yes", "--json")
     assert json.loads(done.stdout) == {"found": 1, "discarded": 1}
     (first, _) = await letters(desk, "discarded")

@@ -10,7 +10,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from operate import dead, dead_commands, dead_events
+from operate import advice, dead, dead_commands, dead_events
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
 from pipeline.apply.audit import Change
@@ -512,7 +512,7 @@ async def test_discard_keeps_who_and_why(db: asyncpg.Connection, service: Comman
     told = (await service("events", "show", "2")).stdout
     assert "ann" in told
     assert "told Bob" in told
-    assert dead.DISCARDED in told
+    assert advice.DISCARDED in told
     again = await service("events", "discard", "2", "--because", "x", "--yes")
     assert (again.exit_code, "not dead, but discarded" in again.stderr) == (1, True)
     done = await service("events", "discard", "--because", "all of it", "--all", "--yes", "--json")
