@@ -70,11 +70,16 @@ class Views:
         """Show what happened to a key."""
         wanted = _timeline_of(request)
         found = await self._look(wanted) if wanted["key"] else None
-        return self._templates.page("timeline.html", operator, wanted=wanted, found=found)
+        return self._templates.page(
+            "timeline.html", operator, wanted=wanted, found=found, most=_MOST_SECONDS
+        )
 
     async def timeline_lines(self, request: Request, operator: Operator) -> Response:
         """Return what happened to a key as a file, whose lines are those of the command."""
-        found = await self._look(_timeline_of(request))
+        wanted = _timeline_of(request)
+        if not wanted["key"]:
+            raise Refused("name the key")
+        found = await self._look(wanted)
         return Response(
             b"".join(map(json_line, found.lines)),
             media_type="application/x-ndjson",

@@ -84,6 +84,7 @@ async def test_a_timeline_looks_back_as_far_as_the_form_says_and_is_a_file_for_a
 async def test_a_timeline_of_a_time_that_is_none_is_refused(
     ann: httpx2.AsyncClient, wrong: dict[str, str]
 ) -> None:
+    assert (await ann.get("/timeline.json")).status_code == 409, "of which key?"
     for path in ("/timeline", "/timeline.json"):
         answer = await ann.get(path, params={"key": "ada", **wrong})
         assert answer.status_code == 409
