@@ -97,6 +97,9 @@ class Stage:
     rejects them."""
     oldest: float = 0.0
     """Seconds for which the oldest has waited: since it was received, stored or rejected."""
+    oldest_by_topic: dict[str, float] = field(default_factory=dict)
+    """The same by topic, of events that are not published and of messages that wait; 0: none of
+    the topic waits. Of many not each topic is known."""
     unserved: float = 0.0
     """Seconds for which some is due, if no process is known to have taken such work since."""
     why: str | None = None
@@ -176,6 +179,12 @@ class Status:
     def oldest(self, kind: Kind) -> float:
         """Return for how many seconds the oldest of a kind has waited."""
         return max((one.oldest for one in self.of(kind)), default=0.0)
+
+    def slowest_topic(self, kind: Kind) -> str:
+        """Return the topic whose oldest has waited longest; empty if less than two are known."""
+        ages = [(age, name) for one in self.of(kind) for name, age in one.oldest_by_topic.items()]
+        are_many = len({name for age, name in ages if age}) > 1
+        return max(ages)[1] if are_many else ""
 
     @property
     def is_cut_off(self) -> bool:
@@ -272,7 +281,9 @@ class _Measure:
         self.found.is_this_cluster = await cluster.is_ours(self.connection)
         count, oldest = await window.count(self.connection, AT_MOST + 1)
         why = "it is not known whether they have relays"
-        stage = Stage("outbox", "", count, oldest=oldest, unserved=oldest, why=why)
+        age = max(oldest.values(), default=0.0)
+        stage = Stage("outbox", "", count, oldest=age, unserved=age, why=why)
+        stage.oldest_by_topic = oldest
         self.found.stages.append(stage)
 
     async def relays(self) -> None:

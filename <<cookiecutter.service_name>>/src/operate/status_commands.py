@@ -135,7 +135,10 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
 
 
 def _age(found: Status, kind: Kind) -> str:
-    return f", oldest {format_span(found.oldest(kind))}" if found.waiting(kind) else ""
+    if not found.waiting(kind):
+        return ""
+    topic = found.slowest_topic(kind)
+    return f", oldest {format_span(found.oldest(kind))}{f' for {topic}' if topic else ''}"
 
 
 def _topic(found: Status, stage: Stage) -> str:

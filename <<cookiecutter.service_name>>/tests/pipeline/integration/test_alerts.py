@@ -215,7 +215,7 @@ def test_prometheus_can_read_what_the_dashboard_asks(tmp_path: Path) -> None:
     assert f"{len(rules)} rules found" in done.stdout
 
 
-def test_the_delay_of_what_is_in_kafka_is_shown_by_topic() -> None:
+def test_delays_are_shown_by_topic() -> None:
     (panel,) = [one for one in DASHBOARD["panels"] if one["title"] == "Delay, by stage"]
     by = {
         metric: (grouped, re.findall(r"{{(\w+)}}", target["legendFormat"]))
@@ -224,7 +224,8 @@ def test_the_delay_of_what_is_in_kafka_is_shown_by_topic() -> None:
     }
     assert len(by) == len(panel["targets"])
     topic = "messaging_destination_name"
-    assert by["pipeline_consumer_delay_seconds"] == (topic, [topic])
+    for metric in ("pipeline_consumer_delay_seconds", "pipeline_outbox_delay_seconds"):
+        assert by[metric] == (topic, [topic])
 
 
 async def test_a_service_exposes_every_metric_and_label_that_rules_dashboard_and_pages_name(

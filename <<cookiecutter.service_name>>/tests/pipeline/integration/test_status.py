@@ -116,6 +116,17 @@ async def test_the_outbox_is_measured_by_what_relays_have_not_published(
     assert (await told(command))["outbox"] == ["0 to publish"]
     await stage(db, [event(bank.balances, n, f"key {n}") for n in range(5)])
     assert (await told(command))["outbox"][0].startswith("5 to publish, oldest ")
+    await stage(db, [event("reminders", 5)])
+    await db.execute(
+        "UPDATE pipeline.outbox SET created_at = now() - interval '3 minutes' WHERE topic = $1",
+        bank.balances,
+    )
+    assert (await told(command))["outbox"] == [f"6 to publish, oldest 3 min for {bank.balances}"]
+    stages = json.loads((await command("status", "--json")).stdout)["stages"]
+    (ages,) = [one["oldest_by_topic"] for one in stages if one["kind"] == "outbox"]
+    assert ages.keys() == {bank.balances, "reminders"}
+    assert ages[bank.balances] > 180 > ages["reminders"]
+    await db.execute("DELETE FROM pipeline.outbox WHERE topic = 'reminders'")
     async with running(bank.service, relay_lease=1):
 
         async def is_published() -> bool:
