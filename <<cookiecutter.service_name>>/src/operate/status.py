@@ -107,6 +107,12 @@ class Stage:
     is_full: bool = False
     """Whether partitions wait before they store another message to be tried alone."""
 
+    @property
+    def slowest_topic(self) -> str:
+        """The topic whose oldest has waited longest; empty if less than two are known to wait."""
+        ages = [(age, topic) for topic, age in self.oldest_by_topic.items() if age]
+        return max(ages)[1] if len(ages) > 1 else ""
+
 
 @dataclass
 class Relay:
@@ -181,10 +187,9 @@ class Status:
         return max((one.oldest for one in self.of(kind)), default=0.0)
 
     def slowest_topic(self, kind: Kind) -> str:
-        """Return the topic whose oldest has waited longest; empty if less than two are known."""
-        ages = [(age, name) for one in self.of(kind) for name, age in one.oldest_by_topic.items()]
-        are_many = len({name for age, name in ages if age}) > 1
-        return max(ages)[1] if are_many else ""
+        """Return that topic of the stage in which the oldest has waited longest."""
+        slowest = max(self.of(kind), key=lambda one: one.oldest, default=Stage(kind))
+        return slowest.slowest_topic
 
     @property
     def is_cut_off(self) -> bool:
@@ -271,6 +276,7 @@ class _Measure:
             stage = Stage("calls" if has_calls else "backlog", name)
             if one := found.get((has_calls, name)):
                 stage.waiting, stage.dead, stage.failing, stage.oldest = one[2:6]
+                stage.oldest_by_topic = one.oldest_by_topic
                 stage.unserved = one.unserved if name in {*handlers.consumers, ""} else 0.0
             self.found.stages.append(stage)
         for stage in self.found.of("backlog") if self.found.is_cut_off else ():

@@ -166,7 +166,8 @@ def _consumer(found: Status, stage: Stage) -> str:
     waiting = f"{what}{min(stage.waiting or 0, AT_MOST):,}{more} waiting"
     failing = f", {stage.failing:,}{more} failing" if stage.failing else ""
     dead = f"{min(stage.dead, AT_MOST):,}{more_dead} dead"
-    age = f", oldest {least}{format_span(stage.oldest)}" if stage.waiting else ""
+    of_topic = f" for {stage.slowest_topic}" if stage.slowest_topic else ""
+    age = f", oldest {least}{format_span(stage.oldest)}{of_topic}" if stage.waiting else ""
     return f"{stage.subject or '(none)'}  {waiting}{failing}, {dead}{age}"
 
 

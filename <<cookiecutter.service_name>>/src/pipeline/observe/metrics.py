@@ -270,13 +270,15 @@ def set_breaker(consumer: str, *, is_open: bool) -> None:
 
 
 def observe_backlog(
-    consumer: str, waiting: int, dead: int, oldest_seconds: float, *, has_calls: bool
+    consumer: str, waiting: int, dead: int, oldest: Mapping[str, float], *, has_calls: bool
 ) -> None:
-    """Set what the backlog holds for a consumer: messages, or calls."""
+    """Set what the backlog holds for a consumer: messages, or calls; `oldest` is the age of the
+    first that waits, in seconds by topic."""
     attributes = {CONSUMER: consumer, MODE: "call" if has_calls else "message"}
     _backlog.set(waiting, attributes)
     _dead.set(dead, attributes)
-    _backlog_age.set(max(0.0, oldest_seconds), attributes)  # a paused key is in the future
+    for topic, seconds in oldest.items():  # a paused key is in the future
+        _backlog_age.set(max(0.0, seconds), {**attributes, names.MESSAGING_DESTINATION_NAME: topic})
 
 
 def backlog_applied(consumer: str, seconds: float) -> None:

@@ -224,8 +224,14 @@ def test_delays_are_shown_by_topic() -> None:
     }
     assert len(by) == len(panel["targets"])
     topic = "messaging_destination_name"
-    for metric in ("pipeline_consumer_delay_seconds", "pipeline_outbox_delay_seconds"):
-        assert by[metric] == (topic, [topic])
+    assert by == {
+        metric: (topic, [topic])
+        for metric in (
+            "pipeline_consumer_delay_seconds",
+            "pipeline_backlog_age_seconds",
+            "pipeline_outbox_delay_seconds",
+        )
+    }
 
 
 async def test_a_service_exposes_every_metric_and_label_that_rules_dashboard_and_pages_name(

@@ -110,6 +110,24 @@ async def test_what_waits_and_what_is_dead_is_told_by_consumer(
     )
 
 
+async def test_of_several_topics_that_is_named_whose_message_has_waited_longest(
+    command: Command, db: asyncpg.Connection
+) -> None:
+    await db.execute(
+        'INSERT INTO pipeline.backlog (key, lane, order_key, consumer, topic, partition, "offset",'
+        " timestamp, headers, hash_version, reason, attempts, waited, holds, received_at)"
+        " SELECT sha256(n::text::bytea), 0, '', 'deposit', 'topic ' || n, 0, n, 0, '[]', 1, 'x', 0,"
+        " 0, false, now() - n * interval '1 h' FROM generate_series(3, 5) AS n"
+    )
+    (line,) = (await told(command))["backlog"]
+    assert line == "deposit  3 waiting, 0 dead, oldest 5 h for topic 5"
+    stages = json.loads((await command("status", "--json")).stdout)["stages"]
+    (ages,) = [one["oldest_by_topic"] for one in stages if one["kind"] == "backlog"]
+    assert {topic: round(age / 3_600, 1) for topic, age in ages.items()} == {
+        f"topic {hours}": hours for hours in (3, 4, 5)
+    }
+
+
 async def test_the_outbox_is_measured_by_what_relays_have_not_published(
     command: Command, bank: Bank, db: asyncpg.Connection, running: Running
 ) -> None:

@@ -109,7 +109,7 @@ with traces.polling("scans", "parcel-tracker"):
 metrics.set_blocked("scans", 3, is_blocked=True)
 metrics.observe_lag("scans", 3, 12, 61.5)
 metrics.set_breaker("track", is_open=True)
-metrics.observe_backlog("track", 12, 3, 61.5, has_calls=False)
+metrics.observe_backlog("track", 12, 3, {"scans": 61.5}, has_calls=False)
 metrics.backlog_applied("track", 59.0)
 metrics.call_began("pay")
 metrics.call_ended("pay", "failed", 0.5)

@@ -369,7 +369,7 @@ metrics.observe_lag("scans", 3, 12, 61.5)
 metrics.set_breaker("track", is_open=True)
 metrics.set_breaker("bill", is_open=True)
 metrics.set_breaker("bill", is_open=False)
-metrics.observe_backlog("track", 12, 3, 61.5, has_calls=False)
+metrics.observe_backlog("track", 12, 3, {"scans": 61.5}, has_calls=False)
 metrics.backlog_applied("track", 59.0)
 metrics.call_began("pay")
 metrics.call_ended("pay", "failed", 0.5)
@@ -439,7 +439,7 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     track = "pipeline_consumer=track pipeline_mode=message"
     assert found[f"pipeline_backlog_waiting {track}"] == 12
     assert found[f"pipeline_backlog_dead {track}"] == 3
-    assert found[f"pipeline_backlog_age_seconds {track}"] == 61.5
+    assert found[f"pipeline_backlog_age_seconds {scans} {track}"] == 61.5
     waited = "pipeline_backlog_duration_seconds_bucket"
     assert found[f"{waited} le=10.0 pipeline_consumer=track"] == 0
     assert found[f"{waited} le=60.0 pipeline_consumer=track"] == 1
