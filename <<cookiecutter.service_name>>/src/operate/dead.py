@@ -282,7 +282,7 @@ class Store(ABC):
                     arguments = *selection.arguments, number, CHUNK
                     rows = await connection.fetch(self.chunk_statement(state), *arguments)
                     changed = await change(rows)
-                    subjects += audit.entries(self.name, [row[0] for row in rows])
+                    subjects.extend(audit.entries(self.name, [row[0] for row in rows]))
                 yield changed
 
     async def follow(self, redriven: Sequence[Any], seconds: float) -> Became:

@@ -143,10 +143,7 @@ class Actions:
                     raise Refused("not paused any more")
         return RedirectResponse("/stops", HTTPStatus.SEE_OTHER)
 
-
-    async def move(
-        self, request: Request, operator: Operator, form: Mapping[str, str]
-    ) -> Response:
+    async def move(self, request: Request, operator: Operator, form: Mapping[str, str]) -> Response:
         """Set positions as a preview has shown; a replay goes back only."""
         wanted = {name: parameters.searched(form, name) for name in planning.FIELDS}
         why, what = parameters.why(form), "replay" if wanted["what"] == "replay" else "seek"

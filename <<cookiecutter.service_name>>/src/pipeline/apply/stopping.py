@@ -241,7 +241,7 @@ async def ask(
             raise Refused("a rate is between 0.001 and 1,000,000 in a second") from None
         if rows := _rows(subjects):
             await connection.execute(_HOLD, *_columns(rows), lasts, f"{who}: {why}")
-        named += map(str, subjects)
+        named.extend(map(str, subjects))
 
 
 async def resume(
@@ -254,7 +254,7 @@ async def resume(
         if await connection.execute(_RESUME, *_columns(subjects)) == "DELETE 0":
             return False
         await connection.execute(_LET_GO, [key for key, *_ in _rows(subjects)])
-        named += map(str, subjects)
+        named.extend(map(str, subjects))
     return True
 
 

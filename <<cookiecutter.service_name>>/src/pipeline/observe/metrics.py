@@ -291,9 +291,7 @@ def lease_extended(until: float) -> None:
     OfOutbox.leased_until = until
 
 
-def observe_outbox(
-    lag_events: int, oldest: Mapping[str, datetime], *, is_all: bool = True
-) -> None:
+def observe_outbox(lag_events: int, oldest: Mapping[str, datetime], *, is_all: bool = True) -> None:
     """Set how many events wait to be published, and since when the oldest one of each topic does.
 
     Without `is_all` these are the topics of the events that are sent next, and others wait behind

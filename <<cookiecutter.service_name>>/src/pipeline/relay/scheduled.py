@@ -110,5 +110,5 @@ async def cancel(
     """Cancel scheduled events; returns the names of those that were still waiting."""
     async with audit.changing(connection, Change(operator, "cancel", why)) as subjects:
         cancelled = sorted([row["name"] for row in await connection.fetch(CANCEL, names)])
-        subjects += (f"scheduled event {name}" for name in cancelled)
+        subjects.extend(f"scheduled event {name}" for name in cancelled)
     return cancelled

@@ -124,5 +124,5 @@ async def skip(
             await connection.execute(_ARCHIVES_NO_LONGER)
             subjects.append("all days of the outbox")
         skipped = sorted([row["day"] for row in await connection.fetch(_SKIP_ARCHIVE, days)])
-        subjects += (f"day {day} of the outbox" for day in skipped)
+        subjects.extend(f"day {day} of the outbox" for day in skipped)
     return skipped
