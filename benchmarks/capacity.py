@@ -15,7 +15,7 @@ from math import ceil
 from statistics import median
 from typing import Any
 
-MESSAGES_A_SECOND = 10_000
+MESSAGES_A_SECOND = 8_000
 """Of one process with an ORM handler, with PostgreSQL and Kafka on the same two cores."""
 HEADROOM = 0.5
 """Share of that to plan with: the rest catches up after an outage."""

@@ -828,7 +828,7 @@ done = await connection.execute(statements.MOVE_SCHEDULED, _AT_ONCE)
                     moved = int(done.split()[-1])""",
                 """\
 from pipeline.handlers.staged import StagedEvent
-from pipeline.handlers.staging import append
+                    from pipeline.handlers.staging import append
                     due = await connection.fetch(
                         "DELETE FROM pipeline.scheduled WHERE name IN ("
                         " SELECT name FROM pipeline.scheduled WHERE due_at <= now()"

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.full, pytest.mark.integration]
 
 TOKEN = "a token of the tests"
 PAGES = [
-    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops"),
+    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops", "/positions"),
     *("/retention", "/doctor", "/words", "/timeline?key=account+2", "/affected", "/correct"),
 ]
 SCROLLS = """

@@ -61,7 +61,12 @@ def write(data: str | bytes = "", *, err: bool = False, end: str = "\n") -> None
 def print_json(*values: object) -> None:
     """Write each value as a line of JSON."""
     for one in values:
-        write(f"{harmless(to_json(one).decode())}\n".encode())
+        write(json_line(one))
+
+
+def json_line(value: object) -> bytes:
+    """Return a value as a line of JSON, with its invisible characters escaped."""
+    return f"{harmless(to_json(value).decode())}\n".encode()
 
 
 def print_table(

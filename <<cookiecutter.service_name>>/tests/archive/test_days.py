@@ -20,7 +20,7 @@ from archive.files import MANIFEST, Manifest
 from object_store import Store
 from object_store import store as stores
 from pipeline.retention import archive as retentions
-from pipeline.retention import partitions
+from pipeline.retention import partition_statements, partitions
 from pipeline.retention.maintenance import Round, begin_round, run_retention
 from pipeline.retention.partitions import Partition, State
 
@@ -382,7 +382,7 @@ async def test_a_day_that_was_archived_and_not_dropped_goes_without_being_writte
 ) -> None:
     await house.fill(10)
     with monkeypatch.context() as patch:
-        patch.setattr(partitions, "_WAIT_SHORTLY", "SELECT 1 / 0")
+        patch.setattr(partition_statements, "LIMIT_WAIT_FOR_LOCK", "SELECT 1 / 0")
         assert (await house.keep()).held[0].needed_by == "division by zero"
     before = await manifest(store)
     assert (await house.keep()).dropped == [OLD]

@@ -1,7 +1,8 @@
 """A hundred thousand markers are listed, and a key that has them, in little memory."""
 
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -44,6 +45,18 @@ async def multiply(db: asyncpg.Connection) -> None:
     )
 
 
+@contextmanager
+def in_little_memory() -> Iterator[None]:
+    """Require that what is done within takes less than 40 MiB, of which ten may be results."""
+    tracemalloc.start()
+    try:
+        yield
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 40 * MEBIBYTE
+
+
 @pytest.mark.parametrize("part", [released.markers, released.messages], ids=["markers", "messages"])
 async def test_a_list_streams(
     desk: Desk,
@@ -54,15 +67,10 @@ async def test_a_list_streams(
     await take(desk, Deposit(1))
     await multiply(db)
     ids: set[int] = set()
-    tracemalloc.start()
-    try:
+    with in_little_memory():
         async for rows in part(db, Wanted(release="1.4.2")):
             ids.update(row["offset"] for row in rows)
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
     assert len(ids) == NUMBER
-    assert most < 40 * MEBIBYTE, "of which the set of numbers has ten"
 
 
 async def test_the_timeline_of_a_key_with_many_messages_has_the_newest(
@@ -75,14 +83,9 @@ async def test_the_timeline_of_a_key_with_many_messages_has_the_newest(
     await take(desk, Deposit(1))
     await multiply(db)
     since = datetime.now(UTC) - timedelta(hours=1)
-    tracemalloc.start()
-    try:
+    with in_little_memory():
         found = await timeline.look(
             db, bank.service, settings(), b"ada", since, limit=200, seconds=PATIENCE
         )
-        _, most = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
     assert found.unknown == {}
     assert len(found.entries) == 200
-    assert most < 40 * MEBIBYTE

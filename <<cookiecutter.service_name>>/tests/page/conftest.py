@@ -1,9 +1,10 @@
 """A page on the test's own database, and a browser's way of asking it."""
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 
 import asyncpg
 import httpx2
@@ -23,7 +24,7 @@ from tests.pipeline.integration.test_dead import bury
 TOKEN = "a token of the tests"
 ORIGIN = "http://localhost:8081"
 PAGES = [
-    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops"),
+    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops", "/positions"),
     *("/retention", "/doctor", "/words"),
 ]
 
@@ -50,12 +51,13 @@ def opened(
         address: str = "127.0.0.1",
         url: str = database_url,
         backlog_lease: float = 120.0,
+        modules: Sequence[ModuleType] = (),
         **chosen: object,
     ) -> AsyncIterator[httpx2.AsyncClient]:
         of_service = settings(database_url=url, backlog_lease=backlog_lease)
         engine = create_engine(of_service, name=bank.service.name)
         how = PageSettings.model_validate(chosen or {"token": TOKEN})
-        page = Page(bank.service, of_service, how, engine)
+        page = Page(bank.service, of_service, how, engine, modules)
         transport = httpx2.ASGITransport(page.app(), client=(address, 1))
         try:
             async with httpx2.AsyncClient(

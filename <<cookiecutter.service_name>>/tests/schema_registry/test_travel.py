@@ -95,6 +95,19 @@ async def parked(db: asyncpg.Connection) -> list[tuple[str, str, int]]:
     return [tuple(row) for row in rows]
 
 
+def written_by(client: SchemaRegistryClient, topic: str) -> Callable[[str, Decimal], bytes]:
+    """Return how Confluent's serializer writes a payment for a topic, by order and amount."""
+    context = SerializationContext(topic, MessageField.VALUE)
+    settings = {"auto.register.schemas": False, "subject.name.strategy.type": "TOPIC"}
+    serializer = AvroSerializer(client, PAID.schema_str, conf=settings)
+
+    def write(order: str, amount: Decimal) -> bytes:
+        value: bytes = serializer({"order_id": order, "amount": amount}, context)
+        return value
+
+    return write
+
+
 async def test_a_payment_of_confluents_serializer_becomes_a_booking_for_its_deserializer(
     shop: Shop,
     client: SchemaRegistryClient,
@@ -105,14 +118,11 @@ async def test_a_payment_of_confluents_serializer_becomes_a_booking_for_its_dese
     db: asyncpg.Connection,
 ) -> None:
     shop.register(client)
-    context = SerializationContext(shop.payments, MessageField.VALUE)
-    settings = {"auto.register.schemas": False, "subject.name.strategy.type": "TOPIC"}
-    serializer = AvroSerializer(client, PAID.schema_str, conf=settings)
+    write = written_by(client, shop.payments)
     amounts = [Decimal("1234567890.10"), Decimal("0.01"), Decimal("-5.00")]
     async with running(shop.service):
         for number, amount in enumerate(amounts):
-            paid = {"order_id": str(number), "amount": amount}
-            value = serializer(paid, context)
+            value = write(str(number), amount)
             for _ in range(2):  # the second is a duplicate
                 await producer.send_and_wait(shop.payments, value, key=b"one")
         await producer.send_and_wait(shop.payments, b"\0\0\x0f\x42\x40x")
@@ -141,6 +151,7 @@ async def test_a_payment_of_confluents_serializer_becomes_a_booking_for_its_dese
 async def test_a_payment_in_avro_is_corrected(
     shop: Shop,
     client: SchemaRegistryClient,
+    proxy: Proxy,
     running: Running,
     producer: AIOKafkaProducer,
     records: Records,
@@ -157,12 +168,10 @@ async def test_a_payment_in_avro_is_corrected(
         corrected.append(paid)
 
     shop.register(client)
-    context = SerializationContext(shop.payments, MessageField.VALUE)
-    settings = {"auto.register.schemas": False, "subject.name.strategy.type": "TOPIC"}
-    serializer = AvroSerializer(client, PAID.schema_str, conf=settings)
+    write = written_by(client, shop.payments)
     async with running(shop.service):
         for number in range(3):
-            value = serializer({"order_id": f"{number}", "amount": Decimal("0.10")}, context)
+            value = write(str(number), Decimal("0.10"))
             await producer.send_and_wait(shop.payments, value, key=b"one")
         await eventually(lambda: len(shop.seen) == 3)
         assert corrected == [], "it takes no records"

@@ -15,6 +15,7 @@ from pipeline.errors import OncewardError
 from pipeline.events.message import time_of
 
 from . import audit, statements
+from .audit import Change
 from .item import record_digest
 
 _NO_ANCHOR = (None, None, None)
@@ -143,28 +144,24 @@ async def forgive_start(connection: asyncpg.Connection, slot: Slot, position: in
     await connection.execute(statements.FORGIVE_START, *slot, position)
 
 
-async def seek(
-    connection: asyncpg.Connection, slot: Slot, offset: int, *, operator: str = ""
-) -> None:
+async def seek(connection: asyncpg.Connection, slot: Slot, offset: int, change: Change) -> None:
     """Set the position of a partition, for an operator's command; the audit has it.
 
     A batch that is under way raises `PositionMoved` and is rolled back.
     """
-    async with connection.transaction():
+    async with audit.changing(connection, change) as subjects:
         await connection.execute(statements.SET_POSITION, *slot, offset)
-        await audit.note(connection, audit.Change(operator, "seek"), _goes(slot, offset))
+        subjects.append(_goes(slot, offset))
 
 
-async def rewind(
-    connection: asyncpg.Connection, slot: Slot, offset: int, *, operator: str = ""
-) -> None:
+async def rewind(connection: asyncpg.Connection, slot: Slot, offset: int, change: Change) -> None:
     """Set the position of a partition back to an offset, unless it is before that already.
 
     The audit has it.
     """
-    async with connection.transaction():
+    async with audit.changing(connection, change) as subjects:
         await connection.execute(statements.SET_POSITION_BACK, *slot, offset)
-        await audit.note(connection, audit.Change(operator, "replay"), _goes(slot, offset))
+        subjects.append(_goes(slot, offset))
 
 
 def _goes(slot: Slot, offset: int) -> str:

@@ -167,7 +167,7 @@ async def ask(
             f" instead. If the relay publishes them again: DROP PUBLICATION {name}"
         )
     action = f"throttle to {per_second:g}/s" if per_second else "pause"
-    async with connection.transaction():
+    async with audit.changing(connection, Change(who, action, why)) as named:
         await connection.execute(throttle_statements.LOCK_STOPS, _TURN)
         await connection.execute(throttle_statements.DELETE_ENDED_STOPS)
         try:
@@ -180,15 +180,14 @@ async def ask(
             await connection.execute(
                 throttle_statements.HOLD_KEYS, *_columns(rows), lasts, f"{who}: {why}"
             )
-        for one in subjects:
-            await audit.note(connection, Change(who, action, why), str(one))
+        named.extend(map(str, subjects))
 
 
 async def resume(
     connection: asyncpg.Connection, subjects: Sequence[Subject], *, who: str, why: str | None
 ) -> bool:
     """Let the subjects be taken as before; return whether any was paused or throttled."""
-    async with connection.transaction():
+    async with audit.changing(connection, Change(who, "resume", why)) as named:
         await connection.execute(throttle_statements.LOCK_STOPS, _TURN)
         await connection.execute(throttle_statements.DELETE_ENDED_STOPS)
         if (
@@ -199,8 +198,7 @@ async def resume(
         await connection.execute(
             throttle_statements.RELEASE_KEYS, [key for key, *_ in _rows(subjects)]
         )
-        for one in subjects:
-            await audit.note(connection, Change(who, "resume", why), str(one))
+        named.extend(map(str, subjects))
     return True
 
 

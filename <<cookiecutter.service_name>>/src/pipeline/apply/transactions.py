@@ -237,11 +237,12 @@ class ConsumeTransactions:
         turn, slot = self.turns.take(source, decisions), self._slots.one(waits=not source.has_lease)
         async with turn, slot, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
+            driver = await driver_of(connection)
             # All that it has waited for may have taken long.
-            await source.check()
+            await source.check(driver)
             attempt = Attempt(
                 connection,
-                await driver_of(connection),
+                driver,
                 self._new_outbox(),
                 ProcessSpans(self.group),
                 own,

@@ -37,16 +37,17 @@ WITH RECURSIVE of_lane AS MATERIALIZED (
              ORDER BY b.consumer LIMIT 1)
       FROM part WHERE consumer IS NOT NULL
 ), due AS (
-    SELECT part.consumer, has_calls, count(*) AS waiting, min(received_at) AS first_at,
+    SELECT part.consumer, has_calls, topic, count(*) AS waiting, min(received_at) AS first_at,
            min(due_at) FILTER (WHERE NOT is_served) AS unserved_since
       FROM part CROSS JOIN LATERAL (
-           SELECT received_at, due_at FROM pipeline.backlog b
+           SELECT topic, received_at, due_at FROM pipeline.backlog b
             WHERE b.lane = part.lane AND b.consumer = part.consumer AND due_at IS NOT NULL
             ORDER BY due_at LIMIT $4) AS first
-     GROUP BY part.consumer, has_calls
+     GROUP BY part.consumer, has_calls, topic
 ), few AS (
     (SELECT b.* FROM generate_series(0, 255) AS slice CROSS JOIN LATERAL (
-            SELECT consumer, lane, received_at, attempts, false AS is_dead FROM pipeline.backlog
+            SELECT consumer, lane, topic, received_at, attempts, false AS is_dead
+              FROM pipeline.backlog
              WHERE died_at IS NULL
                AND order_key >= CASE slice WHEN 0 THEN '' ELSE set_byte('\\x00', 0, slice) END
                AND order_key <= set_byte(decode(repeat('ff', 64), 'hex'), 0, slice)
@@ -54,25 +55,31 @@ WITH RECURSIVE of_lane AS MATERIALIZED (
       LIMIT $1)
     UNION ALL
     (SELECT d.* FROM of_lane CROSS JOIN LATERAL (
-            SELECT consumer, lane, received_at, attempts, true AS is_dead FROM pipeline.backlog b
+            SELECT consumer, lane, topic, received_at, attempts, true AS is_dead
+              FROM pipeline.backlog b
              WHERE b.lane = of_lane.lane AND died_at IS NOT NULL AND discarded_at IS NULL
              ORDER BY order_key LIMIT $1) AS d
       LIMIT $1)
 ), counted AS (
-    SELECT consumer, lane >= $2 AS has_calls, count(*) FILTER (WHERE NOT is_dead) AS waiting,
+    SELECT consumer, lane >= $2 AS has_calls, topic,
+           count(*) FILTER (WHERE NOT is_dead) AS waiting,
            count(*) FILTER (WHERE is_dead) AS dead,
            count(*) FILTER (WHERE NOT is_dead AND attempts > 0) AS failing,
            min(received_at) FILTER (WHERE NOT is_dead) AS first_at
-      FROM few GROUP BY consumer, lane >= $2
+      FROM few GROUP BY consumer, lane >= $2, topic
+), by_topic AS (
+    SELECT consumer, has_calls, topic, GREATEST(counted.waiting, due.waiting) AS waiting,
+           COALESCE(dead, 0) AS dead, COALESCE(failing, 0) AS failing,
+           GREATEST(extract(epoch FROM clock_timestamp()
+                            - LEAST(counted.first_at, due.first_at)), 0)::float AS oldest,
+           GREATEST(extract(epoch FROM clock_timestamp() - unserved_since), 0)::float AS unserved
+      FROM counted FULL JOIN due USING (consumer, has_calls, topic)
 )
-SELECT consumer, has_calls, GREATEST(counted.waiting, due.waiting) AS waiting,
-       COALESCE(dead, 0) AS dead, COALESCE(failing, 0) AS failing,
-       GREATEST(extract(epoch FROM clock_timestamp()
-                        - LEAST(counted.first_at, due.first_at)), 0)::float AS oldest,
-       GREATEST(extract(epoch FROM clock_timestamp() - unserved_since), 0)::float AS unserved
-  FROM counted FULL JOIN due USING (consumer, has_calls)
+SELECT consumer, has_calls, sum(waiting)::bigint, sum(dead)::bigint, sum(failing)::bigint,
+       max(oldest), max(unserved), array_agg(topic), array_agg(oldest)
+  FROM by_topic GROUP BY consumer, has_calls
 """
-"""Count what waits and what is dead, for each consumer.
+"""Count what waits and what is dead, for each consumer, and return its topics and their ages.
 
 Reads so many rows that wait, so many dead ones, and the first rows of each lane and consumer that
 are or become due, however many others there are. Each is looked up by a range of an index: with

@@ -38,7 +38,7 @@ class Lease:
     ended_at: datetime
     """When the lease before has ended: its worker can't have read a row that was stored later."""
     seconds: float
-    """Time for which each transaction extends the lease when it begins."""
+    """Time for which the lease is extended before each transaction."""
     unavailable: dict[str, StoreUnavailable] = field(default_factory=dict)
     """Topics whose rows could not be decoded since, because a schema registry is unavailable."""
 
@@ -62,6 +62,8 @@ class Waiting(NamedTuple):
     """Seconds since the first of those waiting was received."""
     unserved: float
     """Seconds for which the first is due, 0 if a worker has held a lane of its kind since."""
+    oldest_by_topic: dict[str, float]
+    """`oldest` by topic; 0 if only dead messages of it were counted."""
 
 
 async def claim(
@@ -88,17 +90,31 @@ async def claim(
 
 
 async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:
-    """Lock the lanes to the end of the transaction, and extend the lease. Raises `LaneLost`."""
-    row = await connection.fetchrow(statements.HOLD_LANES, lease.lanes, lease.tokens, lease.seconds)
+    """Lock the lanes to the end of the transaction. Raises `LaneLost`."""
+    row = await connection.fetchrow(statements.HOLD_LANES, lease.lanes, lease.tokens)
     *generations, held = row
-    if lost := {*lease.lanes}.difference(held or ()):
-        raise LaneLost("; ".join(f"backlog lane {lane} was taken over" for lane in sorted(lost)))
+    _require(lease, held or ())
     return Generations(*generations)
 
 
 async def extend(connection: asyncpg.Connection, lease: Lease) -> None:
+    """Extend the lease. Raises `LaneLost`."""
+    rows = await connection.fetch(
+        statements.EXTEND_LEASES, lease.lanes, lease.tokens, lease.seconds
+    )
+    _require(lease, [row["lane"] for row in rows])
+
+
+async def extend_unlocked(connection: asyncpg.Connection, lease: Lease) -> None:
     """Extend the lease of those of the lanes that no transaction has locked."""
-    await connection.execute(statements.EXTEND_LEASES, lease.lanes, lease.tokens, lease.seconds)
+    await connection.execute(
+        statements.EXTEND_UNLOCKED_LEASES, lease.lanes, lease.tokens, lease.seconds
+    )
+
+
+def _require(lease: Lease, held: Collection[int]) -> None:
+    if lost := {*lease.lanes}.difference(held):
+        raise LaneLost("; ".join(f"backlog lane {lane} was taken over" for lane in sorted(lost)))
 
 
 async def overtaken(
@@ -167,14 +183,17 @@ async def settle(
 async def waiting(connection: asyncpg.Connection, most: int, idle: float) -> list[Waiting]:
     """Return what waits and what is dead, counted among so many rows of each.
 
-    If there are more, those of the first keys count, by their hashes, which is a fair sample.
+    If there are more, those of the first keys count, by their hashes, which is a fair sample, and
+    the first due ones of each consumer and lane: only a topic without any of these is missing.
     `unserved` looks `idle` seconds back.
     """
     limit = timedelta(seconds=idle)
     rows = await connection.fetch(
         count_statements.COUNT_BACKLOG, most, FIRST_LANE_OF_CALLS, limit, _FIRST
     )
-    return [Waiting(*row) for row in rows]
+    return [
+        Waiting(*numbers, dict(zip(topics, ages, strict=True))) for *numbers, topics, ages in rows
+    ]
 
 
 async def schedule_heads(

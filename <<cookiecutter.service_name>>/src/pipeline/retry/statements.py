@@ -59,16 +59,10 @@ _LOCKED = """
 """The lanes that are still held by these tokens, locked in their order."""
 
 HOLD_LANES = f"""
-WITH locked AS MATERIALIZED ({_LOCKED}), held AS (
-    UPDATE pipeline.backlog_lane
-       SET lease_until = clock_timestamp() + make_interval(secs => $3)
-     WHERE lane IN (SELECT lane FROM locked)
-    RETURNING lane
-)
-SELECT current, oldest, since, held.lanes
-  FROM (SELECT array_agg(lane) AS lanes FROM held) AS held, pipeline.inbox_generation
+WITH locked AS MATERIALIZED ({_LOCKED})
+SELECT current, oldest, since, (SELECT array_agg(lane) FROM locked) FROM pipeline.inbox_generation
 """
-"""Lock lanes, extend their lease, and read the generations of the inbox.
+"""Lock lanes, and read the generations of the inbox.
 
 The lanes that are still held are returned.
 
@@ -76,11 +70,25 @@ Locks: the lanes, until the transaction ends, in their order.
 Plan: `backlog_lane_pkey`, or a scan. `inbox_generation` has one row.
 """
 
-EXTEND_LEASES = HOLD_LANES.replace("OF backlog_lane", "OF backlog_lane SKIP LOCKED")
+EXTEND_LEASES = f"""
+WITH locked AS MATERIALIZED ({_LOCKED})
+UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() + make_interval(secs => $3)
+ WHERE lane IN (SELECT lane FROM locked)
+RETURNING lane
+"""
+"""Extend the lease of lanes, and return those that are still held.
+
+Not in the transaction that it is for: a rollback would undo it.
+
+Locks: the lanes, in their order, until the statement ends.
+Plan: `backlog_lane_pkey`, or a scan.
+"""
+
+EXTEND_UNLOCKED_LEASES = EXTEND_LEASES.replace("OF backlog_lane", "OF backlog_lane SKIP LOCKED")
 """Extend the lease of lanes that no transaction has locked.
 
 Locks: these lanes; those that others have locked are left out.
-Plan: as `HOLD_LANES`.
+Plan: as `EXTEND_LEASES`.
 """
 
 RELEASE_LANES = f"""

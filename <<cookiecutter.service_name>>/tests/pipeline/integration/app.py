@@ -15,6 +15,7 @@ from pydantic import field_validator
 
 from operate.commands import command_line
 from pipeline import Event, Policy, Transaction
+from pipeline.apply import throttles
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.item import Item
 from pipeline.consume import consumer
@@ -188,6 +189,8 @@ if "BANK_MEMORY" in os.environ:
     record_batches._unpacked = unpacked_or_dead
 if "BANK_COUNTS" in os.environ:
     measuring._SAMPLE_SECONDS = consumer._MEASURE_SECONDS = float(os.environ["BANK_COUNTS"])
+if "BANK_LOOKS" in os.environ:
+    throttles.LOOK_SECONDS = float(os.environ["BANK_LOOKS"])
 if "BANK_REPEATS" in os.environ:
     logs._PERIOD = float(os.environ["BANK_REPEATS"])
 

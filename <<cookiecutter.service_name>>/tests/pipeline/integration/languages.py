@@ -85,6 +85,7 @@ _STATEMENTS: Mapping[object, str] = {
     count_statements.READ_COUNT: "backlog: read count",
     retry_statements.CLAIM_LANES: "backlog: claim lane",
     retry_statements.READ_DUE_ROWS: "backlog: read due rows",
+    retry_statements.EXTEND_LEASES: "backlog: extend lease",
     retry_statements.HOLD_LANES: "backlog: fence lane",
     retry_statements.DELETE_ENDED_PAUSES: "backlog: end pauses",
     retry_statements.DELETE_ROWS: "backlog: delete settled rows",

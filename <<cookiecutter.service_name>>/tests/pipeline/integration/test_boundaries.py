@@ -78,7 +78,7 @@ BY_COMMANDS_TOO = (
 UNMET = (
     *(handler_statements.GUARD_WRITER, handler_statements.GUARD_COMMIT, handler_statements._GUARD),
     *(handler_statements.END_GUARD, handler_statements.CHECK_GUARD),
-    *(retry_statements._LOCKED, retry_statements.EXTEND_LEASES),
+    *(retry_statements._LOCKED, retry_statements.EXTEND_UNLOCKED_LEASES),
     apply_statements.SHARE_GENERATIONS,  # a part of the statement that begins a transaction
     apply_statements.COUNT_DUE,
     server_statements.PROBE_WRITING,

@@ -10,9 +10,10 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from operate import dead, dead_commands, dead_events
+from operate import advice, dead, dead_commands, dead_events
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
+from pipeline.apply.audit import Change
 from pipeline.relay import brokers, publisher, rejected_statements
 from pipeline.relay.publisher import Publisher
 from pipeline.settings import Settings
@@ -23,6 +24,7 @@ from .desk import store_of
 from .outgoing import (
     EVERYTHING,
     LARGE,
+    REDRIVES,
     SMALL,
     allow,
     are_dead,
@@ -108,9 +110,9 @@ async def test_an_event_too_large_dies_and_is_sent_when_its_topic_takes_it_and_i
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox_rejected") == 0
 
 
-async def test_a_redriven_event_goes_before_those_of_its_topic_that_wait(
-    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
-) -> None:
+@pytest.fixture
+async def first_is_dead(quick: NewSettings, db: asyncpg.Connection, missing: str) -> None:
+    """Stage the first event for a topic that is missing, and let it die."""
     await stage(db, numbered(missing, [0]))
     async with relaying(quick()) as one:
         await eventually(waits(db, [0]))
@@ -118,6 +120,12 @@ async def test_a_redriven_event_goes_before_those_of_its_topic_that_wait(
     await db.execute(
         "UPDATE pipeline.outbox_rejected SET died_at = clock_timestamp(), reason = 'too large'"
     )
+
+
+@pytest.mark.usefixtures("first_is_dead")
+async def test_a_redriven_event_goes_before_those_of_its_topic_that_wait(
+    quick: NewSettings, db: asyncpg.Connection, kafka: str, missing: str
+) -> None:
     async with relaying(quick(relay_lease=3_600)) as one:
         await eventually(lambda: bool(one.relay._cursor.progress))
         # From now on the relay does not look for what was redriven.
@@ -164,18 +172,6 @@ class Held:
     def end(self) -> None:
         """Let them go on."""
         self._ended.set()
-
-
-@pytest.fixture
-async def first_is_dead(quick: NewSettings, db: asyncpg.Connection, missing: str) -> None:
-    """Stage the first event for a topic that is missing, and let it die."""
-    await stage(db, numbered(missing, [0]))
-    async with relaying(quick()) as one:
-        await eventually(waits(db, [0]))
-        await one.stop()
-    await db.execute(
-        "UPDATE pipeline.outbox_rejected SET died_at = clock_timestamp(), reason = 'too large'"
-    )
 
 
 @pytest.mark.usefixtures("first_is_dead")
@@ -312,8 +308,8 @@ async def test_who_changes_events_waits_for_the_relay_and_is_cut_off_when_he_sto
     await bury(db, 1)
     relay, operator = await connect(), await connect()
     for change in (
-        store_of(DeadEvents, operator, patience=0.2).redrive(EVERYTHING),
-        store_of(DeadEvents, operator, patience=0.2).discard(EVERYTHING, operator="ann", why=""),
+        store_of(DeadEvents, operator, patience=0.2).redrive(EVERYTHING, REDRIVES),
+        store_of(DeadEvents, operator, patience=0.2).discard(EVERYTHING, Change("ann", "discard")),
     ):
         async with relay.transaction():
             await relay.execute("UPDATE pipeline.outbox_cursor SET token = token")
@@ -321,7 +317,7 @@ async def test_who_changes_events_waits_for_the_relay_and_is_cut_off_when_he_sto
                 await asyncio.wait_for(anext(change), PATIENCE)
     stopped = Stopped(operator)
     with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
-        await anext(store_of(DeadEvents, stopped, patience=0.2).redrive(EVERYTHING))
+        await anext(store_of(DeadEvents, stopped, patience=0.2).redrive(EVERYTHING, REDRIVES))
     assert await numbers(db) == {1}
     assert await discard(db) == [1]
 
@@ -516,7 +512,7 @@ async def test_discard_keeps_who_and_why(db: asyncpg.Connection, service: Comman
     told = (await service("events", "show", "2")).stdout
     assert "ann" in told
     assert "told Bob" in told
-    assert dead.DISCARDED in told
+    assert advice.DISCARDED in told
     again = await service("events", "discard", "2", "--because", "x", "--yes")
     assert (again.exit_code, "not dead, but discarded" in again.stderr) == (1, True)
     done = await service("events", "discard", "--because", "all of it", "--all", "--yes", "--json")

@@ -129,6 +129,42 @@ async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_en
     assert await histories(db) == {"ada": [1]}
 
 
+async def test_a_rollback_does_not_undo_that_the_lease_was_extended(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await waiting(new_desk, 1)
+    source = await claim(desk, lease=60)
+    await db.execute("UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp()")
+    has_ended: list[bool] = []
+
+    async def look() -> None:
+        has_ended.append(await _has_ended(db, source.lease))
+
+    bank.waits[1] = look
+    await handle(desk, source)
+    assert has_ended == [False]
+
+
+async def test_rows_that_a_dead_worker_can_not_have_read_are_handled_together(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk = await bank_with(new_desk, mode="deferred")
+    await desk.apply(*(Deposit(n) for n in range(1, 6)))
+    await claim(desk, lease=0.0)  # and die
+    a_batch = desk.lanes._settings.model_copy(update={"batch_size": 2})
+    monkeypatch.setattr(desk.lanes, "_settings", a_batch)
+    handle, together = desk.lanes._handle, list[int]()
+
+    async def count(lease: Lease, rows: Rows) -> Lease:
+        together.append(len(rows))
+        return await handle(lease, rows)
+
+    monkeypatch.setattr(desk.lanes, "_handle", count)
+    await desk.lanes.work_off()
+    assert together == [1, 1, 3]
+    assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
+
+
 async def test_a_claim_whose_answer_was_lost_is_no_death(
     new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,7 @@ BESIDES: dict[str, tuple[str, ...]] = {
     "service": (*THROTTLED, throttle_statements.ADD_TO_AUDIT),
     "relay": THROTTLED,
     "operator": BY_A_PERSON,
-    "retention": BY_RETENTION,
+    "retention": (*BY_RETENTION, throttle_statements.ADD_TO_AUDIT),
 }
 """Statements of other modules that a role executes."""
 

@@ -501,7 +501,6 @@ def test_a_process_that_is_stopped_for_longer_than_the_last_resort_goes_on() -> 
 
 UNREAD = """
 import logging
-import math
 from pipeline.observe import logs
 
 logs.configure(level="INFO", json=True, queues=True)
