@@ -5,7 +5,7 @@ from types import FunctionType
 from typing import Any, cast
 
 
-def using(function: Callable[..., Any], **names: object) -> Any:
+def using(function: Callable[..., Any], **names: Any) -> Any:
     """Return a copy of a function that finds these values under names of its module.
 
     aiokafka has no parameter for the classes of the objects that it creates. With the copy a
