@@ -168,7 +168,7 @@ def main(jobs: str, folder: str | None = None) -> None:
         count_messages()
     # Nothing may happen by the clock: valgrind takes forty times as long, a busy machine longer.
     tasks.SLICE_SECONDS = math.inf
-    publisher.AIOKafkaProducer = partial(_producer, publisher.AIOKafkaProducer)
+    vars(publisher)["KafkaProducer"] = partial(_producer, publisher.KafkaProducer)
     brokers._ACKNOWLEDGEMENT_SECONDS = 3_600.0
     database._CONNECT_SECONDS = database._COMMAND_SECONDS = 3_600.0
     counts = Path(folder) if folder else None

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import asyncpg
 import pytest
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
+from aiokafka import AIOKafkaProducer, ConsumerRecord
 from sqlalchemy import make_url
 
 from pipeline import Service
@@ -21,6 +21,7 @@ from pipeline.observe import logs
 from pipeline.observe.health import Health
 from pipeline.relay.relay import Relay
 from pipeline.runtime import Part, serve
+from pipeline.servers.consumer import KafkaConsumer
 from pipeline.settings import Settings
 
 from .contract.bank import Base
@@ -302,7 +303,7 @@ def records(kafka: str) -> Records:
 
     async def read(topic: str, count: int, patience: float = PATIENCE) -> list[ConsumerRecord]:
         found: list[ConsumerRecord] = []
-        async with AIOKafkaConsumer(
+        async with KafkaConsumer(
             topic, bootstrap_servers=kafka, auto_offset_reset="earliest"
         ) as one:
             until = asyncio.get_running_loop().time() + patience

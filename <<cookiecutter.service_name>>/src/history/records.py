@@ -122,7 +122,7 @@ async def reading(settings: Settings) -> AsyncIterator[Records]:
         isolation_level="read_committed",
     )
     try:
-        await clients.start(client)
+        await client.start()
         yield Records(client, settings.largest_batch)
     finally:
-        await clients.stop(client, _STOP_SECONDS)
+        await client.stop(_STOP_SECONDS)

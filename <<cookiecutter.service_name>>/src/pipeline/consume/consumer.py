@@ -4,7 +4,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterable
-from contextlib import suppress
 from time import monotonic, time
 
 from aiokafka import ConsumerRebalanceListener, TopicPartition
@@ -16,11 +15,12 @@ from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers import clients, topics
 from pipeline.servers.consumer import KafkaConsumer
+from pipeline.servers.member import GroupMember
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import sleep_or_event
 
 from .gathering import Gatherer
-from .reader import LARGEST_SHARE, Reader
+from .reader import LARGEST_SHARE, Reader, Share
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +80,13 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
                 self._settings.kafka,
                 unless=self._stopping.is_set,
                 report=lambda reason: self._health.not_ready("consumer", reason),
-            )(clients.start, client)
+            )(client.start)
             client.subscribe(sorted(self._topics), listener=self)
             while not self._stopping.is_set():
                 for reader in self._readers.values():
                     reader.raise_if_ended()
-                client.raise_if_ended()
-                self._commit_offsets()
                 self._check_brokers()
+                self._commit_offsets()
                 await self._check_topics()
                 await sleep_or_event(self._stopping, self._settings.offset_commit_interval)
             await self._stop_readers(None)  # `run` is cancelled if that takes too long
@@ -98,7 +97,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             try:
                 await self._stop_readers(0)
             finally:
-                await clients.stop(client, _ANSWER_SECONDS)
+                await client.stop(_ANSWER_SECONDS)
                 if self._committing is not None:
                     self._committing.cancel()
                 self._health.not_ready("consumer", "has left its group")
@@ -107,7 +106,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         """Make `run` end."""
         self._stopping.set()
 
-    def _new_client(self) -> KafkaConsumer:
+    def _new_client(self) -> GroupMember:
         session_timeout = round(self._settings.kafka_session_timeout * 1000)
         return KafkaConsumer(
             **clients.connection_options(self._settings),
@@ -134,10 +133,11 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         if self._stopping.is_set():
             return
         partitions = sorted(assigned)
-        self._client.hold(min(self._settings.share(len(partitions)), LARGEST_SHARE))
+        share = Share(min(self._settings.share(len(partitions)), LARGEST_SHARE))
+        self._client.hold(share.size)
         for partition in partitions:
             self._readers[partition] = Reader(
-                self._client, partition, self._consume, self._gatherer, self._health
+                self._client, partition, share, self._consume, self._gatherer, self._health
             )
         metrics.partitions_assigned.set(len(self._readers))
         self._has_joined = True
@@ -197,7 +197,10 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             self._committed |= offsets
 
     def _check_brokers(self) -> None:
-        """Report whether the brokers answer: while no records come, no error would show it."""
+        """Report whether the brokers answer: while no records come, no error would show it.
+
+        Raises the error with which a task of the client has ended.
+        """
         patience = _METADATA_SECONDS + _SLACK_SECONDS if self._has_joined else math.inf
         if rejection := self._client.rejection():
             self._rejection = (
@@ -212,19 +215,15 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             self._health.ready("consumer")
 
     async def _check_topics(self) -> None:
-        known = {topic for topic in self._topics if self._client.partitions_for_topic(topic)}
-        if known != self._topics:
-            # The client's metadata may be older than the topic.
-            with suppress(KafkaError, TimeoutError):
-                known |= await asyncio.wait_for(self._client.topics(), _ANSWER_SECONDS)
+        missing = await self._client.missing_topics(self._topics, _ANSWER_SECONDS)
         for topic in self._topics:
-            if topic in known:
+            if topic not in missing:
                 self._health.forget(f"topic {topic}")
             else:
                 self._health.not_ready(
                     f"topic {topic}",
                     topics.MAY_NOT_DESCRIBE
-                    if topic in self._client.hidden_topics
+                    if missing[topic]
                     else "does not exist: create it, or run `service topics create`",
                 )
 
@@ -235,8 +234,8 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
             readers = dict(self._readers)
             try:
                 # With one that has no leader the client would return none.
-                having = readers.keys() - self._client.without_leader(readers)
-                asked = self._client.stable_offsets([*having])
+                having = [one for one in readers if self._client.link(one) is not None]
+                asked = self._client.offsets("stable", having)
                 ends = await asyncio.wait_for(asked, _ANSWER_SECONDS)
             except Exception as error:  # an outage is reported by itself
                 log.debug("the lag is not measured: %s", describe_error(error))

@@ -1,7 +1,7 @@
 """The position of a partition: what was read before it, starts of processes, why it is blocked."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from traceback import clear_frames
 from typing import TypeVar
@@ -14,15 +14,14 @@ from pipeline.apply.positions import Anchor, PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.errors import StoreUnavailable, describe_error, is_infrastructure, summarize_error
 from pipeline.events.message import seconds_of
-from pipeline.servers.consumer import KafkaConsumer
 from pipeline.servers.database import autocommitting
-from pipeline.servers.record_batches import FetchedBatches, UnreadableBatch
+from pipeline.servers.member import Arrived, Bound, GroupMember
+from pipeline.servers.record_batches import UnreadableBatch
 from pipeline.servers.retrying import Attempts
 
 from .blockage import Blocked
 
 T = TypeVar("T")
-Offsets = Mapping[TopicPartition, int]
 
 _ANSWER_SECONDS = 5.0
 _UNDO_SECONDS = 1.0
@@ -46,7 +45,7 @@ class PartitionPosition:
     def __init__(
         self,
         slot: Slot,
-        client: KafkaConsumer,
+        client: GroupMember,
         consume: ConsumeTransactions,
         attempts: Callable[[str], Attempts],
     ) -> None:
@@ -97,8 +96,8 @@ class PartitionPosition:
         # Read before the offsets: another process may move it at any time.
         asked = self._attempts("reading the position")
         stored: positions.StoredPosition | None = await asked(self._query, positions.position)
-        first = await self._offset(self._client.beginning_offsets)
-        end = await self._offset(self._client.end_offsets)
+        first = await self._offset("first")
+        end = await self._offset("end")
         if stored is None:
             start = first if self._settings.consumer_start == "earliest" else end
             await self._attempts("storing the start")(self._query, positions.start_at, start)
@@ -124,7 +123,7 @@ class PartitionPosition:
         self._last, self._has_read = None, False
         self._client.seek(self._partition, self._anchor.offset if self._anchor else start)
 
-    def may_have_lost(self, batches: FetchedBatches | None) -> bool:
+    def may_have_lost(self, batches: Arrived | None) -> bool:
         """Return whether the partition had a gap, or another epoch, since it was last read."""
         link, epoch = self._link, self._epoch
         self._link = self._client.link(self._partition)
@@ -134,7 +133,7 @@ class PartitionPosition:
         return self._has_read and (self._link != link or epoch not in (-1, self._epoch))
 
     def recognized(
-        self, records: list[ConsumerRecord], start: int, batches: FetchedBatches | None
+        self, records: list[ConsumerRecord], start: int, batches: Arrived | None
     ) -> list[ConsumerRecord]:
         """Return the records from `start` on; raises `Blocked` if the anchor is another record."""
         anchor, before = self._anchor, [record for record in records if record.offset < start]
@@ -242,9 +241,10 @@ class PartitionPosition:
         async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
             return await statement(driver, self._slot, *arguments)
 
-    async def _offset(self, offsets: Callable[[list[TopicPartition]], Awaitable[Offsets]]) -> int:
+    async def _offset(self, bound: Bound) -> int:
         # The client itself waits for most of a minute on a dead connection.
-        found = await asyncio.wait_for(offsets([self._partition]), _ANSWER_SECONDS)
+        asked = self._client.offsets(bound, [self._partition])
+        found = await asyncio.wait_for(asked, _ANSWER_SECONDS)
         return found[self._partition]
 
     def _seek(self, to: int | str) -> str:

@@ -22,7 +22,7 @@ from pipeline.events.message import seconds_of
 from pipeline.handlers.policy import DIED, ProcessDied
 from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
-from pipeline.servers.consumer import KafkaConsumer
+from pipeline.servers.member import GroupMember
 from pipeline.servers.record_batches import UnreadableBatch
 from pipeline.servers.retrying import Attempts
 from pipeline.servers.tasks import end, sleep_or_event
@@ -45,13 +45,24 @@ _RECORD_BYTES = 2_048
 """About what the objects of a record take of a share."""
 
 
+class Share:
+    """What each of a member's readers may hold of its partition at a time."""
+
+    def __init__(self, size: int) -> None:
+        """`size`: of a batch, in bytes."""
+        self.size = size
+        self.exceeding = asyncio.Lock()
+        """Held by the one reader that may hold more."""
+
+
 class Reader:
     """One assigned partition: fetches batches and applies them, one after the other."""
 
     def __init__(
         self,
-        client: KafkaConsumer,
+        client: GroupMember,
         partition: TopicPartition,
+        share: Share,
         consume: ConsumeTransactions,
         gatherer: Gatherer,
         health: Health,
@@ -59,11 +70,12 @@ class Reader:
         """Start the task that reads."""
         self._client = client
         self._partition = partition
+        self._share = share
         self._consume = consume
         self._gatherer = gatherer
         self._settings = consume.settings
         self._health = health
-        self._memory: float = client.share
+        self._memory: float = share.size
         """Bytes that a batch may take: a share, or any number in the turn of this reader."""
         self._slot = Slot(consume.group, partition.topic, partition.partition)
         self._part = f"partition {partition.topic}/{partition.partition}"
@@ -161,7 +173,7 @@ class Reader:
         assert self.position is not None
         await self.limits.wait()
         with self._client.resting(self._partition):
-            await self._client.exceeding.acquire()
+            await self._share.exceeding.acquire()
         self._memory, is_over = inf, False
         ends_at = monotonic() + 2 * self._settings.kafka_session_timeout  # a fetch takes less
         try:
@@ -172,8 +184,8 @@ class Reader:
                 is_over = not self._left and (self.position >= until or monotonic() >= ends_at)
         finally:
             with self._client.resting(self._partition):
-                self._client.exceeding.release()
-            self._memory = self._client.share
+                self._share.exceeding.release()
+            self._memory = self._share.size
 
     async def _apply(self, part: PartitionBatch) -> None:
         await self.limits.take(part.batch, others_wait=self._memory == inf)  # for its turn
@@ -301,13 +313,12 @@ class Reader:
                     continue
                 # Unpacking the records may kill the process, so its start is counted before. When
                 # only the anchor has arrived there is nothing to count.
-                is_first = batches is not None and not self._has_begun
-                if is_first and (self._client.last_stable_offset(self._partition) or 0) > start:
-                    await self._stored_position.count_start(start)
                 if batches is not None:
+                    if not self._has_begun and (batches.stable or 0) > start:
+                        await self._stored_position.count_start(start)
                     careful = LARGEST_SHARE if self._suspected_deaths else inf
                     batches.room = int(min(self._settings.largest_batch, self._memory, careful))
-                of_share = 1 + self._client.share // _RECORD_BYTES
+                of_share = 1 + self._share.size // _RECORD_BYTES
                 most = int(min(self._pace.limit, of_share, self.limits.most))
                 try:
                     taken = await self._client.take(self._partition, most)

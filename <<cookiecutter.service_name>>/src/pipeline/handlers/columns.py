@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import Mapper
 from sqlalchemy.orm.attributes import instance_state
+from sqlalchemy.orm.base import DEFAULT_STATE_ATTR
 
 from pipeline.errors import UNSTORABLE
 
@@ -39,8 +40,6 @@ _IMMUTABLE = (sa.types.Numeric, sa.types.DateTime, sa.Enum, sa.String)
 _NO_OFFSET = timedelta(0)
 _ROUNDING = Context(prec=1_100, rounding=ROUND_HALF_UP)
 """Rounds as PostgreSQL does, whose declared precision is at most 1,000 digits."""
-_STATE = "_sa_instance_state"
-"""The attribute of a row in which SQLAlchemy has its state."""
 
 
 def cache_by_class(build: Callable[[type[Any]], T]) -> Callable[[type[Any]], T]:
@@ -153,7 +152,7 @@ def _checks(entity: type[Any]) -> dict[str, Callable[[Any], bool] | None] | None
         for column in columns.values()
     )
     known = dict.fromkeys(columns) if is_computed else checks
-    return {**known, _STATE: lambda _: True}
+    return {**known, DEFAULT_STATE_ATTR: lambda _: True}
 
 
 def _check(column: sa.Column[Any]) -> Callable[[Any], bool] | None:

@@ -6,12 +6,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 
 import asyncpg
-from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 
 from pipeline.errors import describe_error
 from pipeline.observe import metrics, traces
-from pipeline.servers import clients
+from pipeline.servers.clients import KafkaProducer, connection_options
 from pipeline.servers.patches import limit_wait_for_replicas
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
@@ -65,7 +64,7 @@ class Publisher:
         self._endings = deque(endings if settings.relay_transactional else endings[:1])
         compression = settings.relay_compression
         self._compression = None if compression == "none" else compression
-        self._producer: AIOKafkaProducer | None = None
+        self._producer: KafkaProducer | None = None
         self._stopping: set[asyncio.Task[None]] = set()
         self._unfenced: set[str] = set()
 
@@ -180,8 +179,8 @@ class Publisher:
         finally:
             self._stop_beside(producer)
 
-    def _stop_beside(self, producer: AIOKafkaProducer, seconds: float = _STOP_SECONDS) -> None:
-        stopping = asyncio.create_task(clients.stop(producer, seconds))
+    def _stop_beside(self, producer: KafkaProducer, seconds: float = _STOP_SECONDS) -> None:
+        stopping = asyncio.create_task(producer.stop(seconds))
         self._stopping.add(stopping)
         stopping.add_done_callback(self._stopping.discard)
 
@@ -189,10 +188,10 @@ class Publisher:
         """Close the producer; the next `send` starts another."""
         producer, self._producer = self._producer, None
         if producer is not None:
-            await clients.stop(producer, _STOP_SECONDS)
+            await producer.stop(_STOP_SECONDS)
         await asyncio.gather(*self._stopping)
 
-    async def _started(self) -> AIOKafkaProducer:
+    async def _started(self) -> KafkaProducer:
         if self._producer is not None:
             return self._producer
         for _ in range(len(self._endings)):
@@ -204,10 +203,10 @@ class Publisher:
                 self._endings.rotate()
         raise NotSent("no producer can start: brokers are silent, or a transaction has not ended")
 
-    async def _new_producer(self, owner: str) -> AIOKafkaProducer:
+    async def _new_producer(self, owner: str) -> KafkaProducer:
         transactional = self._settings.relay_transactional
-        producer = AIOKafkaProducer(
-            **clients.connection_options(self._settings),
+        producer = KafkaProducer(
+            **connection_options(self._settings),
             client_id=self._client_id,
             transactional_id=f"{self._client_id}-{owner}" if transactional else None,
             enable_idempotence=self._settings.relay_idempotent,
@@ -219,9 +218,9 @@ class Publisher:
         )
         limit_wait_for_replicas(producer, REPLICATED_WITHIN)
         try:
-            await clients.start(producer)
+            await producer.start()
         except BaseException:
-            await clients.stop(producer, _STOP_SECONDS)
+            await producer.stop(_STOP_SECONDS)
             raise
         return producer
 
@@ -247,7 +246,7 @@ class Publisher:
         return [Chain(*place, found) for place, found in placed.items()]
 
 
-async def _send_chain(producer: AIOKafkaProducer, chain: Chain, sending: Sending) -> bool:
+async def _send_chain(producer: KafkaProducer, chain: Chain, sending: Sending) -> bool:
     """Send until all is acknowledged or a rejection ends it.
 
     Returns whether a batch was rejected that was sent: what is left needs a new producer.

@@ -1,24 +1,44 @@
-"""Clients of Kafka: their connection options, and a start and stop that leave no task behind."""
+"""Clients of Kafka, and their connection options: none leaves a task behind when it stops.
 
-import asyncio
+If `start` raises an error it can be called again, and `stop` has to be called otherwise.
+"""
+
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
-from aiokafka.errors import KafkaConnectionError
 
 from pipeline.settings import Settings
 
 from .consumer import KafkaConsumer
 from .credentials import Credentials
-from .patches import Client, cancel_batches, close_bootstrap_connection, rejections
+from .patches import Client, cancel_batches, stop_within
+from .subclassing import using
 
 _ANSWERS_WITHIN = 40.0
 """Seconds; aiokafka's own default."""
-_CANCEL_SECONDS = 1.0
-"""How long the tasks of a client have to end after it was cut off from the brokers."""
+
+_init_producer = using(AIOKafkaProducer.__init__, AIOKafkaClient=Client)
+_init_admin = using(AIOKafkaAdminClient.__init__, AIOKafkaClient=Client)
+
+
+class KafkaProducer(AIOKafkaProducer):  # type: ignore[misc]  # it has no types
+    """aiokafka's producer with the patches."""
+
+    def __init__(self, **options: Any) -> None:
+        _init_producer(self, **options)
+
+    async def stop(self, seconds: float | None = None) -> None:
+        """Send what is left and stop; after `seconds` abort it. None: no limit."""
+        await stop_within(seconds, super().stop(), self.client, partial(cancel_batches, self))
+
+
+class _Admin(AIOKafkaAdminClient):  # type: ignore[misc]  # it has no types
+    def __init__(self, **options: Any) -> None:
+        _init_admin(self, **options)
 
 
 def connection_options(settings: Settings) -> dict[str, Any]:
@@ -47,7 +67,7 @@ async def offsets_client(
     options = connection_options(settings)
     client = KafkaConsumer(**options, group_id=group, enable_auto_commit=False)
     try:
-        await start(client)
+        await client.start()
         yield client
     finally:
         await client.stop()
@@ -62,49 +82,9 @@ async def admin_client(
     `answer_within` is the limit of each request, in seconds. Raises `KafkaError`.
     """
     options = connection_options(settings)
-    admin = AIOKafkaAdminClient(**options, request_timeout_ms=round(answer_within * 1_000))
+    admin = _Admin(**options, request_timeout_ms=round(answer_within * 1_000))
     try:
-        await start(admin)
+        await admin.start()
         yield admin
     finally:
         await admin.close()
-
-
-async def start(one: AIOKafkaProducer | AIOKafkaConsumer | AIOKafkaAdminClient) -> None:
-    """Start a client. If this raises, it can be started again, and has to be stopped otherwise.
-
-    Raises `KafkaConnectionError`, with the reason of brokers that answer and reject the client.
-    """
-    found: dict[str, str] = {}
-    Client.of(one).rejections = found
-    token = rejections.set(found)
-    try:
-        await one.start()
-    except BaseException as error:
-        close_bootstrap_connection(error)
-        if found and isinstance(error, KafkaConnectionError):
-            reasons = "; ".join(f"{broker}: {reason}" for broker, reason in found.items())
-            raise KafkaConnectionError(f"no broker accepts the client: {reasons}") from error
-        raise
-    finally:
-        rejections.reset(token)
-
-
-async def stop(one: AIOKafkaProducer | AIOKafkaConsumer, seconds: float) -> None:
-    """Stop a client; if that takes longer than `seconds`, abort its connections and requests."""
-    client = Client.of(one)
-    stopping = asyncio.create_task(one.stop())
-    try:
-        await asyncio.wait({stopping}, timeout=seconds)
-    finally:
-        if not stopping.done():
-            client.cut_off()
-            await asyncio.wait({stopping}, timeout=_CANCEL_SECONDS)
-        if isinstance(one, AIOKafkaProducer):
-            cancel_batches(one)
-        if not stopping.done():
-            await asyncio.wait({stopping}, timeout=_CANCEL_SECONDS)
-            stopping.cancel()
-        await client.close()
-    with suppress(asyncio.CancelledError):
-        await stopping

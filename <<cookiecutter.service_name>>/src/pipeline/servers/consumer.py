@@ -1,12 +1,8 @@
-"""A consumer of aiokafka that lets brokers gather records, and answers what the engine asks it.
-
-aiokafka sends a fetch as soon as the one before is answered. At some hundred records a second each
-has a record or two, at the cost of one with fifty, and of a transaction.
-"""
+"""The engine's `GroupMember` by aiokafka: a consumer that lets brokers gather records."""
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from copy import copy
 from itertools import chain
@@ -14,13 +10,15 @@ from typing import Any, ClassVar
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.client import ConnectionGroup
-from aiokafka.consumer import consumer, fetcher
-from aiokafka.consumer.group_coordinator import GroupCoordinator
+from aiokafka.consumer import fetcher
 from aiokafka.errors import ConsumerStoppedError, KafkaError, for_code
 from aiokafka.protocol.commit import OffsetFetchRequest
 from aiokafka.protocol.metadata import MetadataRequest
 
+from .member import Bound
+from .patches import Client, Coordinator, stop_within
 from .record_batches import FetchedBatches, FetchedRecords
+from .subclassing import using
 
 MAX_WAIT_MS, IDLE_MAX_WAIT_MS = 100, 1000
 """How long a broker waits for records before it answers that there are none. A partition whose
@@ -41,11 +39,30 @@ _FETCH_BYTES = 4 * 2**20
 """Largest fetch of a partition: several batches of small records. Its last batch is only partly
 full, and applying that takes too little time to decode a full one meanwhile."""
 
-fetcher.MemoryRecords, fetcher.PartitionRecords = FetchedBatches, FetchedRecords
+_LEVELS = {"end": fetcher.READ_UNCOMMITTED, "stable": fetcher.READ_COMMITTED}
+
+_process_fetch = using(
+    fetcher.Fetcher._proc_fetch_request,
+    MemoryRecords=FetchedBatches,
+    PartitionRecords=FetchedRecords,
+)
 
 
 class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
-    """A fetcher that lets the brokers gather records while many arrive, one by one."""
+    """A fetcher that lets brokers gather records, wakes one reader, and times their answers.
+
+    What is wrong: aiokafka sends a fetch as soon as the one before is answered. At some hundred
+    records a second each has a record or two, at the cost of one with fifty. Records of any
+    partition wake the waiters of all. And a consumer reads on at its offset if a topic was created
+    again, or a leader has lost records, and others are in their place: it asks neither for the
+    topic's id (KIP-516) nor where its leader epoch ends (KIP-320).
+
+    To see it: send 500 records a second, one by one, and count the fetches; delete a topic that is
+    read, and create it again.
+
+    The change: a pause between fetches grows with the rate of records, a waiter is of one
+    partition, and `answers` has the gaps behind which `PartitionPosition` compares a record.
+    """
 
     awaited: ClassVar[dict[asyncio.Future[None], TopicPartition]] = {}
     """The partition whose records each waiting reader wants, of whatever fetcher."""
@@ -87,7 +104,7 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
         for one in asked:
             assignment.state_value(one).timestamp = None
         sent = self._loop.time()
-        has_records: bool = await super()._proc_fetch_request(assignment, node_id, request)
+        has_records: bool = await _process_fetch(self, assignment, node_id, request)
         now = self._loop.time()
         for one in asked:
             since, last, took = self.answers.get(one, (now, now, 0.0))
@@ -100,58 +117,41 @@ class Fetcher(fetcher.Fetcher):  # type: ignore[misc]  # it has no types
         return has_records
 
 
-consumer.Fetcher = Fetcher
-
-
-class Coordinator(GroupCoordinator):  # type: ignore[misc]  # it has no types
-    """A member that is fenced if another process takes its `group.instance.id`."""
-
-    member_id: str
-    _joined_again = ""
-    """The member id with which it joined once more, to learn whether it leads the group."""
-
-    def reset_generation(self) -> None:
-        member_id = self.member_id
-        super().reset_generation()
-        if self._group_instance_id and self._heartbeat_task is not None:
-            # With its member id the broker rejects a member that was replaced; without, it would
-            # replace its successor.
-            self.member_id = member_id
-
-    async def _do_rejoin_group(self, subscription: Any) -> bool:
-        before = self._joined_again
-        has_joined: bool = await super()._do_rejoin_group(subscription)
-        return has_joined and self._joined_again == before
-
-    async def _on_join_complete(self, generation: int, member_id: str, *assigned: Any) -> None:
-        is_follower = self._group_subscription is None
-        if self._group_instance_id and is_follower and member_id != self._joined_again:
-            # The broker tells a leader that has restarted that it leads only when it joins again.
-            self._joined_again = member_id
-            self.request_rejoin()
-        else:
-            await super()._on_join_complete(generation, member_id, *assigned)
-
-
-consumer.GroupCoordinator = Coordinator
+_init = using(AIOKafkaConsumer.__init__, AIOKafkaClient=Client)
 
 
 class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
-    """A consumer that polls less often while no records come, which is most of its cost then."""
+    """A consumer that polls less often without records, and reports what prevents it from reading.
 
+    What is wrong: a consumer for which no records come polls the brokers as often as any other,
+    which is most of its cost then, and does not report that its fetching task has ended, or that
+    brokers do not answer. One that may not join its group reports that to a call that waits for
+    records, and waits for such a call before it tries again (`_push_error_to_user`): without an
+    assigned partition there is none.
+
+    To see it: count the fetches of an idle consumer; stop its brokers; deny it its group.
+
+    The change: the wait of a fetch depends on whether records came, and `problem` and `rejection`
+    can be called at any time.
+    """
+
+    start = using(AIOKafkaConsumer.start, Fetcher=Fetcher, GroupCoordinator=Coordinator)
     _busy_until = 0.0
 
-    def hold(self, share: int) -> None:
-        """Fetch no more than a share of each partition, or one larger batch.
+    def __init__(self, *topics: str, **options: Any) -> None:
+        _init(self, *topics, **options)
 
-        The lock `exceeding` is for those that hold more of a partition.
-        """
-        self.share, self.exceeding = share, asyncio.Lock()
+    async def stop(self, seconds: float | None = None) -> None:
+        """See `GroupMember`; without `seconds` there is no limit."""
+        await stop_within(seconds, super().stop(), self._client)
+
+    def hold(self, share: int) -> None:
+        """See `GroupMember`."""
         self._fetcher._max_partition_fetch_bytes = min(share, _FETCH_BYTES)
 
     @contextmanager
     def resting(self, partition: TopicPartition) -> Iterator[None]:
-        """Hold and fetch nothing of the partition in the block; then go on where it was."""
+        """See `GroupMember`."""
         with suppress(Exception):  # it may be revoked
             self.pause(partition)
         self._fetcher._records.pop(partition, None)
@@ -160,20 +160,18 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
             self.resume(partition)
         self._fetcher._notify(self._fetcher._wait_consume_future)
 
-    def link(self, partition: TopicPartition) -> object:
+    def link(self, partition: TopicPartition) -> object | None:
         """Return the leader of the partition, the connection to it, and since when it has answered
-        without a gap."""
+        without a gap; see `GroupMember`."""
         node = self._client.cluster.leader_for_partition(partition)
+        if node in (None, -1):
+            return None
         connection = self._client._conns.get((node, ConnectionGroup.DEFAULT))
         since, *_ = self._fetcher.answers.get(partition, (None,))
         return node, connection, since
 
     async def arrival(self, partition: TopicPartition, until: float) -> FetchedBatches | None:
-        """Wait for batches of the partition; `take` unpacks them, this doesn't.
-
-        It is woken only by those of its own partition. Returns None after `until`, a time of the
-        event loop, and if `take` will raise an error.
-        """
+        """See `GroupMember`; it is woken only by batches of its own partition."""
         fetching = self._fetcher
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -188,12 +186,13 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
         if not isinstance(arrived, fetcher.FetchResult):
             return None
         batches: FetchedBatches = arrived._partition_records._records
+        batches.stable = self.last_stable_offset(partition)
         return batches
 
     async def take(self, partition: TopicPartition, most: int) -> list[ConsumerRecord]:
-        """Return records of the partition that have arrived, so many at most; it does not wait.
+        """See `GroupMember`.
 
-        It stands in for `getmany`, which libraries for tracing wrap: they fail over some headers.
+        It replaces `getmany`, which libraries for tracing wrap: they fail at some headers.
         """
         if self._closed:
             raise ConsumerStoppedError
@@ -208,34 +207,28 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
         self._fetcher._fetch_max_wait_ms = MAX_WAIT_MS if is_busy else IDLE_MAX_WAIT_MS
         return found
 
-    async def end_offsets(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
-        """Return the offset in each partition at which the next record will be written."""
-        return await self._ends(partitions, fetcher.READ_UNCOMMITTED)
-
-    async def stable_offsets(
-        self, partitions: Sequence[TopicPartition]
+    async def offsets(
+        self, bound: Bound, partitions: Sequence[TopicPartition]
     ) -> dict[TopicPartition, int]:
-        """Return the offset in each partition before which no producer's transaction is open.
-
-        `read_committed` reads up to there. If no transaction is open it is the end.
-        """
-        return await self._ends(partitions, fetcher.READ_COMMITTED)
-
-    async def _ends(
-        self, partitions: Sequence[TopicPartition], level: int
-    ) -> dict[TopicPartition, int]:
-        asking = copy(self._fetcher)  # the fetcher itself goes on reading at its own level
-        asking._isolation_level = level
-        found: dict[TopicPartition, int] = await asking.end_offsets(
-            partitions, self._request_timeout_ms
-        )
+        """See `GroupMember`."""
+        found: dict[TopicPartition, int]
+        if bound == "first":
+            found = await self.beginning_offsets(partitions)
+        else:
+            asking = copy(self._fetcher)  # the fetcher itself continues to read at its level
+            asking._isolation_level = _LEVELS[bound]
+            found = await asking.end_offsets(partitions, self._request_timeout_ms)
         return found
 
-    @property
-    def hidden_topics(self) -> set[str]:
-        """Topics of the subscription that the user may not describe, whether they exist or not."""
-        hidden: set[str] = self._client.cluster.unauthorized_topics
-        return hidden
+    async def missing_topics(self, topics: Set[str], seconds: float) -> dict[str, bool]:
+        """See `GroupMember`."""
+        known = {topic for topic in topics if self.partitions_for_topic(topic)}
+        if known != topics:
+            # The client's metadata may be older than the topic.
+            with suppress(KafkaError, TimeoutError):
+                known |= await asyncio.wait_for(self.topics(), seconds)
+        hidden = self._client.cluster.unauthorized_topics
+        return {topic: topic in hidden for topic in topics - known}
 
     async def offset_metadata(self, topics: Collection[str]) -> set[str]:
         """Return the texts beside the offsets that the group has committed of these topics."""
@@ -254,15 +247,12 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
         answer = await self._client.send(node, MetadataRequest([], False))
         return getattr(answer, "cluster_id", None)
 
-    def raise_if_ended(self) -> None:
-        """Raise the error with which the task of the fetcher or the coordinator has ended."""
+    def rejection(self) -> KafkaError | None:
+        """See `GroupMember`."""
         if self._fetcher.error_future.done():
             self._fetcher.error_future.result()
         if (coordinating := self._coordinator._coordination_task).done():
             coordinating.result()
-
-    def rejection(self) -> KafkaError | None:
-        """Return why the group has rejected this member since the last call; it tries again."""
         try:
             self._coordinator.check_errors()
         except KafkaError as error:
@@ -270,21 +260,14 @@ class KafkaConsumer(AIOKafkaConsumer):  # type: ignore[misc]  # it has no types
         return None
 
     def problem(self, partitions: Iterable[TopicPartition], patience: float) -> str | None:
-        """Return why the brokers can't be used, from the state of the client; None if they can.
-
-        `patience`: seconds since the last answer after which they count as unavailable, of a client
-        that has joined its group. While it joins it does not notice that they are.
-        """
+        """See `GroupMember`. While it joins, it does not notice that brokers are unavailable."""
         cluster = self._client.cluster
         silence = time.time() - cluster._last_successful_refresh_ms / 1_000
         if silence > patience:
             return f"the brokers have not answered for {silence:.0f} s{self._client.reasons}"
         if self._coordinator.coordinator_id is None:
             return f"the group has no coordinator{self._client.reasons}"
-        leaderless = [f"{one.topic}/{one.partition}" for one in self.without_leader(partitions)]
+        leaderless = [
+            f"{one.topic}/{one.partition}" for one in partitions if self.link(one) is None
+        ]
         return f"no leader for {', '.join(sorted(leaderless))}" if leaderless else None
-
-    def without_leader(self, partitions: Iterable[TopicPartition]) -> set[TopicPartition]:
-        """Return the partitions that have no leader, as far as the client knows."""
-        leader = self._client.cluster.leader_for_partition
-        return {one for one in partitions if leader(one) in (None, -1)}

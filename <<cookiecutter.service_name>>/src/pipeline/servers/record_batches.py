@@ -1,8 +1,13 @@
-"""Batches of records: unpacked to no more than a limit, and read whatever the names of headers are.
+"""Batches are unpacked without a limit, and not read at all if a header's name is not UTF-8.
 
-aiokafka unpacks a batch without a limit, and a few hundred kilobytes may take all memory. And it
-decodes the names of headers as UTF-8, which no broker requires: at a record with another name it
-raises at every attempt, and nothing behind it would ever be read.
+What is wrong: aiokafka unpacks a batch without a limit, and a few hundred kilobytes may take all
+memory. And it decodes the names of headers as UTF-8, which no broker requires: at a record with
+another name it raises at every attempt, and nothing behind it is ever read.
+
+To see it: send a batch of zeros with gzip; send a header whose name is the byte FF.
+
+The change: a batch is unpacked to at most its room, or raises an error that has its offsets. Bytes
+of a name that are not UTF-8 become surrogates.
 """
 
 from collections.abc import Iterator
@@ -61,7 +66,7 @@ class FetchedRecords(PartitionRecords):  # type: ignore[misc]  # it has no types
 
 
 class FetchedBatches:
-    """The batches of a fetch; takes the place of aiokafka's `MemoryRecords`."""
+    """The batches of a fetch, in place of aiokafka's `MemoryRecords`; a `member.Arrived`."""
 
     room = 128 * 2**20
     """Bytes to which its next batches may unpack together."""
@@ -71,6 +76,8 @@ class FetchedBatches:
         self._at = 0
         self._records = MemoryRecords(bytes(data))
         self.is_over = False
+        self.stable: int | None = None
+        """See `member.Arrived`."""
         self.epoch, self.whole = -1, range(0)
         """The first batch's leader epoch, and its offsets unless compaction has removed some."""
         if len(data) >= _HEADER and not _is_old(self._data):

@@ -112,10 +112,10 @@ async def describe(settings: Settings, names: Iterable[str]) -> Topics:
                 [ConfigResource(ConfigResourceType.TOPIC, name) for name in there]
             )
         async with clients.offsets_client(settings) as client:
-            first = await client.beginning_offsets(partitions)
-            end = await client.end_offsets(partitions)
+            first = await client.offsets("first", partitions)
+            end = await client.offsets("end", partitions)
             # Queried last, so that records written meanwhile don't look like an open transaction.
-            stable = await client.stable_offsets(partitions)
+            stable = await client.offsets("stable", partitions)
     resources = [one for answer in answers for one in answer.resources]
     configs = {name: {entry[0]: entry[1] for entry in entries} for *_, name, entries in resources}
     unreadable = {name: for_code(code).__name__ for code, _, _, name, _ in resources if code}

@@ -16,11 +16,11 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord
 
 from pipeline import Event, Transaction
 from pipeline.apply.item import Item
+from pipeline.consume.reader import Share
 from pipeline.errors import StoreUnavailable
 from pipeline.handlers.staged import StagedEvent
 from pipeline.handlers.staging import Outbox
 from pipeline.observe.health import Health
-from pipeline.servers.consumer import KafkaConsumer
 
 from .bank import Bank
 from .conftest import Command, position_reaches
@@ -295,13 +295,13 @@ async def test_turns_of_other_partitions_come_in_between(
     kafka: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clients, hold, door = list[KafkaConsumer](), KafkaConsumer.hold, Door()
+    shares, door = list[Share](), Door()
 
-    def noted(client: KafkaConsumer, share: int) -> None:
-        clients.append(client)
-        hold(client, share)
+    def noted(size: int) -> Share:
+        shares.append(Share(size))
+        return shares[-1]
 
-    monkeypatch.setattr(KafkaConsumer, "hold", noted)
+    monkeypatch.setattr("pipeline.consume.consumer.Share", noted)
     # A call takes an hour; a fetch, which may have to be repeated, takes no time.
     monkeypatch.setattr("pipeline.consume.reader.monotonic", lambda: 3_600 * len(four.calls))
     four.waits = dict.fromkeys((1, 4, 7), door.pass_through)
@@ -314,7 +314,7 @@ async def test_turns_of_other_partitions_come_in_between(
         return await histories(db) == wanted
 
     def others_wait() -> bool:
-        return door.waiting == 1 and len(clients[-1].exceeding._waiters or ()) == 2
+        return door.waiting == 1 and len(shares[-1].exceeding._waiters or ()) == 2
 
     async with running(four.service, batch_size=1, **SHARE):
         await eventually(others_wait)

@@ -1,6 +1,7 @@
 """Kafka's clients leave nothing behind, however they are stopped and whatever the brokers do."""
 
 import asyncio
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from uuid import uuid4
@@ -8,7 +9,8 @@ from uuid import uuid4
 import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
-from pipeline.servers import clients, patches
+from pipeline.servers import patches
+from pipeline.servers.clients import KafkaProducer
 from pipeline.servers.consumer import IDLE_MAX_WAIT_MS, MAX_WAIT_MS, KafkaConsumer
 
 from .kafka_wire import Api, Wire
@@ -33,17 +35,17 @@ async def wire(kafka: str) -> AsyncIterator[Wire]:
         await eventually(nothing_is_left)
 
 
-def new_client(kind: str, wire: Wire) -> AIOKafkaConsumer | AIOKafkaProducer:
+def new_client(kind: str, wire: Wire) -> KafkaConsumer | KafkaProducer:
     """Return a client that waits for an answer for longer than a test lasts."""
     name = f"test-{uuid4().hex[:12]}"
     common = {"bootstrap_servers": wire.address, "request_timeout_ms": 300_000}
     match kind:
         case "consumer":
-            return AIOKafkaConsumer(group_id=name, **common)
+            return KafkaConsumer(group_id=name, **common)
         case "transactional producer":
-            return AIOKafkaProducer(transactional_id=name, **common)
+            return KafkaProducer(transactional_id=name, **common)
         case _:
-            return AIOKafkaProducer(enable_idempotence=True, **common)
+            return KafkaProducer(enable_idempotence=True, **common)
 
 
 class Reset:
@@ -70,7 +72,7 @@ async def test_a_consumer_and_a_producer_go_on_after_uvloop_would_not_write(
         KafkaConsumer(
             topic, bootstrap_servers=kafka, auto_offset_reset="earliest", metadata_max_age_ms=500
         ) as consumer,
-        AIOKafkaProducer(bootstrap_servers=kafka) as producer,
+        KafkaProducer(bootstrap_servers=kafka) as producer,
     ):
         for number in range(2):
             await producer.send_and_wait(topic, b"%d" % number)
@@ -97,12 +99,12 @@ async def test_a_client_that_is_cancelled_while_it_starts_leaves_nothing_behind(
 ) -> None:
     wire.ignore(api)
     one = new_client(kind, wire)
-    starting = asyncio.create_task(clients.start(one))
+    starting = asyncio.create_task(one.start())
     await eventually(lambda: wire.ignored > 0)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError) as cancelled:
         await starting
-    await clients.stop(one, seconds=5)
+    await one.stop(5)
     await eventually(lambda: wire.is_unused)
     # What the error still refers to was closed by us then, and not by the garbage collector.
     assert cancelled.tb is not None
@@ -115,7 +117,7 @@ async def test_a_producer_whose_broker_does_not_let_it_finish_is_cut_off(
 ) -> None:
     topic = await new_topic()
     one = new_client(kind, wire)
-    await clients.start(one)
+    await one.start()
     await one.partitions_for(topic)
     match hindrance:
         case "hangs":
@@ -133,7 +135,7 @@ async def test_a_producer_whose_broker_does_not_let_it_finish_is_cut_off(
     batch = one.create_batch()
     batch.append(timestamp=None, key=b"ada", value=b"{}", headers=[])
     sent = await one.send_batch(batch, topic, partition=0)
-    await clients.stop(one, seconds=0.2)
+    await one.stop(0.2)
     wire.go_on()
     await asyncio.wait({sent}, timeout=PATIENCE)
     assert sent.cancelled() or sent.exception()
@@ -144,11 +146,11 @@ async def test_a_consumer_whose_farewell_nobody_hears_is_cut_off(
 ) -> None:
     topic = await new_topic()
     one = new_client("consumer", wire)
-    await clients.start(one)
+    await one.start()
     one.subscribe([topic])
     await eventually(lambda: bool(one.assignment()))
     wire.ignore(Api.LEAVE_GROUP)
-    await clients.stop(one, seconds=2)  # enough to send it
+    await one.stop(2)  # enough to send it
     assert wire.ignored == 1
 
 
@@ -158,7 +160,7 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
     monkeypatch.setattr("pipeline.servers.consumer._BUSY_SECONDS", 0.5)
     topic = await new_topic()
     one = KafkaConsumer(topic, bootstrap_servers=wire.address, auto_offset_reset="earliest")
-    await clients.start(one)
+    await one.start()
 
     async def taken(seconds: float) -> list[Any]:
         partition = TopicPartition(topic, 0)
@@ -178,7 +180,7 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
     assert await taken(PATIENCE)
     await asks_after(MAX_WAIT_MS)
     await asks_after(IDLE_MAX_WAIT_MS)
-    await clients.stop(one, seconds=5)
+    await one.stop(5)
 
 
 async def test_a_partition_that_rests_takes_no_memory_and_goes_on_where_it_was(
@@ -222,7 +224,9 @@ async def test_a_start_that_is_cancelled_leaves_its_connection_open_without_the_
     await one.stop()
     await asyncio.sleep(0.2)
     assert not wire.is_unused
-    patches.close_bootstrap_connection(cancelled.value)
+    frames = [frame.f_locals for frame, _ in traceback.walk_tb(cancelled.value.__traceback__)]
+    (connection,) = (names["bootstrap_conn"] for names in frames if "bootstrap_conn" in names)
+    connection.close()
 
 
 async def test_a_producer_whose_broker_hangs_does_not_stop_without_the_patch(
@@ -239,7 +243,7 @@ async def test_a_producer_whose_broker_hangs_does_not_stop_without_the_patch(
     stopping = asyncio.create_task(one.stop())
     await asyncio.wait({stopping}, timeout=1)
     assert not stopping.done()
-    patches.Client.of(one).cut_off()
+    patches.cut_off(one.client)
     patches.cancel_batches(one)
     await asyncio.wait({stopping, sent}, timeout=PATIENCE)
 
@@ -250,11 +254,11 @@ async def test_a_consumer_for_which_nothing_comes_asks_as_often_without_the_patc
     """A test that fails says that the patch can go."""
     topic = await new_topic()
     one = AIOKafkaConsumer(topic, bootstrap_servers=wire.address, fetch_max_wait_ms=50)
-    await clients.start(one)
+    await one.start()
     for _ in range(10):
         assert not await one.getmany(timeout_ms=100)
     assert set(wire.waits) == {50}
-    await clients.stop(one, seconds=5)
+    await one.stop()
 
 
 async def test_a_consumer_that_its_group_rejects_does_not_try_again_without_the_patch(
@@ -262,30 +266,29 @@ async def test_a_consumer_that_its_group_rejects_does_not_try_again_without_the_
 ) -> None:
     """A test that fails says that the patch can go."""
     one = AIOKafkaConsumer(group_id="rejected", bootstrap_servers=wire.address)
-    await clients.start(one)
+    await one.start()
     wire.refuse_members(30)
     one.subscribe([await new_topic()])
     await eventually(lambda: one._coordinator._pending_exception is not None)
     wire.go_on()
     await asyncio.sleep(1)
     assert not one.assignment()
-    await clients.stop(one, seconds=5)
+    await one.stop()
 
 
+@pytest.mark.parametrize("kind", [AIOKafkaProducer, KafkaProducer])
 async def test_a_client_whose_brokers_have_moved_does_not_find_them_without_the_patch(
-    wire: Wire, kafka: str, unused_tcp_port: int
+    wire: Wire, kafka: str, unused_tcp_port: int, kind: Any
 ) -> None:
     """A test that fails says that the patch can go."""
     host, _, port = wire.address.rpartition(":")
     async with proxy(host, int(port), listen=unused_tcp_port):
-        one = AIOKafkaProducer(bootstrap_servers=f"{host}:{unused_tcp_port}")
+        one = kind(bootstrap_servers=f"{host}:{unused_tcp_port}")
         await one.start()
     wire.shut()
     async with (
         Wire(kafka).listening() as new,
         proxy(host, int(new.address.rpartition(":")[2]), listen=unused_tcp_port),
     ):
-        assert not await one.client.force_metadata_update()
-        patches.Client.of(one)
-        assert await one.client.force_metadata_update()
+        assert await one.client.force_metadata_update() == (kind is KafkaProducer)
         await one.stop()

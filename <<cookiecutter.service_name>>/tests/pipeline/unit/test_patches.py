@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from aiokafka import AIOKafkaProducer, TopicPartition, conn, errors
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition, conn, errors
 from aiokafka.client import AIOKafkaClient
 from aiokafka.consumer import fetcher
 from aiokafka.errors import CorruptRecordException, KafkaConnectionError
@@ -20,11 +20,23 @@ from aiokafka.protocol.metadata import MetadataRequest
 from aiokafka.record.memory_records import MemoryRecords
 
 from pipeline.servers import consumer, patches
+from pipeline.servers.subclassing import using
 
 from .test_record_batches import LARGE, batch
 from tests.servers.waiting import PATIENCE
 
-PlainConnection: Any = patches.Connection.__base__
+
+def test_a_function_that_no_longer_uses_a_class_fails_at_import() -> None:
+    with pytest.raises(TypeError, match=r"AIOKafkaConsumer.start of aiokafka no longer uses"):
+        using(AIOKafkaConsumer.start, AIOKafkaClient=patches.Client)
+
+
+async def test_aiokafkas_own_clients_stay_as_they_are() -> None:
+    plain, ours = AIOKafkaConsumer(group_id="a"), consumer.KafkaConsumer(group_id="a")
+    assert type(plain._client) is AIOKafkaClient
+    assert type(ours._client) is patches.Client
+    for one in (plain, ours):
+        await one.stop()
 
 
 class Reset:
@@ -35,7 +47,8 @@ class Reset:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [(PlainConnection, RuntimeError), (patches.Connection, KafkaConnectionError)]
+    ("kind", "error"),
+    [(conn.AIOKafkaConnection, RuntimeError), (patches.Connection, KafkaConnectionError)],
 )
 async def test_a_write_to_a_connection_that_was_reset_is_no_error_of_kafkas_without_the_patch(
     kind: Any, error: type[Exception]
@@ -49,24 +62,30 @@ async def test_a_write_to_a_connection_that_was_reset_is_no_error_of_kafkas_with
     connection._writer = None
 
 
-async def test_why_a_broker_cannot_be_used_is_not_raised_without_the_patch(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (AIOKafkaClient, "Unable to bootstrap"),
+        (patches.Client, "no broker accepts the client: .*SSL"),
+    ],
+)
+async def test_why_a_broker_rejects_the_client_is_not_raised_without_the_patch(
+    kind: Any, text: str
 ) -> None:
-    monkeypatch.setattr(conn, "AIOKafkaConnection", PlainConnection)
-
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"no TLS here")
         writer.close()
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        client = AIOKafkaClient(
+        client = kind(
             bootstrap_servers=f"127.0.0.1:{server.sockets[0].getsockname()[1]}",
             security_protocol="SSL",
             ssl_context=ssl.create_default_context(),
         )
-        with pytest.raises(KafkaConnectionError, match="Unable to bootstrap") as raised:
+        with pytest.raises(KafkaConnectionError, match=text) as raised:
             await client.bootstrap()
-    assert raised.value.__cause__ is raised.value.__context__ is None
+    is_patched = kind is patches.Client
+    assert (raised.value.__cause__ is not None) == is_patched
     await client.close()
 
 
@@ -142,7 +161,7 @@ def waiting() -> tuple[consumer.KafkaConsumer, consumer.Fetcher]:
     fetching._loop, fetching._closed = asyncio.get_running_loop(), False
     fetching._records, fetching._fetch_waiters = {}, set()
     one = consumer.KafkaConsumer.__new__(consumer.KafkaConsumer)
-    one._fetcher = fetching
+    one._fetcher, one.last_stable_offset = fetching, lambda _: 7
     return one, fetching
 
 
@@ -159,7 +178,7 @@ async def test_records_wake_the_readers_of_other_partitions_without_the_patch() 
     reading: asyncio.Task[Any] = asyncio.create_task(client.arrival(one, until))
     await asyncio.sleep(0)
     (waiter,) = fetching._fetch_waiters
-    batches = object()
+    batches = SimpleNamespace()
     for partition in (other, one):
         assert not reading.done()
         fetching._records[partition] = arrived(partition, batches)
@@ -167,6 +186,7 @@ async def test_records_wake_the_readers_of_other_partitions_without_the_patch() 
         assert waiter.done() == (partition == one)
         await asyncio.sleep(0.01)
     assert await reading is batches
+    assert batches.stable == 7
     assert not fetching.awaited
     waiter = fetching._create_fetch_waiter()
     fetcher.Fetcher._notify(fetching, waiter)
@@ -199,7 +219,7 @@ async def test_a_fetch_is_sent_at_once_at_any_rate_without_the_patch(
     async def rest(seconds: float) -> None:
         rested.append(seconds)
 
-    monkeypatch.setattr(fetcher.Fetcher, "_proc_fetch_request", find_records)
+    monkeypatch.setattr(consumer, "_process_fetch", find_records)
     monkeypatch.setattr(asyncio, "sleep", rest)
     paced = consumer.Fetcher.__new__(consumer.Fetcher)
     # No time passes between the two fetches.
@@ -231,7 +251,7 @@ async def test_what_is_known_of_a_partition_ends_with_an_error_and_with_a_silenc
         state.timestamp = 1 if has_succeeded else None
         return False
 
-    monkeypatch.setattr(fetcher.Fetcher, "_proc_fetch_request", answer)
+    monkeypatch.setattr(consumer, "_process_fetch", answer)
     one = consumer.Fetcher.__new__(consumer.Fetcher)
     one._loop, one.answers = SimpleNamespace(time=lambda: clock[0]), {}
     assignment = SimpleNamespace(state_value=lambda _: state)
