@@ -3,8 +3,7 @@
 The statement that moves a position, or holds a lane, also reads the generations of the inbox.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NamedTuple, Self
 
@@ -39,16 +38,12 @@ class PositionMoved(SourceLost):
     commit whose result was lost."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Key of a position: a topic partition as a consumer group reads it."""
 
     group: str
     topic: str
     partition: int
-
-    def __iter__(self) -> Iterator[str | int]:
-        return iter((self.group, self.topic, self.partition))
 
 
 class Anchor(NamedTuple):
