@@ -164,9 +164,7 @@ class Receiver(ConsumeTransactions):
         """
         source = self._source_of(event, key, consumer, scope, sent)
         reasons = [f"it has taken longer than {seconds:g} s"]
-        retrying = Attempts(
-            "a request", self.settings.postgresql, unless=lambda: False, report=reasons.append
-        )
+        retrying = Attempts("a request", self.settings.postgresql, report=reasons.append)
         limit = asyncio.timeout(seconds)
         try:
             async with limit:

@@ -69,7 +69,6 @@ async def _check_schema(
         await Attempts(
             _PART,
             settings.postgresql,
-            unless=lambda: False,
             report=lambda reason: health.not_ready(_PART, reason),
         )(check)
     finally:

@@ -221,7 +221,6 @@ async def _open_codecs(
         await Attempts(
             "opening codecs",
             "codecs",
-            unless=lambda: False,
             report=lambda reason: health.not_ready("codecs", reason),
         )(service.open_codecs)
         health.ready("codecs")

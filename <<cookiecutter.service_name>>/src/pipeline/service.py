@@ -165,7 +165,7 @@ class Service:
         """
         with suppress(StoreUnavailable):
             await self.open_codecs()
-        opening = Attempts("opening codecs", "codecs", unless=lambda: False, report=log.debug)
+        opening = Attempts("opening codecs", "codecs", report=log.debug)
         engine = create_engine(settings, name=self.name)
         try:
             async with in_background(opening(self.open_codecs)):

@@ -147,6 +147,5 @@ class RetentionWorker:
         return await Attempts(
             _PART,
             self._settings.postgresql,
-            unless=lambda: False,
             report=lambda reason: self._health.not_ready(_PART, reason),
         )(connected)

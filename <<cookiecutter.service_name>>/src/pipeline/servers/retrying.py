@@ -39,10 +39,10 @@ class Attempts:
     what: str
     """What is attempted, for the log."""
     server: str
-    unless: Callable[[], bool]
-    """Returns whether to give up, and to raise the error."""
     report: Callable[[str], None]
     """Called with the reason before every pause."""
+    unless: Callable[[], bool] = lambda: False
+    """Returns whether to give up, and to raise the error."""
     waits_for_stores: bool = True
     """Whether an object store or a schema registry that is unavailable is an outage, too."""
 
