@@ -142,8 +142,7 @@ class Gatherer:
         async with asyncio.timeout(None) as limit:
 
             def begin() -> None:
-                if limit.when() is None:
-                    limit.reschedule(asyncio.get_running_loop().time() + self._time_limit)
+                limit.reschedule(asyncio.get_running_loop().time() + self._time_limit)
 
             source = PartitionSource([one.batch for one in taken], begin)
             result = await self._consume.transact(source, BATCH, memory)
