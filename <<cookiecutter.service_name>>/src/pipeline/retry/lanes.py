@@ -328,8 +328,9 @@ async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:
 
 
 async def extend(connection: asyncpg.Connection, lease: Lease) -> None:
-    """Extend the lease. Raises `LaneLost`."""
-    rows = await connection.fetch(_EXTEND, lease.lanes, lease.tokens, lease.seconds)
+    """Extend the lease. Raises `LaneLost`, or `TimeoutError` if that takes as long as it lasts."""
+    values = lease.lanes, lease.tokens, lease.seconds
+    rows = await connection.fetch(_EXTEND, *values, timeout=lease.seconds)
     _require(lease, [row["lane"] for row in rows])
 
 
