@@ -1,5 +1,6 @@
 """Lanes of the backlog and their rows: the statements of workers, and of commands on dead rows."""
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -329,8 +330,8 @@ async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:
 
 async def extend(connection: asyncpg.Connection, lease: Lease) -> None:
     """Extend the lease. Raises `LaneLost`, or `TimeoutError` if that takes as long as it lasts."""
-    values = lease.lanes, lease.tokens, lease.seconds
-    rows = await connection.fetch(_EXTEND, *values, timeout=lease.seconds)
+    async with asyncio.timeout(lease.seconds):
+        rows = await connection.fetch(_EXTEND, lease.lanes, lease.tokens, lease.seconds)
     _require(lease, [row["lane"] for row in rows])
 
 

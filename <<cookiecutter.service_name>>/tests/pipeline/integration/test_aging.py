@@ -38,6 +38,7 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     lane = await lanes.claim(db, "test", 10.0, consumers)
     assert lane is not None
     await lanes.claim(asked, "test", 10.0, consumers, {"without an answer"})
+    await lanes.extend(asked, lane)
     await lanes.hold(asked, lane)
     rows = await take(asked, lane, consumers, 100)
     taken = await read_rows(lane, desk.handlers, rows)
@@ -49,7 +50,7 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     await lanes.settle(asked, lane, done=[key], changed=[], keys=keys, keys_with_progress=keys)
     await transaction.rollback()
     await desk.work_off()
-    names = ["claim", "hold", "take", "find", "delete", "heads"]
+    names = ["claim", "extend", "hold", "take", "find", "delete", "heads"]
     return dict(zip(names, (plan.blocks for plan in asked.plans), strict=True))
 
 
