@@ -52,6 +52,7 @@ async def test_what_is_no_position_is_refused_and_shown_as_text(
         {"to": "soon"},
         {"to": "2026-11-01T08:00"},
         {"to": "9"},
+        {"to": "9" * 5_000},
         {"partition": "7"},
         {"partition": "x"},
         {"topic": "elsewhere"},
