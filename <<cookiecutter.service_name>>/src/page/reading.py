@@ -167,6 +167,7 @@ class Reading:
             operator,
             topics=sorted(self._service.handlers.topics),
             wanted=wanted,
+            shown=positions.shown(planned),
             lines=[moved(one, "would go") for one in planned],
         )
 
