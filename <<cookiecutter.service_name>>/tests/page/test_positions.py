@@ -5,7 +5,7 @@ import httpx2
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from .conftest import csrf
+from .conftest import Opened, csrf, log_in
 from .test_furnished import rows
 from .test_many import hidden
 from .test_page import HOSTILE, assert_harmless
@@ -80,6 +80,17 @@ async def test_what_is_no_position_is_refused_and_shown_as_text(
         assert (await ann.post("/positions/move", data={**form, **wrong})).status_code == 409, wrong
     assert_harmless((await ann.get("/positions", params={**wanted, "to": HOSTILE})).text)
     assert await db.fetch(_AUDIT) == []
+
+
+async def test_brokers_that_do_not_answer_are_named(
+    opened: Opened, bank: Bank, unused_tcp_port: int
+) -> None:
+    away = f"127.0.0.1:{unused_tcp_port}"
+    async with opened(brokers=away) as client:
+        await log_in(client)
+        wanted = {"what": "seek", "topic": bank.deposits, "to": "earliest"}
+        answer = await client.get("/positions", params=wanted)
+    assert (answer.status_code, f"Refused: Kafka at {away}: " in answer.text) == (409, True)
 
 
 async def test_a_day_that_can_not_be_archived_is_dropped_without(
