@@ -297,19 +297,19 @@ def pause(page: Page, what: str, fields: Mapping[str, str]) -> None:
     for label, value in fields.items():
         page.get_by_label(label).fill(value)
     page.get_by_label("Why", exact=True).fill("a test")
-    page.get_by_role("button", name="Pause").click()
-    page.get_by_role("row").filter(has_text="Resume …").first.wait_for()
+    with page.expect_navigation():
+        page.get_by_role("button", name="Pause").click()
 
 
 def resume_all(page: Page) -> None:
     """Resume all that is paused, one after the other."""
     page.goto("/stops")
     rows = page.get_by_role("row").filter(has_text="Resume …")
-    while count := rows.count():
+    while rows.count():
         rows.first.get_by_text("Resume …").click()
         rows.first.get_by_label("Why it may go on").fill("it is over")
-        rows.first.get_by_role("button", name="Resume it").click()
-        rows.nth(count - 1).wait_for(state="detached")
+        with page.expect_navigation():
+            rows.first.get_by_role("button", name="Resume it").click()
     page.get_by_text("Nothing is paused.").wait_for()
 
 
@@ -383,8 +383,8 @@ def test_what_a_release_has_applied_is_handed_to_a_correction_and_cancelled(page
     def begin() -> None:
         page.get_by_label("Messages in a second").fill("1000")
         page.get_by_label("Why it is corrected").fill("a test")
-        page.get_by_role("button", name="Hand them to undo").click()
-        page.get_by_text("undo of 1.4.2: ").wait_for()
+        with page.expect_navigation():
+            page.get_by_role("button", name="Hand them to undo").click()
         comes(page, "/correct", "undo of 1.4.2: 20 handed; done")
         page.goto(CORRECTION)
 
