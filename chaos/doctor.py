@@ -47,7 +47,7 @@ async def examine(system: System, members: Sequence[str], *, has_effects: bool) 
 
     Returns what the doctor misses, or names though it is taken. The members must have stopped.
     """
-    given = {*TAKERS} - (set() if has_effects else {"calls"})
+    given = {check for check in TAKERS if has_effects or check != "calls"}
     numbers = count()
 
     async def give() -> None:
