@@ -416,7 +416,8 @@ async def waiting(connection: asyncpg.Connection, most: int, idle: float) -> lis
     limit = timedelta(seconds=idle)
     rows = await connection.fetch(_WAITING, most, FIRST_LANE_OF_CALLS, limit, _FIRST)
     return [
-        Waiting(*numbers, dict(zip(topics, ages, strict=True))) for *numbers, topics, ages in rows
+        Waiting._make((*numbers, dict(zip(topics, ages, strict=True))))
+        for *numbers, topics, ages in rows
     ]
 
 
