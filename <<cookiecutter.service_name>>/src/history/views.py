@@ -51,6 +51,8 @@ class Views:
         self._engine = engine
         self._templates = templates
         self._task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        """Held by a form that begins or cancels: of two clicks the second finds the task."""
         self._name = self._begun = ""
         """The correction that was begun last; it with the release."""
         self._progress = Progress()
@@ -150,17 +152,20 @@ class Views:
         newer, rate = parameters.age(form, "newer"), parameters.rate(form) or RATE
         if not 1 <= rate <= _FASTEST:
             raise Refused(f"the rate is from 1 to {_FASTEST:,} messages in a second")
-        if self._task is not None and not self._task.done():
-            raise Refused(f"{self._begun} is not handed to its end: the page does one at a time")
-        async with autocommitting(self._engine) as connection:
-            one = Correcting(connection, self._service, self._settings, name)
-            wanted = await one.wanted(release, newer)
-            await one.begin(wanted, who=operator.name, why=why)
-        self._name, self._begun = name, f"{name} of {release}"
-        self._progress, self._failed = Progress(), ""
-        fields = {"operator": operator.name, "id": self._begun, "why": why}
-        log.warning("requested on the page: correct", extra=fields)
-        self._task = asyncio.create_task(self._hand(name, wanted, round(rate)))
+        async with self._turn:
+            if self._task is not None and not self._task.done():
+                raise Refused(
+                    f"{self._begun} is not handed to its end: the page does one at a time"
+                )
+            async with autocommitting(self._engine) as connection:
+                one = Correcting(connection, self._service, self._settings, name)
+                wanted = await one.wanted(release, newer)
+                await one.begin(wanted, who=operator.name, why=why)
+            self._name, self._begun = name, f"{name} of {release}"
+            self._progress, self._failed = Progress(), ""
+            fields = {"operator": operator.name, "id": self._begun, "why": why}
+            log.warning("requested on the page: correct", extra=fields)
+            self._task = asyncio.create_task(self._hand(name, wanted, round(rate)))
         return RedirectResponse("/correct", HTTPStatus.SEE_OTHER)
 
     async def _hand(self, name: str, wanted: Wanted, rate: int) -> None:
@@ -178,12 +183,12 @@ class Views:
     ) -> Response:
         """Delete what waits for a correction."""
         name, why = form.get("name", ""), parameters.why(form)
-        if self._task is not None and self._name == name:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            self._begun = ""
-        async with autocommitting(self._engine) as connection:
+        async with self._turn, autocommitting(self._engine) as connection:
             one = Correcting(connection, self._service, self._settings, name)
+            if self._task is not None and self._name == name:
+                self._task.cancel()
+                await asyncio.wait({self._task})
+                self._begun = ""
             number = await one.cancel(who=operator.name, why=why)
         log.warning("done on the page: cancel", extra={"operator": operator.name, "id": name})
         return self._templates.note(operator, f"Cancelled: {number:,}. They can be handed again.")

@@ -2,7 +2,9 @@
 
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -43,6 +45,19 @@ def standard_streams() -> Iterator[None]:
                 stream.flush()
             except OSError:  # Python would try it again, and change the exit code
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl+C end a wait for standard input, in which the event loop would only note it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def write(data: str | bytes = "", *, err: bool = False, end: str = "\n") -> None:

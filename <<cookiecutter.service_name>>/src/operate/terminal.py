@@ -43,7 +43,7 @@ from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
 from .errors import ACCESS_DENIED, OutputFailed, Refused
-from .output import print_json, standard_streams, write
+from .output import interruptible, print_json, standard_streams, write
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,8 @@ class Invocation:
         """Ask a question. Raises `typer.Abort` unless the answer is yes, and `Refused` without a
         terminal that gives one."""
         try:
-            typer.confirm(redaction.harmless(question), abort=True, err=True)
+            with interruptible():
+                typer.confirm(redaction.harmless(question), abort=True, err=True)
         except typer.Abort:
             if sys.stdin.isatty():
                 raise

@@ -21,6 +21,8 @@ _REPLICAS = 3
 """Replicas with as many brokers: acknowledged records survive the loss of one."""
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
+_MOST_DIGITS = 19
+"""Digits of the largest offset. Python refuses to read a number of thousands of digits."""
 
 app = typer.Typer(help="Kafka topics of the service.", no_args_is_help=True)
 replay_app = typer.Typer()
@@ -32,7 +34,7 @@ def place(text: str) -> Place:
         return "earliest"
     if text == "latest":
         return "latest"
-    if text.isdecimal():
+    if text.isdecimal() and len(text) <= _MOST_DIGITS:
         return int(text)
     try:
         time = datetime.fromisoformat(text)

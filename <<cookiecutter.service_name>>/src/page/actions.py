@@ -152,6 +152,7 @@ class Actions:
         with _logged(what, operator, wanted["topic"][:1_000], why=why), _needing("service"):
             async with autocommitting(self._engine) as connection:
                 planned = await planning.plan(connection, self._service, self._settings, wanted)
+                planned = planning.as_shown(planned, form.get("shown", ""))
                 for one in planned:
                     await set_position(connection, one.slot, one.new, change)
         return self._templates.note(operator, "\n".join(moved(one, "goes") for one in planned))

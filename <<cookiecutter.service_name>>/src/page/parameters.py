@@ -190,9 +190,9 @@ def until(given: Mapping[str, str]) -> datetime | None:
     """Return the time until which entries are meant; None if there is none with a time zone."""
     try:
         time = datetime.fromisoformat(given.get("until", ""))
-    except ValueError:
+        return time.astimezone(UTC) if time.tzinfo else None
+    except (ValueError, OverflowError):  # the first and last hours of the calendar have none
         return None
-    return time if time.tzinfo else None
 
 
 def after(given: Mapping[str, str], kind: type[Store]) -> bytes | int | None:

@@ -1,6 +1,8 @@
 """Positions in topics: where a seek or a replay would let the service go on."""
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import asyncpg
 import typer
@@ -18,6 +20,7 @@ from . import parameters
 
 FIELDS = ("what", "topic", "partition", "to")
 """Fields of a form that say what is to be moved; `what` is `seek` or `replay`."""
+_SHOWN = re.compile("([0-9]{1,9}):([0-9]{1,19})")
 
 
 async def plan(
@@ -37,8 +40,27 @@ async def plan(
         if given["what"] != "replay":
             return await moves.plan_moves(connection, invocation, *wanted)
         planned = await moves.plan_replay(connection, invocation, *wanted)
-    except KafkaError as error:
+    except TimeoutError:  # of PostgreSQL: those of Kafka are errors of it
+        raise
+    except (KafkaError, OSError) as error:
         raise Refused(f"{settings.kafka}: {describe_error(error)}") from error
     if planned.forgotten:
         raise Refused(topic_commands.forgotten(planned))
     return planned.moves
+
+
+def shown(planned: Sequence[Move]) -> str:
+    """Return the partitions and their new positions, as a field of the preview's form."""
+    return " ".join(f"{one.slot.partition}:{one.new}" for one in planned)
+
+
+def as_shown(planned: Sequence[Move], text: str) -> Sequence[Move]:
+    """Return the moves to where a preview has shown them to go, whatever was written since.
+
+    Raises `Refused` if it has shown other partitions, or the topic has these places no more.
+    """
+    offsets = {int(number): int(offset) for number, offset in _SHOWN.findall(text)}
+    moves = [replace(one, new=offsets.get(one.slot.partition, -1)) for one in planned]
+    if shown(moves) != text or not all(one.first <= one.new <= one.end for one in moves):
+        raise Refused("the topic is not as a preview has shown it: preview it again")
+    return moves

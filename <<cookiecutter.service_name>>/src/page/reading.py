@@ -131,7 +131,8 @@ class Reading:
         keys = []
         for one in found[:_LISTED]:
             key = content_of(one.record_key)
-            link = parameters.link("waiting", key, consumer=one.consumer, topic=one.topic)
+            consumer = one.consumer or parameters.NO_CONSUMER
+            link = parameters.link("waiting", key, consumer=consumer, topic=one.topic)
             keys.append((one, key, link))
         are_more = len(found) > _LISTED
         return self._templates.page("backlog.html", operator, keys=keys, are_more=are_more)
@@ -167,6 +168,7 @@ class Reading:
             operator,
             topics=sorted(self._service.handlers.topics),
             wanted=wanted,
+            shown=positions.shown(planned),
             lines=[moved(one, "would go") for one in planned],
         )
 

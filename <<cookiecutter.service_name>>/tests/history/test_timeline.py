@@ -229,6 +229,7 @@ async def test_a_part_that_can_not_be_read_is_named_and_the_others_are_shown(
     assert "applied" in done.stdout
     unknown = re.findall(r"^not known: (\w+): ", done.stderr, re.MULTILINE)
     assert unknown == ["scheduled", "kafka"]
+    monkeypatch.setattr(timeline, "_PART_SECONDS", PATIENCE)
     *found, last = await tells("timeline", "ada", "--seconds", "5")
     assert {one["what"] for one in found} == {"applied", "staged"}
     assert (last["unknown"].keys(), last["not_searched"]) == ({"kafka"}, [])

@@ -43,6 +43,7 @@ def opened(
     bank: Bank,  # noqa: F811
     settings: Callable[..., Settings],
     database_url: str,
+    kafka: str,
 ) -> Opened:
     """Open a page to somebody who is not logged in, and comes from an address."""
 
@@ -50,11 +51,14 @@ def opened(
     async def open_one(
         address: str = "127.0.0.1",
         url: str = database_url,
+        brokers: str = kafka,
         backlog_lease: float = 120.0,
         modules: Sequence[ModuleType] = (),
         **chosen: object,
     ) -> AsyncIterator[httpx2.AsyncClient]:
-        of_service = settings(database_url=url, backlog_lease=backlog_lease)
+        of_service = settings(
+            database_url=url, kafka_bootstrap_servers=brokers, backlog_lease=backlog_lease
+        )
         engine = create_engine(of_service, name=bank.service.name)
         how = PageSettings.model_validate(chosen or {"token": TOKEN})
         page = Page(bank.service, of_service, how, engine, modules)

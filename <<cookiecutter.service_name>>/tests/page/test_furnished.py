@@ -92,6 +92,12 @@ async def test_a_key_of_the_backlog_leads_to_its_messages(
     path, _, query = html.unescape(link).partition("?")
     found = await rows(ann, path, **dict(parse_qsl(query)))
     assert [cells[4] for cells in found] == ["a &amp; b"] * 2
+    await db.execute("UPDATE pipeline.backlog SET consumer = '' WHERE \"offset\" = 0")
+    links = re.findall('href="([^"]+)">a &amp; b', (await ann.get("/backlog")).text)
+    assert len(links) == 2, "one is of no consumer"
+    for link in links:
+        path, _, query = html.unescape(link).partition("?")
+        assert len(await rows(ann, path, **dict(parse_qsl(query)))) == 1, link
     # A search can't ask for these.
     for key in (b"\xff", b" ", b"\0", b"x" * 5_000, None):
         await db.execute("UPDATE pipeline.backlog SET record_key = $1", key)

@@ -99,7 +99,9 @@ async def test_what_is_redriven_is_handled_in_order_and_the_rest_stays_dead(
     assert (await ann.post("/dead/redrive", data=await preview(ann, key="ada"))).status_code == 409
 
 
-@pytest.mark.parametrize("until", [None, "", "yesterday", "2026-01-01T00:00:00"])
+@pytest.mark.parametrize(
+    "until", [None, "", "yesterday", "2026-01-01T00:00:00", "0001-01-01T00:00:00+14:00"]
+)
 @pytest.mark.parametrize("what", ["redrive", "discard"])
 async def test_a_form_without_a_preview_changes_nothing(
     ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection, until: str | None, what: str

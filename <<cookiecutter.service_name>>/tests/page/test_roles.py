@@ -70,7 +70,7 @@ async def test_the_operators_role_is_enough(
             assert answer.status_code == status, answer.text
         answer = await client.post("/stops/pause", data=form | {"key": ""})
         assert answer.status_code == 303, answer.text
-        position = {"what": "seek", "topic": desk.slot.topic, "to": "earliest"}
+        position = {"what": "seek", "topic": desk.slot.topic, "to": "earliest", "shown": "0:0"}
         for path, given, role in (
             ("/positions/move", position, "service"),
             ("/retention/skip-archive", {"day": "2020-01-01"}, "retention"),

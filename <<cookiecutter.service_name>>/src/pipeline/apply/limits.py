@@ -118,9 +118,10 @@ class Pace:
     def learn(self, outcomes: Sequence[BatchOutcome], number: int) -> None:
         """Adapt to so many messages, which were applied in one transaction or had to be divided.
 
-        Fewer than the limit do not raise it: they may be those of another, quicker handler.
+        Few do not raise the limit: they may be those of another, quicker handler. More than half of
+        it count as full: of each key in the backlog as many rows are read as of any other.
         """
-        if number >= self.limit:
+        if 2 * number > self.limit:
             self.limit = min(self._at_most, 2 * self.limit)
         for one in outcomes:
             if one.applied:

@@ -52,6 +52,7 @@ from .positions import SourceLost
 from .runs import apply_run, apply_runs, write_staged
 from .slots import Slots
 from .source import Source, without_decision
+from .throttles import Resting
 from .turns import Turns
 
 log = logging.getLogger(__name__)
@@ -238,8 +239,14 @@ class ConsumeTransactions:
         async with turn, slot, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
             driver = await driver_of(connection)
-            # All that it has waited for may have taken long.
-            await source.check(driver)
+            try:
+                # All that it has waited for may have taken long.
+                await source.check(driver)
+            except (Resting, SourceLost):
+                raise
+            except BaseException:
+                await connection.invalidate()  # a statement may be under way
+                raise
             attempt = Attempt(
                 connection,
                 driver,

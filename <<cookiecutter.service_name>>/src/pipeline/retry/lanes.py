@@ -1,5 +1,6 @@
 """Lanes of the backlog and their rows: what workers do to them, and commands to dead rows."""
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -98,10 +99,11 @@ async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:
 
 
 async def extend(connection: asyncpg.Connection, lease: Lease) -> None:
-    """Extend the lease. Raises `LaneLost`."""
-    rows = await connection.fetch(
-        statements.EXTEND_LEASES, lease.lanes, lease.tokens, lease.seconds
-    )
+    """Extend the lease. Raises `LaneLost`, or `TimeoutError` if that takes as long as it lasts."""
+    async with asyncio.timeout(lease.seconds):
+        rows = await connection.fetch(
+            statements.EXTEND_LEASES, lease.lanes, lease.tokens, lease.seconds
+        )
     _require(lease, [row["lane"] for row in rows])
 
 
@@ -192,7 +194,8 @@ async def waiting(connection: asyncpg.Connection, most: int, idle: float) -> lis
         count_statements.COUNT_BACKLOG, most, FIRST_LANE_OF_CALLS, limit, _FIRST
     )
     return [
-        Waiting(*numbers, dict(zip(topics, ages, strict=True))) for *numbers, topics, ages in rows
+        Waiting._make((*numbers, dict(zip(topics, ages, strict=True))))
+        for *numbers, topics, ages in rows
     ]
 
 

@@ -174,6 +174,15 @@ async def strike(event: Struck, tx: Transaction) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+if "BANK_OTHERS" in os.environ:  # a topic with other deposits
+    Bank(
+        os.environ["BANK_OTHERS"],
+        bank.balances,
+        bank.name,
+        handlers=bank.handlers,
+        options=bank.options,
+    )
+
 unpacked = record_batches._unpacked
 
 

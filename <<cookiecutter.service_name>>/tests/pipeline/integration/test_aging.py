@@ -1,5 +1,7 @@
 """Tables that have aged: what has come and gone costs nothing, also before a vacuum."""
 
+from itertools import count
+
 import asyncpg
 import pytest
 
@@ -11,6 +13,7 @@ from .desk import Desk, NewDesk
 from .plans import Explaining
 from .test_backlog import bank_with
 from tests.contract.bank import Deposit
+from tests.servers.waiting import eventually
 
 TURNS, SIZE = 40, 500
 
@@ -21,7 +24,8 @@ DO $$
 DECLARE one regclass;
 BEGIN
     FOR one IN SELECT oid FROM pg_class
-                WHERE relnamespace = 'pipeline'::regnamespace AND relkind = 'r' LOOP
+                WHERE relnamespace IN ('pipeline'::regnamespace, 'public'::regnamespace)
+                  AND relkind = 'r' LOOP
         EXECUTE format('ALTER TABLE %s SET (autovacuum_enabled = off)', one);
     END LOOP;
 END $$
@@ -38,6 +42,7 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     lane = await lanes.claim(db, "test", 10.0, consumers)
     assert lane is not None
     await lanes.claim(asked, "test", 10.0, consumers, {"without an answer"})
+    await lanes.extend(asked, lane)
     await lanes.hold(asked, lane)
     rows = await take(asked, lane, consumers, 100)
     taken = await read_rows(lane, desk.handlers, rows)
@@ -49,7 +54,7 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     await lanes.settle(asked, lane, done=[key], changed=[], keys=keys, keys_with_progress=keys)
     await transaction.rollback()
     await desk.work_off()
-    names = ["claim", "hold", "take", "find", "delete", "heads"]
+    names = ["claim", "extend", "hold", "take", "find", "delete", "heads"]
     return dict(zip(names, (plan.blocks for plan in asked.plans), strict=True))
 
 
@@ -64,6 +69,12 @@ async def test_a_backlog_through_which_much_has_gone_is_as_quick_as_a_new_one(
         deposits = [Deposit(10 + turn * SIZE + n, account=f"of {n % 50}") for n in range(SIZE)]
         await desk.apply(*deposits)
         await desk.work_off()
-    after = await blocks(desk, db, 2)
-    for name, count in after.items():
-        assert count <= 2 * before[name] + 20, (name, before, after)
+    numbers = count(10 + TURNS * SIZE)
+
+    async def is_as_quick() -> bool:
+        after = await blocks(desk, db, next(numbers))
+        return all(after[name] <= 2 * found + 20 for name, found in before.items())
+
+    # A snapshot of another session, such as that with which a replication slot begins, still sees
+    # what has gone. Once it has ended, the next statement passes that for the last time.
+    await eventually(is_as_quick)

@@ -656,6 +656,8 @@ FORBIDDEN = {
         "CREATE TABLE public.mine (a int)",
         "SELECT FROM pipeline.position",
         "UPDATE pipeline.position SET next_offset = 0",
+        "SELECT FROM pipeline.audit",
+        "DELETE FROM pipeline.audit",
         "SELECT value FROM pipeline.backlog",
         "SELECT error FROM pipeline.backlog",
         "UPDATE pipeline.backlog SET died_at = now()",

@@ -54,6 +54,16 @@ def test_few_messages_of_a_quick_handler_are_no_reason_to_give_a_slow_one_more(p
     assert pace.limit == 40
 
 
+@pytest.mark.parametrize("keys", [3, 60, 700])
+def test_it_grows_where_the_limit_is_no_multiple_of_the_keys(pace: Pace, keys: int) -> None:
+    """Of the backlog's rows as many are read of each key as of any other."""
+    for _ in range(5):
+        among = min(keys, pace.limit)
+        number = among * (pace.limit // among)
+        pace.learn([done(number, 0.01)], number)
+    assert pace.limit == 1_000
+
+
 def test_what_had_to_be_cut_is_not_given_at_once_again(pace: Pace) -> None:
     for _ in range(5):
         pace.learn([done(1_000, 0.1)], 1_000)
