@@ -57,7 +57,7 @@ class Renames:
         `pipeline.backlog` is a module only if there is one, and a table otherwise.
         """
         self._modules = modules
-        self._moves = {folder_of(old): folder_of(new) for old, new in modules.items()}
+        self.moves = {folder_of(old): folder_of(new) for old, new in modules.items()}
         self._files = {self.path(path): path for path in paths}
         self._folders = _folders(self._files)
         self._read = read
@@ -77,7 +77,7 @@ class Renames:
             rf'"(?P<root>src|tests)"(?P<mark> / |, )"(?P<name>{tops})"(?=[\s,)\]])'
         )
         self._dotted = re.compile(rf"(?<![\w.$/{{-])(?P<name>(?:{names})(?:\.\w+)+)")
-        self._paths = re.compile(rf"(?<![\w-])(?:{_any_of(self._moves)})(?![\w-])")
+        self._paths = re.compile(rf"(?<![\w-])(?:{_any_of(self.moves)})(?![\w-])")
         self._in_source = re.compile(rf"(?<![\w./-])(?:{tops})(?:/\w+)+\.\w+")
         self._resources = re.compile(
             rf"(?<![\w./-])(?P<name>(?:{tops})(?:\.\w+)*):(?P<rest>\w+(?:/\w+)*)"
@@ -92,7 +92,7 @@ class Renames:
 
     def path(self, path: str) -> str:
         """Return the new path of a file or folder."""
-        for old, new in self._moves.items():
+        for old, new in self.moves.items():
             if path == old or path.startswith(f"{old}/"):
                 return new + path.removeprefix(old)
         return path
