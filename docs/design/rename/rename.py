@@ -10,6 +10,7 @@ run twice: `git checkout . && git clean -fd` before another run.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import shutil
@@ -236,6 +237,16 @@ def tools(tree: Tree, renames: Renames) -> None:
             lambda found: found[1] + above,
         ),
         (r'^    "redaction",\n\]', '    "aliases | redaction",\n]'),
+        (
+            literally('filterwarnings = ["error", "default:import .* from:DeprecationWarning"]'),
+            plainly(
+                "filterwarnings = [\n"
+                '    "error",\n'
+                '    "default:import .* from:DeprecationWarning",\n'
+                '    "default:the module .* is now:DeprecationWarning",\n'
+                "]"
+            ),
+        ),
     )
     tree.edit("pyproject.toml", (rf'^module = \[(?:"(?:{OLD})\.\*"(?:, )?)+\]', 'module = ["onceward.*"]'))
     tree.edit(
@@ -247,6 +258,10 @@ def tools(tree: Tree, renames: Renames) -> None:
         ),
     )
     tree.edit("cookiecutter.json", (r'^ +"(?:src|tests)/onceward/[^"]*",\n', ""))
+    manifest = tree.root / RAW / ".features.json"
+    features = json.loads(manifest.read_text("utf-8"))
+    features = {name: sorted(paths) for name, paths in features.items()}
+    tree.write(f"{RAW}/.features.json", json.dumps(features, indent=4) + "\n")
 
 
 def engine(tree: Tree, renames: Renames) -> None:
@@ -271,6 +286,17 @@ def engine(tree: Tree, renames: Renames) -> None:
         (
             r"^from \.service import Misconfigured, Service\n",
             "from . import aliases\nfrom .service import Misconfigured, Service\n\naliases.install()\n",
+        ),
+    )
+    tree.edit(f"{src}/__init__.py", (r'"plain"\)$', '"onceward.plain")'))
+    tree.edit(f"{src}/handlers/registry.py", (literally("optional package `http_api`"), "optional package `onceward.http`"))
+    tree.edit(
+        f"{src}/oidc/settings.py",
+        (
+            r"\A.*\n",
+            '"""Settings of the client at the OIDC provider: `OIDC_<FIELD>`.\n\n'
+            "They are read when `onceward.oidc.tokens` is named.\n"
+            '"""\n',
         ),
     )
     tree.edit(
@@ -329,14 +355,46 @@ def tests_of_engine(tree: Tree) -> None:
     tree.edit(
         f"{tests}/unit/test_exports.py",
         (r"one\.__module__\.startswith\(\"pipeline\.\"\)", "rooms.have(one.__module__)"),
-        (r"^(import onceward\n(?:from onceward import .*\n)?)", rf"\1\n{of_rooms}"),
+        (r"^(import onceward\n(?:(?:from|import) onceward.*\n)*)", rf"\1\n{of_rooms}"),
+        (literally("from plain, not from pipeline$"), "from onceward.plain, not from onceward$"),
+        (literally("module 'pipeline' has"), "module 'onceward' has"),
+    )
+    tree.edit(
+        f"{tests}/unit/test_sql.py",
+        (r"^(from onceward import sql\n)", rf"\1\n{of_rooms}"),
+        (
+            r'^    root, texts = .*\n(    printed = .*\n)    for path in root\.rglob\("\*\.py"\):$',
+            r"    root, texts = rooms.ENGINE, set[str]()\n\1    for path in rooms.files():",
+        ),
+        (literally('onceward.__path__, "pipeline."'), 'onceward.__path__, "onceward."'),
+        (
+            literally('if one.name.endswith("statements")}'),
+            'if one.name.endswith("statements") and rooms.have(one.name)}',
+        ),
+    )
+    tree.edit(
+        f"{tests}/effects/app.py",
+        (
+            r"\A.*\n",
+            '"""The bank as a program that tells an outside of its deposits.\n\n'
+            "`python -m tests.onceward.effects.app` runs it.\n"
+            '"""\n',
+        ),
+    )
+    tree.edit(
+        f"{tests}/page/exhibit.py",
+        (
+            r"^Run with the variables of .*\n.*\n",
+            "Run with the variables of `tests.onceward.page.app`; it makes tables, topics, rows and records,"
+            "\nthen runs the service beside its page until the latter ends.\n",
+        ),
     )
     tree.edit(
         f"{tests}/unit/test_reasons.py",
         (literally('(*ENGINE.rglob("*.py"), *OPERATE.glob("*.py"))'), '(*rooms.files(), *CLI.glob("*.py"))'),
         (r"^OPERATE = .*$", 'CLI = ENGINE / "cli"'),
         (r"\bOPERATE\b", "CLI"),
-        (r"^(from onceward\.relay import rejected\n)", rf"\1\n{of_rooms}"),
+        (r"^(from onceward\.relay import \w+\n)", rf"\1\n{of_rooms}"),
     )
     tree.edit(
         f"{tests}/unit/test_conventions.py",
@@ -400,12 +458,13 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
     tree.edit(
         "tests/test_guides.py",
         (literally('(ENGINE.parent / "claims" / "settings.py")'), '(ENGINE / "claims" / "settings.py")'),
+        (literally('(ENGINE.parent / "operate" / "words.json")'), '(ENGINE / "cli" / "words.json")'),
     )
     tree.edit(
         "tests/test_answers.py",
         (
-            r'^    \*\("pipeline", "operate"(?:.*\n)*?.*"grpc_tools", "attr"\),\n',
-            '    *("onceward", "grpc_tools", "attr"),\n',
+            r'^    \*\("pipeline", "operate"(?:.*\n)*?.*"schema_registry", "attr"\),\n',
+            '    *("onceward", "attr"),\n',
         ),
     )
     tree.edit(
@@ -413,6 +472,25 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
         (
             r'^COPIED = \(\n(?:    \*\("(?:src|tests)/onceward.*\n)+',
             'COPIED = (\n    *("src/onceward", "tests/onceward"),\n',
+        ),
+        (
+            literally('"|".join(one.removeprefix("tests/") for one in folders)'),
+            plainly('"|".join(one.removeprefix("tests/").replace("/", r"\.") for one in folders)'),
+        ),
+    )
+    tree.edit(
+        "tests/releases/dumps.py",
+        (
+            r'^(LOCATIONS = .*\n)',
+            r'\1OLD_LOCATIONS = ("pipeline:migrations/versions", "personal:migrations")\n'
+            '"""Of version 1, whose packages had other names."""\n',
+        ),
+        (
+            literally('        locations = "".join(f"\\n    {one}" for one in LOCATIONS)'),
+            plainly(
+                '        is_old = (code / "src" / "pipeline").exists()\n'
+                '        locations = "".join(f"\\n    {one}" for one in (OLD_LOCATIONS if is_old else LOCATIONS))'
+            ),
         ),
     )
     tree.edit(
@@ -424,6 +502,11 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
             '    engines = (project.path / "src" / one for one in ("onceward", "pipeline"))\n'
             "    [engine] = (one for one in engines if one.exists())\n"
             '    edit(engine / "settings.py", ',
+        ),
+        (literally('"from onceward import Plain, Position'), '"from pipeline import Plain, Position'),
+        (
+            literally('"import Plain from plain, not from pipeline"'),
+            '"import Plain from onceward.plain, not from onceward"',
         ),
     )
     tree.edit(
@@ -506,6 +589,7 @@ def pages(tree: Tree) -> None:
             "- Never edit `src/onceward`. `make update` brings",
         ),
     )
+    tree.edit(f"{RAW}/docs/outside.md", (literally(", from `effects`."), ", from `onceward.effects`."))
     tree.edit(f"{RAW}/docs/codecs.md", (r"errors are in `pipeline`", "errors are in `onceward`"))
     tree.edit(f"{RAW}/docs/protocol.md", (r"^- request \(`http_api`\)", "- request (`onceward.http`)"))
     tree.edit(
@@ -524,6 +608,8 @@ def pages(tree: Tree) -> None:
     tree.edit(
         "CHANGELOG.md",
         (r"^- `Loads` can be imported from `pipeline`\.", "- `Loads` can be imported from `onceward`."),
+        (literally("are in the package `plain`."), "are in `onceward.plain`."),
+        (literally("they can be imported from `pipeline`, with"), "they can be imported from `onceward`, with"),
         (
             r"\A((?:.*\n)*?## .*\n\n)",
             r"\1- **One name.** `src/onceward` has the engine (`pipeline`), the command line `cli`"
@@ -550,6 +636,39 @@ def install(tree: Tree) -> None:
             tree.doubts.append(f"{name} is not beside this script")
 
 
+KNOWN = (
+    (".json", '"pipeline"'),  # a tag of the dashboard
+    ("", "`pipeline`"),  # the schema
+    ("pyproject.toml", '"http_server"'),
+    ("/errors.py", '"pipeline"'),
+    ("/0001_pipeline.py", '"pipeline"'),  # a branch of revisions
+    ("/computed.py", '"pipeline"'),  # names of meters, tracers, handlers of logs and a server stay
+    ("/health.py", '"pipeline"'),
+    ("/logs.py", '"pipeline"'),
+    ("/metrics.py", '"pipeline"'),
+    ("/statements.py", '"pipeline"'),
+    ("/traces.py", '"pipeline"'),
+    ("/schema.py", '"pipeline"'),
+    ("/test_migration.py", '"pipeline"'),
+    ("/test_failures.py", '"pipeline"'),
+    ("/test_alerts.py", "pipeline.elsewhere"),  # tables of these tests
+    ("/test_throttles.py", "pipeline.elsewhere"),
+    ("/test_migrations.py", "pipeline.stray"),
+    ("/test_revisions.py", "pipeline.rest"),
+    ("/test_roles.py", "pipeline.mine"),
+    ("/test_roles.py", "pipeline.later"),
+    ("/test_chaos.py", "pipeline.begun"),
+    ("/test_chaos.py", "pipeline.taken"),
+    ("/test_update.py", '"pipeline"'),
+    ("/test_update.py", "from pipeline import"),  # in a service of version 1
+    ("/dumps.py", '"pipeline"'),
+    ("benchmarks/engine.py", "src/pipeline"),
+    ("contributing.md", "pipeline.new_"),
+    ("backlog.pml", "pipeline.lane"),
+)
+"""What a person has looked at, and stays: the end of a path, and what is there."""
+
+
 def look(tree: Tree, metrics: set[str]) -> None:
     """Collect what still has an old name, and is not known to be a name that stays."""
     finds = (
@@ -557,6 +676,7 @@ def look(tree: Tree, metrics: set[str]) -> None:
         (rf"(?<![\w-])(?P<all>(?:src|tests)/({OLD})\b(?![-_]))", "path"),
         (rf"(?<![\w.])(?P<all>from ({OLD})[\w.]* import|^import ({OLD})\b)", "import"),
         (r'(?P<all>["`](operate|http_server|pipeline)["`])', "name"),
+        (rf"(?P<all>[\"']({OLD})(\.\w+)+[\"'])", "literal"),
     )
     skipped = (".html", ".css", ".js", ".svg", ".sql")
     for name, text in tree.texts().items():
@@ -575,9 +695,84 @@ def look(tree: Tree, metrics: set[str]) -> None:
                         and (DATABASE.fullmatch(found["next"]) or all_.rstrip(".") in metrics)
                     ):
                         continue
-                    tree.doubts.append(f"{name}:{number}: {kind} {all_}")
+                    if not any(name.endswith(end) and all_ == text for end, text in KNOWN):
+                        tree.doubts.append(f"{name}:{number}: {kind} {all_}")
             if name.endswith(".py") and len(line) > 100 and "onceward" in line:
                 tree.doubts.append(f"{name}:{number}: {len(line)} columns")
+
+
+class Imports:
+    """The modules of the raw tree, and what imports from them."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._files: dict[str, str] = {}
+        self._names: dict[str, set[str]] = {}
+        for name in tree.files():
+            path = name.removeprefix(f"{RAW}/")
+            if path != name and path.startswith(("src/", "tests/")) and path.endswith(".py"):
+                parts = Path(path.removeprefix("src/")).with_suffix("").parts
+                self._files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = name
+
+    def check(self) -> None:
+        """Add a doubt for each import of the engine, or of tests of the raw tree, that fails."""
+        modules = {file: module for module, file in self._files.items()}
+        for name, text in self._tree.texts().items():
+            if not name.endswith(".py") or name.startswith("docs/design/"):
+                continue
+            try:
+                nodes = [*ast.walk(ast.parse(text))]
+            except SyntaxError as error:
+                self._tree.doubts.append(f"{name}:{error.lineno}: {error.msg}")
+                continue
+            for node in nodes:
+                for module, wanted in self._imported(node, modules.get(name), name):
+                    if problem := self._problem(module, wanted):
+                        self._tree.doubts.append(f"{name}:{getattr(node, 'lineno')}: {problem}")
+
+    def _imported(
+        self, node: ast.AST, module: str | None, file: str
+    ) -> list[tuple[str, str | None]]:
+        match node:
+            case ast.Import(names=names):
+                return [(one.name, None) for one in names]
+            case ast.ImportFrom(module=found, names=names, level=0):
+                return [(found or "", one.name) for one in names]
+            case ast.ImportFrom(module=found, names=names, level=level) if module:
+                parts = module.split(".")
+                up = level - file.endswith("/__init__.py")
+                base = ".".join(parts[: len(parts) - up] + ([found] if found else []))
+                return [(base, one.name) for one in names]
+        return []
+
+    def _problem(self, module: str, wanted: str | None) -> str | None:
+        top = module.split(".")[0]
+        if top in NAMES and top != "contracts":  # contracts: a folder of services, too
+            return f"{module} has its old name"
+        if top != "onceward" and not module.startswith(("tests.onceward", "tests.servers")):
+            return None
+        if module not in self._files:
+            return None if self._is_folder(module) else f"there is no {module}"
+        if wanted in (None, "*") or f"{module}.{wanted}" in self._files:
+            return None
+        if wanted in self._bound(module) or self._is_folder(f"{module}.{wanted}"):
+            return None
+        return f"{module} has no {wanted}"
+
+    def _is_folder(self, module: str) -> bool:
+        return any(one.startswith(f"{module}.") for one in self._files)
+
+    def _bound(self, module: str) -> set[str]:
+        if module not in self._names:
+            tree = ast.parse((self._tree.root / self._files[module]).read_text("utf-8"))
+            found = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
+            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            found |= {one.name for one in ast.walk(tree) if isinstance(one, kinds)}
+            for one in ast.walk(tree):
+                if isinstance(one, ast.Import | ast.ImportFrom):
+                    found |= {each.asname or each.name.split(".")[0] for each in one.names}
+            self._names[module] = found
+        return self._names[module]
 
 
 def names_of_telemetry(tree: Tree) -> set[str]:
@@ -633,6 +828,7 @@ def main() -> int:
     if chosen.format:
         tidy(tree)
     look(tree, metrics)
+    Imports(tree).check()
     print("\n".join(sorted(dict.fromkeys(tree.doubts))) or "nothing is left to look at")
     return 1 if tree.doubts else 0
 
