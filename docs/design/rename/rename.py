@@ -289,7 +289,13 @@ def engine(tree: Tree, renames: Renames) -> None:
         ),
     )
     tree.edit(f"{src}/__init__.py", (r'"plain"\)$', '"onceward.plain")'))
-    tree.edit(f"{src}/handlers/registry.py", (literally("optional package `http_api`"), "optional package `onceward.http`"))
+    tree.edit(
+        f"{src}/handlers/registry.py",
+        (
+            r"see the optional package `http_api`;\n( +)handlers of a topic can",
+            r"see the optional package\n\1`onceward.http`; handlers of a topic can",
+        ),
+    )
     tree.edit(
         f"{src}/oidc/settings.py",
         (
@@ -640,6 +646,7 @@ KNOWN = (
     (".json", '"pipeline"'),  # a tag of the dashboard
     ("", "`pipeline`"),  # the schema
     ("pyproject.toml", '"http_server"'),
+    ("/test_read_me.py", '"http_server"'),
     ("/errors.py", '"pipeline"'),
     ("/0001_pipeline.py", '"pipeline"'),  # a branch of revisions
     ("/computed.py", '"pipeline"'),  # names of meters, tracers, handlers of logs and a server stay
@@ -676,7 +683,7 @@ def look(tree: Tree, metrics: set[str]) -> None:
         (rf"(?<![\w-])(?P<all>(?:src|tests)/({OLD})\b(?![-_]))", "path"),
         (rf"(?<![\w.])(?P<all>from ({OLD})[\w.]* import|^import ({OLD})\b)", "import"),
         (r'(?P<all>["`](operate|http_server|pipeline)["`])', "name"),
-        (rf"(?P<all>[\"']({OLD})(\.\w+)+[\"'])", "literal"),
+        (rf"(?P<all>[\"'](?!pipeline\b)({OLD})(\.(?!md\b|html\b|log\b)\w+)+[\"'])", "literal"),
     )
     skipped = (".html", ".css", ".js", ".svg", ".sql")
     for name, text in tree.texts().items():
@@ -721,7 +728,8 @@ class Imports:
             if not name.endswith(".py") or name.startswith("docs/design/"):
                 continue
             try:
-                nodes = [*ast.walk(ast.parse(text))]
+                unbaked = text.replace("<<cookiecutter.package_name>>", "unbaked")
+                nodes = [*ast.walk(ast.parse(unbaked))]
             except SyntaxError as error:
                 self._tree.doubts.append(f"{name}:{error.lineno}: {error.msg}")
                 continue
