@@ -127,9 +127,14 @@ def renaming(tmp_path: Path) -> Small:
         commit(template, version)
         git(template, "tag", f"v{version}")
         if version == "0.1.0":
-            source = {"template": str(template), "commit": git(template, "rev-parse", "HEAD").strip()}
+            source = {
+                "template": str(template),
+                "commit": git(template, "rev-parse", "HEAD").strip(),
+            }
             write(service, {**files, ".gitignore": "build/\n"})
-            write(service, {".cookiecutter.json": json.dumps({**source, **record}, indent=4) + "\n"})
+            write(
+                service, {".cookiecutter.json": json.dumps({**source, **record}, indent=4) + "\n"}
+            )
     git(service, "init", "--quiet", "--initial-branch=main")
     for name, value in ADA.items():
         git(service, "config", name, value)

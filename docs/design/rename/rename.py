@@ -225,7 +225,7 @@ def tools(tree: Tree, renames: Renames) -> None:
     tree.write(f"{RAW}/pyproject.toml", text)
     tree.edit(
         f"{RAW}/pyproject.toml",
-        (rf'^((?:containers|source_modules|forbidden_modules) = )(\[.*\])$', listed),
+        (rf"^((?:containers|source_modules|forbidden_modules) = )(\[.*\])$", listed),
         (r"^(page|history)( = \[\")", r'"onceward.\1"\2'),
         (r"^sections = \{ engine = \[.*\] \}$", 'sections = { engine = ["onceward"] }'),
         (
@@ -248,7 +248,9 @@ def tools(tree: Tree, renames: Renames) -> None:
             ),
         ),
     )
-    tree.edit("pyproject.toml", (rf'^module = \[(?:"(?:{OLD})\.\*"(?:, )?)+\]', 'module = ["onceward.*"]'))
+    tree.edit(
+        "pyproject.toml", (rf'^module = \[(?:"(?:{OLD})\.\*"(?:, )?)+\]', 'module = ["onceward.*"]')
+    )
     tree.edit(
         "hooks/post_gen_project.py",
         (r"^PACKAGES = \((?:.*\n)*?^\)\nENGINE = .*\n", 'ENGINE = Path("src/onceward")\n'),
@@ -276,11 +278,13 @@ def engine(tree: Tree, renames: Renames) -> None:
         f"{src}/testing/observed.py",
         (
             r'^    names = \("pipeline", .*\n',
-            "    kinds = (kind.__module__.partition(\".\")[0] for kind in service.workers)\n"
-            "    names = {\"onceward\", *kinds}\n",
+            '    kinds = (kind.__module__.partition(".")[0] for kind in service.workers)\n'
+            '    names = {"onceward", *kinds}\n',
         ),
     )
-    tree.edit(f"{src}/page/rendering.py", (r'packages = \["page", ', 'packages = ["onceward.page", '))
+    tree.edit(
+        f"{src}/page/rendering.py", (r'packages = \["page", ', 'packages = ["onceward.page", ')
+    )
     tree.edit(
         f"{src}/__init__.py",
         (
@@ -397,7 +401,10 @@ def tests_of_engine(tree: Tree) -> None:
     )
     tree.edit(
         f"{tests}/unit/test_reasons.py",
-        (literally('(*ENGINE.rglob("*.py"), *OPERATE.glob("*.py"))'), '(*rooms.files(), *CLI.glob("*.py"))'),
+        (
+            literally('(*ENGINE.rglob("*.py"), *OPERATE.glob("*.py"))'),
+            '(*rooms.files(), *CLI.glob("*.py"))',
+        ),
         (r"^OPERATE = .*$", 'CLI = ENGINE / "cli"'),
         (r"\bOPERATE\b", "CLI"),
         (r"^(from onceward\.relay import \w+\n)", rf"\1\n{of_rooms}"),
@@ -463,8 +470,14 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
     tree.edit("tests/test_deploy.py", (r"site-packages/pipeline\b", "site-packages/onceward"))
     tree.edit(
         "tests/test_guides.py",
-        (literally('(ENGINE.parent / "claims" / "settings.py")'), '(ENGINE / "claims" / "settings.py")'),
-        (literally('(ENGINE.parent / "operate" / "words.json")'), '(ENGINE / "cli" / "words.json")'),
+        (
+            literally('(ENGINE.parent / "claims" / "settings.py")'),
+            '(ENGINE / "claims" / "settings.py")',
+        ),
+        (
+            literally('(ENGINE.parent / "operate" / "words.json")'),
+            '(ENGINE / "cli" / "words.json")',
+        ),
     )
     tree.edit(
         "tests/test_answers.py",
@@ -481,13 +494,13 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
         ),
         (
             literally('"|".join(one.removeprefix("tests/") for one in folders)'),
-            plainly('"|".join(one.removeprefix("tests/").replace("/", r"\.") for one in folders)'),
+            plainly('"|".join(one.removeprefix("tests/").replace("/", r"\\.") for one in folders)'),
         ),
     )
     tree.edit(
         "tests/releases/dumps.py",
         (
-            r'^(LOCATIONS = .*\n)',
+            r"^(LOCATIONS = .*\n)",
             r'\1OLD_LOCATIONS = ("pipeline:migrations/versions", "personal:migrations")\n'
             '"""Of version 1, whose packages had other names."""\n',
         ),
@@ -509,7 +522,10 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
             "    [engine] = (one for one in engines if one.exists())\n"
             '    edit(engine / "settings.py", ',
         ),
-        (literally('"from onceward import Plain, Position'), '"from pipeline import Plain, Position'),
+        (
+            literally('"from onceward import Plain, Position'),
+            '"from pipeline import Plain, Position',
+        ),
         (
             literally('"import Plain from plain, not from pipeline"'),
             '"import Plain from onceward.plain, not from onceward"',
@@ -519,8 +535,12 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
         "tests/test_read_me.py",
         (
             r"^PACKAGES = \((?:.*\n)*?^\)\n",
-            lambda found: 'ENGINE = RAW / "src" / "onceward"\n'
-            + re.sub(rf'"({OLD})"', lambda one: f'"{NAMES[one[1]].rpartition(".")[2]}"', found[0]),
+            lambda found: (
+                'ENGINE = RAW / "src" / "onceward"\n'
+                + re.sub(
+                    rf'"({OLD})"', lambda one: f'"{NAMES[one[1]].rpartition(".")[2]}"', found[0]
+                )
+            ),
         ),
         (
             r"^def lines_of\((?:.*\n)*?^    return .*\n",
@@ -595,9 +615,13 @@ def pages(tree: Tree) -> None:
             "- Never edit `src/onceward`. `make update` brings",
         ),
     )
-    tree.edit(f"{RAW}/docs/outside.md", (literally(", from `effects`."), ", from `onceward.effects`."))
+    tree.edit(
+        f"{RAW}/docs/outside.md", (literally(", from `effects`."), ", from `onceward.effects`.")
+    )
     tree.edit(f"{RAW}/docs/codecs.md", (r"errors are in `pipeline`", "errors are in `onceward`"))
-    tree.edit(f"{RAW}/docs/protocol.md", (r"^- request \(`http_api`\)", "- request (`onceward.http`)"))
+    tree.edit(
+        f"{RAW}/docs/protocol.md", (r"^- request \(`http_api`\)", "- request (`onceward.http`)")
+    )
     tree.edit(
         f"{RAW}/docs/updating.md",
         (
@@ -613,9 +637,15 @@ def pages(tree: Tree) -> None:
     )
     tree.edit(
         "CHANGELOG.md",
-        (r"^- `Loads` can be imported from `pipeline`\.", "- `Loads` can be imported from `onceward`."),
+        (
+            r"^- `Loads` can be imported from `pipeline`\.",
+            "- `Loads` can be imported from `onceward`.",
+        ),
         (literally("are in the package `plain`."), "are in `onceward.plain`."),
-        (literally("they can be imported from `pipeline`, with"), "they can be imported from `onceward`, with"),
+        (
+            literally("they can be imported from `pipeline`, with"),
+            "they can be imported from `onceward`, with",
+        ),
         (
             r"\A((?:.*\n)*?## .*\n\n)",
             r"\1- **One name.** `src/onceward` has the engine (`pipeline`), the command line `cli`"
@@ -626,6 +656,12 @@ def pages(tree: Tree) -> None:
             " ones. After an update by a `dev/update.py` of 1.0, run `python dev/renaming.py`.\n",
         ),
     )
+
+
+def clean_up(tree: Tree) -> None:
+    """Remove this script, which is done."""
+    tree.git("rm", "-r", "--quiet", "docs/design/rename")
+    tree.edit("pyproject.toml", (r'^(extend-exclude = \[.*), "docs/design/rename"\]', r"\1]"))
 
 
 def install(tree: Tree) -> None:
@@ -687,7 +723,9 @@ def look(tree: Tree, metrics: set[str]) -> None:
     )
     skipped = (".html", ".css", ".js", ".svg", ".sql")
     for name, text in tree.texts().items():
-        if name.endswith(skipped) or name.endswith(("renamed.json", "aliases.py", "test_aliases.py")):
+        if name.endswith(skipped) or name.endswith(
+            ("renamed.json", "aliases.py", "test_aliases.py")
+        ):
             continue
         if name in (f"{RAW}/dev/renaming.py", "tests/test_renamed.py"):
             continue
@@ -736,7 +774,7 @@ class Imports:
             for node in nodes:
                 for module, wanted in self._imported(node, modules.get(name), name):
                     if problem := self._problem(module, wanted):
-                        self._tree.doubts.append(f"{name}:{getattr(node, 'lineno')}: {problem}")
+                        self._tree.doubts.append(f"{name}:{vars(node)['lineno']}: {problem}")
 
     def _imported(
         self, node: ast.AST, module: str | None, file: str
@@ -798,7 +836,9 @@ def tidy(tree: Tree) -> None:
     settings = ["--config", "pyproject.toml"]
     check = [*ruff, "check", *settings, "--no-cache", "--select", "I", "--fix", "--quiet", "."]
     subprocess.run(check, cwd=tree.root, check=False)
-    subprocess.run([*ruff, "format", *settings, "--no-cache", "--quiet", "."], cwd=tree.root, check=False)
+    subprocess.run(
+        [*ruff, "format", *settings, "--no-cache", "--quiet", "."], cwd=tree.root, check=False
+    )
 
 
 def main() -> int:
@@ -833,6 +873,7 @@ def main() -> int:
     tests_of_template(tree, renames)
     pages(tree)
     install(tree)
+    clean_up(tree)
     if chosen.format:
         tidy(tree)
     look(tree, metrics)
