@@ -101,7 +101,7 @@ def moved(files: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture
 def renaming(tmp_path: Path) -> Small:
-    """A service at v0.1.0 of a template whose v0.2.0 has new names, and a line more in the inbox."""
+    """A service at v0.1.0. The template's v0.2.0 has new names, and a line more in the inbox."""
     template = tmp_path / "template"
     raw = template / "{{cookiecutter.name}}"
     raw.mkdir(parents=True)

@@ -11,7 +11,6 @@ import ast
 import json
 import re
 import subprocess
-import sys
 import tokenize
 from collections.abc import Callable, Iterable, Mapping
 from io import StringIO
