@@ -143,7 +143,13 @@ class Template:
         ignore = shutil.ignore_patterns("__pycache__", ".stack", ".venv", ".*_cache", "*.egg-info")
         for source in (ROOT / "hooks", RAW, ROOT / STUB):
             shutil.copytree(source, path / source.name, ignore=ignore)
-        for name in ("cookiecutter.json", "imports.txt", "local_extensions.py"):
+        for name in (
+            "LICENSE",
+            "cookiecutter.json",
+            "engine_wheel.py",
+            "imports.txt",
+            "local_extensions.py",
+        ):
             shutil.copy(ROOT / name, path)
         home = folder / "home"
         (home / "tmp").mkdir(parents=True)
