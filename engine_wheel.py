@@ -214,14 +214,15 @@ def file_name() -> str:
 
 
 def requirement() -> dict[str, object]:
-    """Return what a service that depends on the wheel has in its requirements."""
-    optional = {name for names in extras().values() for name in names}
+    """Return what a service that depends on the wheel has in its requirements.
+
+    `extras` has the names by questions.
+    """
     return {
         "name": NAME,
         "version": version(),
         "hash": hashlib.sha256(built()).hexdigest(),
         "extras": {name: extra_of(name) for name in extras()},
-        "requires": [name for name in requirements() if name not in optional],
     }
 
 

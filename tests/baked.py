@@ -32,6 +32,7 @@ DEFAULTS = {
     "http_api": "no",
     "debezium": "no",
     "engine_tests": "no",
+    "engine": "source",
 }
 """The answers of `--no-input`."""
 

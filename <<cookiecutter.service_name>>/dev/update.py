@@ -643,7 +643,9 @@ def take_engine(service: Service, checksums: str, bake: str) -> None:
 
     What the service has in folders that are new in the engine is its own: they stay merged.
     """
-    new_checksums = service.git("show", f"{bake}:{service.prefix}{CHECKSUMS}")
+    file = f"{bake}:{service.prefix}{CHECKSUMS}"
+    is_source = succeeds("cat-file", "-e", file, cwd=service.root)
+    new_checksums = service.git("show", file) if is_source else ""  # a package has none
     before, after = (
         set(re.findall(r"(?m)^\S+  ([^/\n]+/[^/\n]+)/", text))
         for text in (checksums, new_checksums)
@@ -655,7 +657,8 @@ def take_engine(service: Service, checksums: str, bake: str) -> None:
         return
     kept = [f":(exclude,glob){folder}/**/.*" for folder in before]  # not in the checksums
     service.git("rm", "-r", "-f", "--quiet", "--ignore-unmatch", "--", *before, *kept)
-    service.git("checkout", "--quiet", bake, "--", *after, CHECKSUMS)
+    if is_source:
+        service.git("checkout", "--quiet", bake, "--", *after, CHECKSUMS)
 
 
 def _report_answers(recorded: dict[str, str], chosen: dict[str, str]) -> None:
