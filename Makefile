@@ -43,7 +43,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up down demo chaos chaos-selftest bench instructions model docs test-unit test test-full
-.PHONY: test-docker canary release pin-image
+.PHONY: test-docker canary release wheel pin-image
 .PHONY: announce-test test-engine test-template test-engine-full test-template-full
 .PHONY: check check-raw format requirements clean
 
@@ -176,6 +176,9 @@ format: $(INSTALLED) ## format the code and apply the linter's fixes
 
 release: $(INSTALLED) ## commit and tag the version that CHANGELOG.md begins with: see docs/contributing.md
 	@$(STACK) run --postgres -- $(BIN)/python -m tests.release
+
+wheel: $(BIN)/python ## build the engine as a wheel, and its SBOM, in build/wheel
+	@$(BIN)/python engine_wheel.py build/wheel
 
 requirements: $(INSTALLED) ## pin the packages of the .in files (UPGRADE=--upgrade: newest versions)
 	@cd '$(RAW)' && $(PIN) requirements/base.in --output-file requirements/base.txt

@@ -32,6 +32,7 @@ DEFAULTS = {
     "http_api": "no",
     "debezium": "no",
     "engine_tests": "no",
+    "engine": "source",
 }
 """The answers of `--no-input`."""
 
@@ -143,7 +144,13 @@ class Template:
         ignore = shutil.ignore_patterns("__pycache__", ".stack", ".venv", ".*_cache", "*.egg-info")
         for source in (ROOT / "hooks", RAW, ROOT / STUB):
             shutil.copytree(source, path / source.name, ignore=ignore)
-        for name in ("cookiecutter.json", "imports.txt", "local_extensions.py"):
+        for name in (
+            "LICENSE",
+            "cookiecutter.json",
+            "engine_wheel.py",
+            "imports.txt",
+            "local_extensions.py",
+        ):
             shutil.copy(ROOT / name, path)
         home = folder / "home"
         (home / "tmp").mkdir(parents=True)

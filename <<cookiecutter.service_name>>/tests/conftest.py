@@ -31,8 +31,10 @@ from .servers.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hoo
 from .servers.topics import create_topic, delete_topics
 from .servers.waiting import PATIENCE, let_servers_be_slow
 
-# With the HTTP API the fixture `harness` has `receive`, too.
-pytest_plugins = ["http_api.testing" if find_spec("http_api") else "pipeline.testing.plugin"]
+# With the HTTP API the fixture `harness` has `receive`, too. The engine's distribution always has
+# that package, but requires FastAPI only as an extra.
+HAS_API = find_spec("http_api") is not None and find_spec("fastapi") is not None
+pytest_plugins = ["http_api.testing" if HAS_API else "pipeline.testing.plugin"]
 
 DATABASE_URL, KAFKA = "PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
 SERVERS = {"apicurio", "harness_database", "kafka", "s3proxy", "server_url", "store_url"}
