@@ -11,9 +11,9 @@ from typing import ClassVar, Self
 
 import asyncpg
 
-from pipeline.apply.backlog import Row, Stored
+from pipeline.apply.backlog import Stored
 from pipeline.apply.breaker import FailedMessage
-from pipeline.apply.item import Item
+from pipeline.apply.item import Item, Row
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.apply.throttles import Resting, Throttles

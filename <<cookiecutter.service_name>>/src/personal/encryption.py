@@ -13,9 +13,8 @@ from functools import cache
 import asyncpg
 from pydantic import ValidationError
 
-from pipeline.apply.backlog import Row
 from pipeline.apply.encryption import Encryption, Rows
-from pipeline.apply.item import Item, StoredRecord
+from pipeline.apply.item import Item, Row, StoredRecord
 from pipeline.events.cloudevents import event_headers
 from pipeline.events.codec import CLOUD_EVENTS
 from pipeline.events.event import Event, declared_events, upcasted

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import asyncpg
 
 from pipeline.events.cloudevents import event_headers
-from pipeline.events.message import Record, headers_as_json, marker_key, printable
+from pipeline.events.message import headers_as_json, marker_key, printable
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.policy import DEFERRED, Decision, Policy, dead
 from pipeline.handlers.registry import Handlers
@@ -34,6 +34,7 @@ from .item import (
     IdentityMismatch,
     Item,
     Known,
+    Row,
     StoredRecord,
     Undecoded,
     order_key,
@@ -46,35 +47,6 @@ _MOST_DUE = 10_000
 """Rows that wait for a worker while more messages are stored to be tried alone."""
 _NEXT = -1
 """Offset of a call that is not stored yet: the database numbers it after all stored calls."""
-
-
-class Row(NamedTuple):
-    """A message or record to be stored, and the decision on it."""
-
-    key: bytes
-    """The marker's key if the record has an identity: no message is stored twice."""
-    consumer: str
-    """Empty for what belongs to none: a record that could not be decoded, and a message that has
-    the identity of another one. If it is tried again, all consumers of its topic get it."""
-    record: Record
-    decision: Decision
-    item: Item | None = None
-    remembered: bytes | None = None
-    """The payload hash of the earlier message of this identity, if it differs."""
-    mode: str = "immediate"
-    """Mode of the handler that will take it, if there is no item."""
-
-    @property
-    def is_new(self) -> bool:
-        """Whether it is not in the backlog yet."""
-        return self.item is not None and self.item.row is None
-
-    @property
-    def first_trace(self) -> str | None:
-        """`traceparent` of its first attempt, if this transaction has made it."""
-        if self.item is None or self.item.trace != self.item.message.traceparent:
-            return None
-        return self.decision.trace
 
 
 class BacklogFull(Paused):

@@ -16,10 +16,9 @@ from pipeline.handlers.policy import CORRECTION, Decision
 from pipeline.handlers.registry import Handlers
 
 from . import backlog
-from .backlog import Row
 from .batch import items_of
 from .encryption import Encryption
-from .item import Item, StoredRecord, Undecoded
+from .item import Item, Row, StoredRecord, Undecoded
 
 
 def record_of(applied: Applied, key: bytes | None) -> StoredRecord:

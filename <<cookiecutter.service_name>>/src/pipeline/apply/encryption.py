@@ -1,17 +1,14 @@
 """The interface of an encryption of payloads in tables, which the package `personal` implements."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import asyncpg
 
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.staging import Outbox
 
-from .item import Item
-
-if TYPE_CHECKING:
-    from .backlog import Row
+from .item import Item, Row
 
 Rows = Sequence[Mapping[str, Any]]
 Decided = list[tuple[Item, Decision]]
@@ -26,7 +23,7 @@ class Encryption(Protocol):
     def redact(self, decided: Decided) -> Decided:
         """Return decisions, without values of the payloads in the texts of their errors."""
 
-    async def encrypt(self, connection: asyncpg.Connection, rows: "Sequence[Row]") -> "list[Row]":
+    async def encrypt(self, connection: asyncpg.Connection, rows: Sequence[Row]) -> list[Row]:
         """Return rows of the backlog as they are to be stored, in the transaction that does."""
 
     async def encrypt_events(self, connection: asyncpg.Connection, outbox: Outbox) -> None:

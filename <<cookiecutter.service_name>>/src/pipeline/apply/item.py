@@ -1,4 +1,4 @@
-"""An item: one message for one of its handlers, and its state."""
+"""An item: one message for one of its handlers, and its state; and its row of the backlog."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +14,7 @@ from pipeline.events.event import Event
 from pipeline.events.message import LONGEST_KEPT_KEY, Message, Record
 from pipeline.events.payload import HASH_VERSION
 from pipeline.handlers.ordering import sequence_of
-from pipeline.handlers.policy import ISOLATED, NEW, History, Reject
+from pipeline.handlers.policy import ISOLATED, NEW, Decision, History, Reject
 from pipeline.handlers.registry import Handler
 
 
@@ -135,6 +135,35 @@ class Item(NamedTuple):
         A correction has the place in the order of the consumer that it corrects.
         """
         return order_key(self.handler.order or self.consumer, self.record)
+
+
+class Row(NamedTuple):
+    """A message or record to be stored, and the decision on it."""
+
+    key: bytes
+    """The marker's key if the record has an identity: no message is stored twice."""
+    consumer: str
+    """Empty for what belongs to none: a record that could not be decoded, and a message that has
+    the identity of another one. If it is tried again, all consumers of its topic get it."""
+    record: Record
+    decision: Decision
+    item: Item | None = None
+    remembered: bytes | None = None
+    """The payload hash of the earlier message of this identity, if it differs."""
+    mode: str = "immediate"
+    """Mode of the handler that will take it, if there is no item."""
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it is not in the backlog yet."""
+        return self.item is not None and self.item.row is None
+
+    @property
+    def first_trace(self) -> str | None:
+        """`traceparent` of its first attempt, if this transaction has made it."""
+        if self.item is None or self.item.trace != self.item.message.traceparent:
+            return None
+        return self.decision.trace
 
 
 @dataclass(frozen=True, slots=True)

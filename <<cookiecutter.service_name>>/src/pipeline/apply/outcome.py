@@ -11,9 +11,9 @@ from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, PARKED, Decision
 from pipeline.observe import metrics, traces
 
-from .backlog import Row, first_with
+from .backlog import first_with
 from .encryption import Encryption
-from .item import Item, place_of
+from .item import Item, Row, place_of
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import asyncpg
 
 from pipeline.handlers.policy import Decision
 
-from .backlog import Row, Stored
+from .backlog import Stored
 from .breaker import FailedMessage
-from .item import Item
+from .item import Item, Row
 from .outcome import BatchOutcome
 from .positions import Generations
 

@@ -10,10 +10,10 @@ from typing import ClassVar, Self
 import asyncpg
 
 from pipeline.apply import backlog, positions
-from pipeline.apply.backlog import Row, Stored
+from pipeline.apply.backlog import Stored
 from pipeline.apply.batch import Batch
 from pipeline.apply.breaker import FailedMessage
-from pipeline.apply.item import Item, order_key
+from pipeline.apply.item import Item, Row, order_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations, Move, Slot
 from pipeline.apply.source import without_decision

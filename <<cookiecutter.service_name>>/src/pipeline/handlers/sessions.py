@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import asyncpg
 from greenlet import getcurrent, greenlet
@@ -29,10 +29,7 @@ from pipeline.servers.guard import (
 )
 
 from . import statements
-from .aggregate import Aggregate
-
-if TYPE_CHECKING:
-    from .rows import Rows
+from .aggregate import Aggregate, Key
 
 T = TypeVar("T")
 
@@ -126,11 +123,21 @@ for _name in (_WANTING_METHODS - _READ_ONLY_METHODS) | {"_execute_internal", "_e
     setattr(SharedSession, _name, _wanting(_name))
 
 
+class LockedRows(Protocol):
+    """What a session of its own needs of its rows, which know the session."""
+
+    locked: dict[tuple[type[Aggregate], Key], Aggregate | None]
+    error: BaseException | None
+
+    def check(self) -> None:
+        """Raise `HandlerFault` for a row that was changed or deleted without a lock."""
+
+
 class OwnSession(RowSession):
     """The session of one message, or of a writer."""
 
     guard: Guard
-    rows: "Rows"
+    rows: LockedRows
     earlier: dict[SessionTransaction, tuple[Any, ...]]
     """What was staged, the guard's `contention` and the locked rows before each open savepoint."""
     dropped: set[InstanceState[Any]]

@@ -8,11 +8,11 @@ from typing import ClassVar, Self
 import asyncpg
 
 from pipeline.apply import backlog
-from pipeline.apply.backlog import Row, Stored
+from pipeline.apply.backlog import Stored
 from pipeline.apply.batch import items_of, prepare, validated
 from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.encryption import Encryption, Rows
-from pipeline.apply.item import Item, Known, StoredRecord, Undecoded
+from pipeline.apply.item import Item, Known, Row, StoredRecord, Undecoded
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations
 from pipeline.apply.source import without_decision

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import asyncpg
 
-from pipeline.apply.backlog import Row
+from pipeline.apply.item import Row
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
 from pipeline.handlers.policy import DIED, GAP, REDRIVEN

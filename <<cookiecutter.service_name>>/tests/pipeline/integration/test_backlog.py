@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from pipeline import Handlers, Park, Policy, Reject, Retry, Transaction
 from pipeline.apply import backlog
 from pipeline.apply.breaker import BreakerOpen, FailedMessage
+from pipeline.apply.item import Row
 from pipeline.events.message import time_of
 from pipeline.handlers.policy import DEFERRED, dead
 from pipeline.observe import metrics
@@ -359,7 +360,7 @@ async def test_who_is_stored_with_a_dead_letter_is_due_unless_that_holds_the_key
     deposits = [Deposit(n, name) for n, name in enumerate(("ada", "ada", "ada", "bob", "bob"), 1)]
     items = (await desk.read(*deposits, start=0)).items
     rows = [
-        backlog.Row(item.key, "deposit", item.record, decision, item)
+        Row(item.key, "deposit", item.record, decision, item)
         for item, decision in zip(items, decisions, strict=True)
     ]
     async with autocommitting(desk.engine) as driver:

@@ -13,9 +13,9 @@ import pytest
 from sqlalchemy import make_url
 
 from pipeline.apply import backlog
-from pipeline.apply.backlog import Row, lane_of
+from pipeline.apply.backlog import lane_of
 from pipeline.apply.batch import read
-from pipeline.apply.item import Item, order_key
+from pipeline.apply.item import Item, Row, order_key
 from pipeline.handlers.policy import Decision, History
 from pipeline.retry import lanes
 from pipeline.retry.lane_source import take
@@ -158,7 +158,7 @@ async def test_whether_much_is_to_be_tried_again(asked: Explaining) -> None:
 async def test_new_rows_of_a_batch(asked: Explaining) -> None:
     decision = Decision("follows another")
     rows = [
-        backlog.Row(one.key, "deposit", one.record, decision, one)
+        Row(one.key, "deposit", one.record, decision, one)
         for one in await items("hot", *(f"unknown {n}" for n in range(499)))
     ]
     await backlog.add(asked, rows, None)

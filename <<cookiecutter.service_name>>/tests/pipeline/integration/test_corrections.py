@@ -17,8 +17,8 @@ from pipeline import (
     Transaction,
 )
 from pipeline.apply import corrections, stopping
-from pipeline.apply.backlog import Row, lane_of
-from pipeline.apply.item import order_key
+from pipeline.apply.backlog import lane_of
+from pipeline.apply.item import Row, order_key
 from pipeline.apply.stopping import Stop, Subject
 from pipeline.retry.lane_source import read_rows, take
 from pipeline.schema import FIRST_LANE_OF_CALLS

@@ -32,9 +32,9 @@ from pipeline import (
 )
 from pipeline.apply import backlog
 from pipeline.apply.audit import Change
-from pipeline.apply.backlog import Row
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
+from pipeline.apply.item import Row
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.errors import StoreUnavailable
 from pipeline.events.message import Record

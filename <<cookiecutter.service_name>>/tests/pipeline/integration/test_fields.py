@@ -5,8 +5,7 @@ from dataclasses import replace
 import asyncpg
 
 from pipeline.apply import backlog, inbox
-from pipeline.apply.backlog import Row
-from pipeline.apply.item import Item, StoredRecord
+from pipeline.apply.item import Item, Row, StoredRecord
 from pipeline.events.message import Message
 from pipeline.handlers.policy import Decision, History
 from pipeline.handlers.registry import Handler

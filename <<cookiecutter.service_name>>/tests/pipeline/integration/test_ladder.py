@@ -16,7 +16,7 @@ from sqlalchemy.orm import object_session
 
 from pipeline import Event, Handlers, Policy, Reject, Transaction
 from pipeline.apply import backlog, limits
-from pipeline.apply.backlog import Row
+from pipeline.apply.item import Row
 from pipeline.apply.ladder import BATCH
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.errors import is_infrastructure
