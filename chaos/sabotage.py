@@ -973,7 +973,7 @@ from pipeline.handlers.staged import StagedEvent
         PAUSED_KEY,
         [
             Edit(
-                "apply/throttle_statements.py",
+                "operators/stop_statements.py",
                 "UPDATE pipeline.backlog SET due_at = clock_timestamp()\n"
                 " WHERE key = ANY ($1::bytea[]) AND topic = '{PAUSES}'",
                 "DELETE FROM pipeline.backlog\n"

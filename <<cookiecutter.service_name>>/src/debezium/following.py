@@ -10,9 +10,9 @@ from typing import Any
 
 import asyncpg
 
-from pipeline.apply import stopping
 from pipeline.apply.throttles import Throttles
 from pipeline.observe import metrics
+from pipeline.operators import stopping
 from pipeline.relay.cursor import ServerChanged
 from pipeline.relay.relay import Relay
 from pipeline.relay.window import Page, Progress

@@ -1,6 +1,6 @@
 """Handing what a release has applied to a correction: which messages, and in which steps.
 
-A message is stored as a row of the backlog, see `pipeline/apply/corrections.py`. One that the
+A message is stored as a row of the backlog, see `pipeline/operators/corrections.py`. One that the
 correction has applied, or that waits for it, is not stored again: so what was interrupted is begun
 anew, and passes what is done.
 """
@@ -20,12 +20,13 @@ from operate.dead import CHUNK, SECONDS
 from operate.errors import Refused
 from operate.inbox_commands import events_of
 from pipeline import Applied, AppliedEvent, Tombstone
-from pipeline.apply import audit, backlog, batch, corrections
-from pipeline.apply.audit import Change
+from pipeline.apply import backlog, batch
 from pipeline.apply.item import Item
 from pipeline.apply.statements import KEPT
 from pipeline.events.message import marker_key
 from pipeline.events.payload import HASH_VERSION
+from pipeline.operators import audit, corrections, dead_rows
+from pipeline.operators.audit import Change
 from pipeline.retry import lanes
 from pipeline.servers import topics
 from pipeline.servers.topics import Topics
@@ -222,7 +223,7 @@ class Correcting:
                 async with self._connection.transaction():
                     # As long as a lease lasts, for which a worker may hold the lane.
                     await self._limit(self._settings.backlog_lease)
-                    await lanes.fence_lane(self._connection, lane)
+                    await dead_rows.fence_lane(self._connection, lane)
                     rows = await self._connection.fetch(_CANCEL, lane, self._name)
                     keys = {row["order_key"] for row in rows}
                     await lanes.schedule_heads(self._connection, [lane], keys)

@@ -11,14 +11,13 @@ from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
-from pipeline.apply import audit
 from pipeline.consume import stamps
 from pipeline.errors import is_of_a_server, sqlstate_of, summarize_error
-from pipeline.relay import scheduled
-from pipeline.retention import archive, maintenance
+from pipeline.operators import adopting, archive, audit, scheduled
+from pipeline.retention import maintenance
 from pipeline.retention.partitions import PartitionStatus
 from pipeline.runtime import Part, run
-from pipeline.servers import cluster, revisions, topics
+from pipeline.servers import revisions, topics
 from pipeline.service import Service
 
 from . import (
@@ -133,7 +132,7 @@ async def adopt(
     async with invocation.connected(revisions.check_database) as connection:
         await revisions.check(connection, revisions.load_migrations())
         if not yes:
-            calls, due, again = await cluster.count(connection, keep_progress=keep_progress)
+            calls, due, again = await adopting.count(connection, keep_progress=keep_progress)
             with suppress(KafkaError, OSError, ValueError):  # which may not be known
                 reading = await topics.readers(settings, invocation.service.name)
                 for one in sorted({one for one, _ in reading.values()}):
@@ -143,7 +142,7 @@ async def adopt(
             invocation.confirm(f"At {settings.postgresql} and {settings.kafka}: {work}?")
         try:
             async with audit.changing(connection, change) as subjects:
-                renewed = await cluster.adopt(connection, keep_progress=keep_progress)
+                renewed = await adopting.adopt(connection, keep_progress=keep_progress)
                 subjects.append(f"database, {renewed:,} events again")
         except _UNPUBLISHABLE as error:
             raise Refused(

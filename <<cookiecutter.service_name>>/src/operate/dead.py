@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Literal
 
 import asyncpg
 
-from pipeline.apply import audit
-from pipeline.apply.audit import Change
 from pipeline.handlers.policy import FORGOTTEN
-from pipeline.retry.copies import Copy
+from pipeline.operators import audit
+from pipeline.operators.audit import Change
+from pipeline.operators.copies import Copy
 from pipeline.service import Service
 from pipeline.settings import Settings
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import asyncpg
 import typer
 
-from pipeline.retry.copies import Copy
+from pipeline.operators.copies import Copy
 from pipeline.servers.revisions import check_database
 
 from .dead import Entry, Selection, State, Store

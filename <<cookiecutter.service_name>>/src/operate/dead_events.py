@@ -7,8 +7,8 @@ from dataclasses import replace
 import asyncpg
 
 from pipeline.handlers.policy import FORGOTTEN
-from pipeline.relay import rejected
-from pipeline.retry.copies import Copy
+from pipeline.operators import rejected
+from pipeline.operators.copies import Copy
 from pipeline.service import Service
 from pipeline.settings import Settings
 

@@ -10,8 +10,9 @@ from pipeline.apply.backlog import mismatch_key
 from pipeline.apply.statements import KEPT
 from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import FORGOTTEN, UNKNOWN
-from pipeline.retry import copies, lanes
-from pipeline.retry.copies import Copy
+from pipeline.operators import copies, dead_rows
+from pipeline.operators.copies import Copy
+from pipeline.retry import lanes
 
 from .dead import Entry, Outcome, Rows, Selection, Store
 from .errors import Refused
@@ -161,13 +162,13 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         return entry
 
     async def _lock(self, number: int) -> None:
-        await lanes.fence_lane(self.connection, number)
+        await dead_rows.fence_lane(self.connection, number)
 
     async def _redrive(self, rows: Rows, copy: Copy | None) -> Sequence[Redriven]:
         if copy is not None:
             return [await self._replaced(row, copy) for row in rows]
         redriven = [await self._redriven(row) for row in rows]
-        await lanes.redrive(self.connection, [row["key"] for row in rows])
+        await dead_rows.redrive(self.connection, [row["key"] for row in rows])
         await self._schedule_heads(rows)
         return redriven
 
@@ -179,7 +180,7 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
 
     async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
         keys = [row["key"] for row in rows]
-        await lanes.discard(self.connection, keys, operator=operator, why=why)
+        await dead_rows.discard(self.connection, keys, operator=operator, why=why)
         await self._schedule_heads(rows)
         return rows
 

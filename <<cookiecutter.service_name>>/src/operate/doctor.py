@@ -12,6 +12,7 @@ from aiokafka.errors import KafkaError
 
 from pipeline.consume import inbox_coverage, stamps
 from pipeline.errors import describe_error, summarize_error
+from pipeline.operators import adopting
 from pipeline.servers import cluster, revisions, topics
 from pipeline.servers.topics import MAY_NOT_DESCRIBE, Topics
 from pipeline.service import Misconfigured, Service
@@ -309,7 +310,7 @@ async def _tables(connection: asyncpg.Connection, service: Service) -> Findings:
 
 
 async def _sequences(connection: asyncpg.Connection) -> Findings:
-    for name, advances in await cluster.sequences_behind(connection):
+    for name, advances in await adopting.sequences_behind(connection):
         yield Finding("wrong", f"{name} is behind the numbers of rows", advances)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from pipeline.apply.audit import Change
+from pipeline.operators.audit import Change
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Literal
 import asyncpg
 from aiokafka.errors import KafkaError
 
-from pipeline.apply import backlog, positions, stopping
-from pipeline.apply.stopping import Stop
+from pipeline.apply import backlog
 from pipeline.errors import describe_error
-from pipeline.relay import cursor, rejected, scheduled, window
+from pipeline.operators import offsets, rejected, relays, scheduled, stopping
+from pipeline.operators.stopping import Stop
 from pipeline.retention import days, generations, maintenance, partitions
 from pipeline.retention.partitions import State
 from pipeline.retry import lanes
@@ -263,7 +263,7 @@ class _Measure:
         self.found.paused_topics = stopping.paused_topics(self.service.handlers, stops)
 
     async def positions(self) -> None:
-        rows = await positions.of_group(self.connection, self.service.name)
+        rows = await offsets.of_group(self.connection, self.service.name)
         own = (row for row in rows if row["topic"] in self.service.handlers.topics)
         self.found.readings = [Reading(**row, behind_since=row["moved_at"]) for row in own]
 
@@ -285,7 +285,7 @@ class _Measure:
 
     async def outbox(self) -> None:
         self.found.is_this_cluster = await cluster.is_ours(self.connection)
-        count, oldest = await window.count(self.connection, AT_MOST + 1)
+        count, oldest = await relays.count(self.connection, AT_MOST + 1)
         why = "it is not known whether they have relays"
         age = max(oldest.values(), default=0.0)
         stage = Stage("outbox", "", count, oldest=age, unserved=age, why=why)
@@ -294,7 +294,7 @@ class _Measure:
 
     async def relays(self) -> None:
         """Requires the outbox."""
-        for owner, *relay in await cursor.relays(self.connection):
+        for owner, *relay in await relays.listed(self.connection):
             if owner is None:
                 self.found.shards_without_relay = len(relay[0])
             else:
@@ -304,7 +304,7 @@ class _Measure:
             one.unserved = one.oldest if shards else 0.0
             one.why = f"{shards} shards have no relay" if shards else None
         if self.service.declared_topics:
-            self.found.was_relayed = await cursor.has_begun(self.connection)
+            self.found.was_relayed = await relays.has_begun(self.connection)
 
     async def rejected(self) -> None:
         rows, dead = await rejected.count(self.connection, AT_MOST + 1)

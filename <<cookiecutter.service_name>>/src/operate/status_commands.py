@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pipeline.apply.stopping import Stop
 from pipeline.errors import StoreUnavailable, summarize_error
+from pipeline.operators.stopping import Stop
 from pipeline.servers.revisions import WrongDatabase, check_database
 
 from . import doctor, status

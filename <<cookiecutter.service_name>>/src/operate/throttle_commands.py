@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from pipeline.apply import stopping
-from pipeline.apply.stopping import Subject
+from pipeline.operators import stopping
+from pipeline.operators.stopping import Subject
 
 from .dead_commands import span
 from .errors import Refused

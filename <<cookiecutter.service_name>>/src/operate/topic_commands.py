@@ -7,7 +7,7 @@ import typer
 from aiokafka.admin import NewTopic
 from aiokafka.errors import for_code
 
-from pipeline.apply import positions
+from pipeline.operators import offsets
 from pipeline.servers import clients
 
 from . import doctor, moves
@@ -98,7 +98,7 @@ async def seek(
         found = await moves.plan_moves(connection, invocation, topic, partition, to_place)
         for one in found:
             if not dry_run:
-                await positions.seek(connection, one.slot, one.new, change)
+                await offsets.seek(connection, one.slot, one.new, change)
             invocation.say(moved(one, "would go" if dry_run else "goes"))
     invocation.answer(*found)
 
@@ -122,7 +122,7 @@ async def replay(
         if planned.forgotten and not too_old:
             raise Refused(forgotten(planned))
         for one in planned.moves:
-            await positions.rewind(connection, one.slot, one.new, change)
+            await offsets.rewind(connection, one.slot, one.new, change)
             invocation.say(moved(one, "goes"))
         if wait:
             before = -1

@@ -16,12 +16,10 @@ from operate.dead_letters import DeadLetters
 from operate.errors import Refused
 from operate.topic_commands import moved
 from pipeline import Service
-from pipeline.apply import positions, stopping
-from pipeline.apply.audit import Change
 from pipeline.errors import describe_error
-from pipeline.relay import scheduled
-from pipeline.retention import archive
-from pipeline.retry.copies import Copy
+from pipeline.operators import archive, offsets, scheduled, stopping
+from pipeline.operators.audit import Change
+from pipeline.operators.copies import Copy
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
@@ -148,7 +146,7 @@ class Actions:
         wanted = {name: parameters.searched(form, name) for name in planning.FIELDS}
         why, what = parameters.why(form), "replay" if wanted["what"] == "replay" else "seek"
         change = Change(operator.name, what, why)
-        set_position = positions.rewind if what == "replay" else positions.seek
+        set_position = offsets.rewind if what == "replay" else offsets.seek
         with _logged(what, operator, wanted["topic"][:1_000], why=why), _needing("service"):
             async with autocommitting(self._engine) as connection:
                 planned = await planning.plan(connection, self._service, self._settings, wanted)

@@ -14,7 +14,7 @@ from operate.dead import STATES, Selection, State, Store
 from operate.dead_events import DeadEvents
 from operate.errors import Refused
 from operate.output import Content
-from pipeline.apply.stopping import Subject
+from pipeline.operators.stopping import Subject
 
 SEARCHED = ("reason", "consumer", "event", "type", "topic", "key", "release", "older", "newer")
 NO_CONSUMER = "(none)"

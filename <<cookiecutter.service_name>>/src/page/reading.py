@@ -18,8 +18,7 @@ from operate.moves import Move
 from operate.output import content_of
 from operate.topic_commands import moved
 from pipeline import Service
-from pipeline.apply import stopping
-from pipeline.relay import scheduled
+from pipeline.operators import scheduled, stopping
 from pipeline.retention import days, maintenance
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings

@@ -15,9 +15,9 @@ from operate.output import format_time, print_json, print_table, write
 from operate.signing import Signed
 from operate.terminal import Invocation, Limit, Yes, operation
 from pipeline import Service
-from pipeline.apply import audit
 from pipeline.apply.encryption import Rows
 from pipeline.errors import StoreUnavailable
+from pipeline.operators import audit
 from pipeline.servers.revisions import check_database
 from pipeline.service import Misconfigured
 

@@ -14,10 +14,10 @@ import asyncpg
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from pipeline.apply import audit
-from pipeline.apply.audit import Change
 from pipeline.errors import OncewardError
 from pipeline.handlers.policy import FORGOTTEN
+from pipeline.operators import audit
+from pipeline.operators.audit import Change
 
 from .keys import THE_SERVICE
 from .marks import Subject

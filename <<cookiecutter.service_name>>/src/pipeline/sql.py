@@ -18,6 +18,8 @@ from pipeline.apply import throttle_statements
 from pipeline.consume import statements as of_consume
 from pipeline.handlers import catalog_statements
 from pipeline.handlers import statements as of_handlers
+from pipeline.operators import adopt_statements, stop_statements
+from pipeline.operators import statements as of_operators
 from pipeline.relay import rejected_statements, window_statements
 from pipeline.relay import statements as of_relay
 from pipeline.retention import partition_statements
@@ -32,6 +34,7 @@ MODULES = (
     *(of_relay, window_statements, rejected_statements),
     *(of_retention, partition_statements),
     of_servers,
+    *(of_operators, stop_statements, adopt_statements),
 )
 
 _PLANNED = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b")

@@ -14,9 +14,9 @@ from claims.check import Claims, Stored
 from claims.commands import app
 from operate.commands import command_line
 from pipeline import Handlers, Service
+from pipeline.operators import adopting
 from pipeline.relay.scheduled import Scheduled
 from pipeline.runtime import Part
-from pipeline.servers import cluster
 
 from .conftest import GONE, Objects, Outage
 from .press import Base
@@ -213,7 +213,7 @@ async def test_nothing_is_deleted_for_a_database_that_is_not_adopted(
     assert done.exit_code == 1
     assert "service adopt" in complaint(done)
     assert len(objects.names()) == 2
-    await cluster.adopt(db, keep_progress=False)
+    await adopting.adopt(db, keep_progress=False)
     await opened(**GONE).sweep(db)
     assert len(objects.names()) == 1
 

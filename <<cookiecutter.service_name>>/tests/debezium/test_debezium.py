@@ -26,11 +26,11 @@ from debezium.connector import slot_of
 from debezium.following import FollowingRelay
 from operate.commands import command_line
 from pipeline import Event, Handlers, Service, Transaction
-from pipeline.apply import stopping
-from pipeline.apply.stopping import Subject
 from pipeline.errors import Refused
 from pipeline.events.cloudevents import event_headers
 from pipeline.observe.health import Health
+from pipeline.operators import stopping
+from pipeline.operators.stopping import Subject
 from pipeline.retention.maintenance import run_retention
 from pipeline.runtime import Part
 from pipeline.servers.tasks import in_background

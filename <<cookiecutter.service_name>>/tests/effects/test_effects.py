@@ -15,16 +15,16 @@ from effects import Call, Effects
 from operate.dead import Selection
 from operate.dead_letters import DeadLetters
 from pipeline import Event, Handlers, Park, Policy, Reject, Retry, Transaction
-from pipeline.apply import backlog, stopping
-from pipeline.apply.audit import Change
+from pipeline.apply import backlog
 from pipeline.apply.item import Item, _digest
-from pipeline.apply.stopping import Subject
 from pipeline.handlers.policy import UNKNOWN
 from pipeline.handlers.staging import CALLS
 from pipeline.observe.watchdog import calls_ignoring_cancellation
+from pipeline.operators import adopting, stopping
+from pipeline.operators.audit import Change
+from pipeline.operators.stopping import Subject
 from pipeline.retry.lanes import Lease
 from pipeline.runtime import _run_until
-from pipeline.servers import cluster
 from pipeline.servers.database import autocommitting
 
 from .desk import TOPIC, Desk, NewDesk, Outside, Received, desk_of
@@ -868,7 +868,7 @@ async def test_nobody_is_called_from_a_copy_whose_connections_are_open_already(
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     await desk.call()
     assert outside.calls == []
-    await cluster.adopt(db, keep_progress=True)
+    await adopting.adopt(db, keep_progress=True)
     await desk.call()
     assert sorted(outside.calls) == [1, 2]
 

@@ -15,8 +15,8 @@ from history import timeline
 from history.commands import app
 from operate.commands import command_line
 from pipeline import Event, Handlers, Reject, Service, Transaction
-from pipeline.apply import stopping
-from pipeline.apply.stopping import Subject
+from pipeline.operators import stopping
+from pipeline.operators.stopping import Subject
 
 from .conftest import Take, Tells
 from tests.contract.bank import Account, Base, Deposit, Deposited

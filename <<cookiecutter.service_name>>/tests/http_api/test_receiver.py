@@ -17,11 +17,10 @@ from sqlalchemy.exc import DBAPIError
 
 from http_api import Answer, KeyReused, Receiver, Unavailable, UnderWay, open_receiver
 from pipeline import Event, Gaps, Park, Reject, Retry, Transaction
-from pipeline.apply import stopping
-from pipeline.apply.stopping import Subject
 from pipeline.events.payload import payload_hash
+from pipeline.operators import adopting, stopping
+from pipeline.operators.stopping import Subject
 from pipeline.retention import generations
-from pipeline.servers import cluster
 from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 from pipeline.testing.crashes import MortalEngine, crashes_of
@@ -109,7 +108,7 @@ async def test_nothing_is_applied_in_a_database_that_is_not_adopted(
     with pytest.raises(Unavailable, match="the database is not adopted"):
         await pay_in(receiver, 5, seconds=5.0)
     assert await stored(db) == NOTHING
-    await cluster.adopt(db, keep_progress=True)
+    await adopting.adopt(db, keep_progress=True)
     await pay_in(receiver, 5)
     assert await stored(db) == ONE
 

@@ -6,7 +6,7 @@ import pytest
 from personal import PersonalData
 from personal.erasing import forget_now
 from pipeline import Transaction
-from pipeline.apply import corrections
+from pipeline.operators import corrections
 from pipeline.servers.database import autocommitting
 
 from .clinic import SECRET, Clinic, Visited, visit

@@ -17,7 +17,8 @@ from servers.apicurio import Apicurio
 from sqlalchemy.orm import DeclarativeBase
 
 from pipeline import Event, Handlers, Service, Transaction
-from pipeline.apply import batch, corrections
+from pipeline.apply import batch
+from pipeline.operators import corrections
 from plain import PayloadFields
 from schema_registry import Confluent
 from schema_registry.avro import Avro

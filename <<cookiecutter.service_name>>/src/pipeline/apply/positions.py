@@ -13,8 +13,7 @@ from aiokafka import ConsumerRecord
 from pipeline.errors import OncewardError
 from pipeline.events.message import time_of
 
-from . import audit, statements
-from .audit import Change
+from . import statements
 from .item import record_digest
 
 _NO_ANCHOR = (None, None, None)
@@ -115,12 +114,6 @@ async def position(connection: asyncpg.Connection, slot: Slot) -> StoredPosition
     return StoredPosition(next_offset, None if offset is None else Anchor(offset, time, hash))
 
 
-async def of_group(connection: asyncpg.Connection, group: str) -> list[asyncpg.Record]:
-    """Return each position, with its last move and record, and its number of duplicates."""
-    rows: list[asyncpg.Record] = await connection.fetch(statements.READ_POSITIONS_OF_GROUP, group)
-    return rows
-
-
 async def start_at(connection: asyncpg.Connection, slot: Slot, offset: int) -> None:
     """Store the first position of a partition; one that is stored already stays."""
     await connection.execute(statements.INSERT_POSITION, *slot, offset)
@@ -137,27 +130,3 @@ async def count_start(connection: asyncpg.Connection, slot: Slot, position: int)
 async def forgive_start(connection: asyncpg.Connection, slot: Slot, position: int) -> None:
     """Undo `count_start` after a regular end."""
     await connection.execute(statements.FORGIVE_START, *slot, position)
-
-
-async def seek(connection: asyncpg.Connection, slot: Slot, offset: int, change: Change) -> None:
-    """Set the position of a partition, for an operator's command; the audit has it.
-
-    A batch that is under way raises `PositionMoved` and is rolled back.
-    """
-    async with audit.changing(connection, change) as subjects:
-        await connection.execute(statements.SET_POSITION, *slot, offset)
-        subjects.append(_goes(slot, offset))
-
-
-async def rewind(connection: asyncpg.Connection, slot: Slot, offset: int, change: Change) -> None:
-    """Set the position of a partition back to an offset, unless it is before that already.
-
-    The audit has it.
-    """
-    async with audit.changing(connection, change) as subjects:
-        await connection.execute(statements.SET_POSITION_BACK, *slot, offset)
-        subjects.append(_goes(slot, offset))
-
-
-def _goes(slot: Slot, offset: int) -> str:
-    return f"{slot.topic}/{slot.partition} to {offset}"

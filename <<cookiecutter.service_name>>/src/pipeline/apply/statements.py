@@ -1,12 +1,11 @@
 """SQL of the consume transaction: the inbox, positions, the backlog, and turns.
 
-Parameters are described where a statement is executed. What stops and throttles, and the audit, is
-in `throttle_statements.py`. `service sql` prints all statements with the text below each.
+Parameters are described where a statement is executed. What stops and throttles is in
+`throttle_statements.py`. `service sql` prints all statements with the text below each.
 """
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from pipeline.events.message import FIRST_MILLISECOND
 from pipeline.handlers.policy import DEFERRED, FOLLOWER
 from pipeline.settings import Settings
 
@@ -192,20 +191,6 @@ Locks: none.
 Plan: `position_pkey`.
 """
 
-READ_POSITIONS_OF_GROUP = f"""
-SELECT topic, partition, next_offset AS position, moved_at, duplicates,
-       CASE WHEN anchor_time >= to_timestamp({FIRST_MILLISECOND} / 1000) THEN anchor_time
-       END AS written_at
-  FROM pipeline.position
- WHERE consumer_group = $1 ORDER BY topic, partition
-"""
-"""Return all positions of a group.
-
-Locks: none.
-Plan: `position_pkey` by its first column, or a scan of the table, which has a row for each
-partition.
-"""
-
 INSERT_POSITION = """
 INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
 VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
@@ -214,32 +199,6 @@ VALUES ($1, $2, $3, $4) ON CONFLICT DO NOTHING
 
 Locks: the new row.
 Plan: `position_pkey` finds a row that exists.
-"""
-
-SET_POSITION = """
-INSERT INTO pipeline.position (consumer_group, topic, partition, next_offset)
-VALUES ($1, $2, $3, $4)
-    ON CONFLICT (consumer_group, topic, partition) DO UPDATE
-   SET next_offset = excluded.next_offset, anchor_offset = NULL, anchor_time = NULL,
-       anchor_hash = NULL, starts = 0, moved_at = clock_timestamp()
-"""
-"""Set a position, for an operator's command.
-
-Locks: the position. It waits for a batch that is under way, as the next one of that partition does
-for it.
-Plan: `position_pkey`.
-"""
-
-SET_POSITION_BACK = """
-UPDATE pipeline.position
-   SET next_offset = $4, anchor_offset = NULL, anchor_time = NULL, anchor_hash = NULL, starts = 0,
-       moved_at = clock_timestamp()
- WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset > $4
-"""
-"""Set a position to an offset that is before it, for an operator's command.
-
-Locks: the position, as `SET_POSITION` does.
-Plan: `position_pkey`.
 """
 
 FIND_IN_BACKLOG = """

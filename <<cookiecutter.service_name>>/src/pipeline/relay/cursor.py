@@ -205,20 +205,6 @@ class Cursor:
         return {shard: self.progress[shard] for shard in sorted(shards)}
 
 
-async def relays(connection: asyncpg.Connection) -> list[asyncpg.Record]:
-    """Return owner, shards, published events and end of the lease of each relay.
-
-    The first row has no owner if a shard has none.
-    """
-    rows: list[asyncpg.Record] = await connection.fetch(statements.LIST_RELAYS)
-    return rows
-
-
-async def has_begun(connection: asyncpg.Connection) -> bool:
-    """Return whether any relay has ever held a shard."""
-    return bool(await connection.fetchval(statements.HAS_ANY_RELAY_BEGUN))
-
-
 def grouped(progress: Mapping[int, Progress]) -> dict[Progress, list[int]]:
     """Return the shards by their progress: those with the same are read and written together."""
     groups: dict[Progress, list[int]] = {}

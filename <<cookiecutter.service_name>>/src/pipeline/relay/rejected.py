@@ -182,35 +182,6 @@ class Rejected:
         self._health.forget(_part(topic))
 
 
-async def hold_shard(connection: asyncpg.Connection, shard: int) -> None:
-    """Lock the shard to the end of the transaction: its relay stores no rejected event."""
-    await connection.execute(rejected_statements.HOLD_SHARD, shard)
-
-
-async def redrive(connection: asyncpg.Connection, ids: Sequence[int]) -> None:
-    """Make dead events wait to be tried again. Call `hold_shard` before."""
-    await connection.execute(rejected_statements.REDRIVE_EVENTS, ids)
-
-
-async def discard(
-    connection: asyncpg.Connection, ids: Sequence[int], *, operator: str, why: str
-) -> None:
-    """Close events, whose rows are kept for a while. Call `hold_shard` before."""
-    await connection.execute(rejected_statements.DISCARD_EVENTS, ids, operator, why)
-
-
-async def count(connection: asyncpg.Connection, most: int) -> tuple[list[asyncpg.Record], int]:
-    """Return by topic why events wait, how many, for how many seconds, and whether it rejects them,
-    or they wait because people want it; and the number of dead events.
-
-    At most so many of each are counted.
-    """
-    waiting: list[asyncpg.Record] = await connection.fetch(
-        rejected_statements.COUNT_WAITING_EVENTS, most
-    )
-    return waiting, await connection.fetchval(rejected_statements.COUNT_DEAD_EVENTS, most)
-
-
 def _part(topic: str) -> str:
     """Return the part of the relay's health that says whether events wait for the topic."""
     return f"relay to {topic}"

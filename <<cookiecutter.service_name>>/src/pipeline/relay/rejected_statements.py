@@ -23,65 +23,6 @@ Plan: a scan of those that wait, by `outbox_rejected_waiting_idx` or of the tabl
 `outbox_rejected_dead_idx` for each shard.
 """
 
-COUNT_WAITING_EVENTS = """
-SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS count,
-       extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest,
-       (SELECT error IS NOT NULL FROM pipeline.outbox_rejected AS first
-         WHERE first.topic BETWEEN few.topic AND few.topic AND died_at IS NULL
-         ORDER BY first.topic, id LIMIT 1) AS rejects
-  FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_rejected
-         WHERE died_at IS NULL LIMIT $1) AS few
- GROUP BY topic ORDER BY topic
-"""
-"""Count the events that wait, by topic and up to a limit, with the reasons and the oldest.
-
-The first event of a topic is the one that is tried.
-
-Locks: none.
-Plan: a scan of those that wait, up to the limit; `outbox_rejected_waiting_idx` for the first one of
-each topic.
-"""
-
-COUNT_DEAD_EVENTS = """
-SELECT count(*) FROM (SELECT FROM pipeline.outbox_rejected
-                       WHERE died_at IS NOT NULL AND discarded_at IS NULL LIMIT $1) AS few
-"""
-"""Count the dead events that no operator has discarded, up to a limit.
-
-Locks: none.
-Plan: `outbox_rejected_dead_idx`, or a scan, up to the limit.
-"""
-
-HOLD_SHARD = "SELECT FROM pipeline.outbox_cursor WHERE shard = $1 FOR UPDATE"
-"""Keep the relay of a shard from storing rejected events until the transaction ends.
-
-Locks: the shard. It waits for the transaction in which the relay writes its progress.
-Plan: `outbox_cursor_pkey`, or a scan.
-"""
-
-REDRIVE_EVENTS = """
-UPDATE pipeline.outbox_rejected
-   SET died_at = NULL, parked_at = clock_timestamp(), reason = 'redriven', error = NULL
- WHERE id = ANY ($1)
-"""
-"""Make dead events wait to be tried again.
-
-Locks: the rows, in a shard that is locked.
-Plan: `outbox_rejected_pkey`, for each event.
-"""
-
-DISCARD_EVENTS = """
-UPDATE pipeline.outbox_rejected
-   SET died_at = COALESCE(died_at, clock_timestamp()), discarded_at = clock_timestamp(),
-       discarded_by = $2, discarded_why = $3
- WHERE id = ANY ($1)
-"""
-"""Close events; their rows are kept for a while.
-
-Locks: the rows, in a shard that is locked.
-Plan: `outbox_rejected_pkey`, for each event.
-"""
-
 ADD_REJECTED = f"""
 INSERT INTO pipeline.outbox_rejected ({COLUMNS}, release, reason, error, died_at)
 SELECT {COLUMNS}, release, reason, error, CASE WHEN is_dead THEN clock_timestamp() END

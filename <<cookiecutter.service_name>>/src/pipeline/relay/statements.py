@@ -2,7 +2,7 @@
 
 Parameters are described where a statement is executed. `outbox_cursor` has a row for each shard,
 and `outbox_relay` one for each relay, so both are mostly scanned. What reads the outbox is in
-`window_statements.py`, and what waits or is dead in `rejected_statements.py`.
+`window_statements.py`, and what waits for its topic in `rejected_statements.py`.
 """
 
 from pipeline.handlers.staged import COLUMNS
@@ -35,20 +35,6 @@ It also returns whether the database is the service's, and when the server was s
 announcement has ended are deleted.
 
 Locks: the rows that are deleted.
-Plan: a scan of `outbox_relay` and of `outbox_cursor`.
-"""
-
-LIST_RELAYS = """
-SELECT owner, array_agg(shard ORDER BY shard) AS shards,
-       COALESCE(published, 0) AS published, relay.lease_until
-  FROM (SELECT shard, CASE WHEN lease_until > clock_timestamp() THEN owner END AS owner
-          FROM pipeline.outbox_cursor) AS cursor
-  LEFT JOIN pipeline.outbox_relay AS relay USING (owner)
- GROUP BY owner, published, relay.lease_until ORDER BY owner NULLS FIRST
-"""
-"""Return each relay with its shards, the events that it has published, and the end of its lease.
-
-Locks: none.
 Plan: a scan of `outbox_relay` and of `outbox_cursor`.
 """
 
@@ -107,13 +93,6 @@ Locks: its row.
 Plan: `outbox_relay_pkey`.
 """
 
-HAS_ANY_RELAY_BEGUN = "SELECT EXISTS (SELECT FROM pipeline.outbox_cursor WHERE token > 0)"
-"""Return whether any relay has ever held a shard.
-
-Locks: none.
-Plan: a scan of `outbox_cursor`.
-"""
-
 IS_SCHEDULED_DUE = "SELECT min(due_at) <= now() FROM pipeline.scheduled"
 """Return whether a scheduled event is due.
 
@@ -147,26 +126,4 @@ A row that is being cancelled or replaced is locked; it is left for the next mov
 
 Locks: the rows that are moved; those that others have locked are left out.
 Plan: `scheduled_due_idx` finds the first that are due, and `scheduled_pkey` the rows to delete.
-"""
-
-COUNT_SCHEDULED = """
-SELECT (SELECT count(*) FROM (SELECT FROM pipeline.scheduled LIMIT $1) AS few) AS count,
-       (SELECT min(due_at) FROM pipeline.scheduled) AS next_due
-"""
-"""Count scheduled events up to a limit, and return when the first is due.
-
-Locks: none.
-Plan: a scan up to the limit, and the first entry of `scheduled_due_idx`.
-"""
-
-LIST_SCHEDULED = """
-SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type, event_id,
-       COALESCE(datalength, octet_length(payload)) AS size
-  FROM pipeline.scheduled
- ORDER BY due_at, name LIMIT $1
-"""
-"""Return scheduled events, the next to be due first.
-
-Locks: none.
-Plan: `scheduled_due_idx`, from its beginning.
 """

@@ -59,13 +59,6 @@ async def is_as_seen(
     )
 
 
-async def count(connection: asyncpg.Connection, most: int) -> tuple[int, dict[str, float]]:
-    """Return how many events are not published, up to a number, and the age of the oldest one of
-    each topic among these, in seconds."""
-    rows = await connection.fetch(window_statements.COUNT_UNPUBLISHED, most)
-    return sum(row["count"] for row in rows), {row["topic"]: row["oldest"] for row in rows}
-
-
 async def fresh(
     connection: asyncpg.Connection,
     progress: Progress,

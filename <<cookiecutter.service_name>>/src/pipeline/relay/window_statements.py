@@ -119,26 +119,6 @@ Locks: none.
 Plan: `outbox_id_idx` of each day, for a range of ids.
 """
 
-COUNT_UNPUBLISHED = """
-SELECT topic, count(*) AS count,
-       GREATEST(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest
-  FROM (SELECT topic, created_at
-          FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)
-         WHERE xid >= (SELECT pg_snapshot_xmin(seen) FROM pipeline.outbox_cursor
-                        ORDER BY pg_snapshot_xmin(seen) LIMIT 1)
-           AND NOT pg_visible_in_snapshot(xid, seen)
-           AND (target IS NULL OR id > last_id OR NOT pg_visible_in_snapshot(xid, target))
-         ORDER BY xid LIMIT $1) AS unpublished
- GROUP BY topic
-"""
-"""Count events that are not published, up to a limit, and for how long each topic's oldest waits.
-
-It also counts what a relay has published in the quarter of a second since it wrote its cursor.
-
-Locks: none.
-Plan: `outbox_xid_idx` of each day, from the oldest progress; a scan of `outbox_cursor`.
-"""
-
 READ_SNAPSHOT = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS snapshot"
 """Return the current snapshot, and when the server was started.
 

@@ -1,15 +1,13 @@
 """The interface to an archive, which keeps days of the outbox before their tables are dropped."""
 
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import date
 from time import monotonic
 from typing import Protocol
 
 import asyncpg
 
-from pipeline.apply import audit
-from pipeline.apply.audit import Change
 from pipeline.errors import describe_error
 
 from . import statements
@@ -93,21 +91,3 @@ async def archive_day(
         why = f"it is not archived: {describe_error(error)}"
     await connection.execute(statements.NOTE_DAY_NOT_ARCHIVED, day, why)
     return why
-
-
-async def skip(
-    connection: asyncpg.Connection, days: Sequence[date] | None, change: Change
-) -> list[date]:
-    """Let days be dropped without being archived; return those that are closed.
-
-    None: all that are closed, and those to come too, unless a process still has an archive.
-    """
-    async with audit.changing(connection, change) as subjects:
-        if days is None:
-            await connection.execute(statements.NOTE_NO_ARCHIVING)
-            subjects.append("all days of the outbox")
-        skipped = sorted(
-            [row["day"] for row in await connection.fetch(statements.SKIP_ARCHIVE, days)]
-        )
-        subjects.extend(f"day {day} of the outbox" for day in skipped)
-    return skipped

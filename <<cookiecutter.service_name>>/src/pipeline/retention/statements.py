@@ -72,13 +72,6 @@ Locks: one row, if that is new.
 Plan: a scan of one row.
 """
 
-NOTE_NO_ARCHIVING = "UPDATE pipeline.retention_round SET archives = false"
-"""Store that days are not archived.
-
-Locks: one row.
-Plan: a scan of one row.
-"""
-
 IS_DAY_ARCHIVED = """
 SELECT archives AND NOT COALESCE(
            (SELECT skips_archive FROM pipeline.outbox_closed WHERE day = $1), false)
@@ -95,17 +88,6 @@ NOTE_DAY_NOT_ARCHIVED = "UPDATE pipeline.outbox_closed SET not_archived = $2 WHE
 
 Locks: the row of the day.
 Plan: `outbox_closed_pkey`, or a scan.
-"""
-
-SKIP_ARCHIVE = """
-UPDATE pipeline.outbox_closed SET skips_archive = true, not_archived = NULL
- WHERE $1::date[] IS NULL OR day = ANY ($1)
-RETURNING day
-"""
-"""Let closed days be dropped without being archived; returns them.
-
-Locks: the rows of the days.
-Plan: a scan of `outbox_closed`.
 """
 
 CLOSE_DAYS = """

@@ -1,4 +1,4 @@
-"""SQL of the backlog's workers, and of commands on dead rows: lanes and their rows.
+"""SQL of the backlog's workers: lanes and their rows.
 
 Parameters are described where a statement is executed. A worker changes rows of lanes that its
 transaction has locked; rows are added by `ADD_TO_BACKLOG` of the room `apply`, without a lock of
@@ -101,25 +101,6 @@ UPDATE pipeline.backlog_lane
 """Release lanes after a regular end of their worker.
 
 Locks: the lanes, in their order.
-Plan: `backlog_lane_pkey`, or a scan.
-"""
-
-FENCE_LANE = """
-UPDATE pipeline.backlog_lane
-   SET token = token + 1, owner = NULL, lease_until = NULL,
-       starts = starts - CASE WHEN lease_until > clock_timestamp() THEN 1 ELSE 0 END
- WHERE lane = $1
-"""
-"""Take a lane from its worker, to change its dead rows.
-
-Locks: the lane, until the transaction ends. It waits for the transaction of the worker.
-Plan: `backlog_lane_pkey`, or a scan.
-"""
-
-LOCK_LANE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
-"""Lock a lane of calls, whose worker keeps it.
-
-Locks: the lane, until the transaction ends.
 Plan: `backlog_lane_pkey`, or a scan.
 """
 
@@ -273,34 +254,4 @@ Locks: heads with due rows behind them, for share; those that others have locked
 rows that become due, or not due, in lanes that are locked.
 Plan: `backlog_order_idx` for each head, `backlog_due_key_idx` for the due rows of its key,
 `backlog_pkey` for what is updated.
-"""
-
-REDRIVE_ROWS = """
-UPDATE pipeline.backlog
-   SET reason = CASE WHEN error LIKE 'ProcessDied:%' THEN $2 ELSE $3 END,
-       attempts = 0, waited = 0, due_at = NULL, died_at = NULL, holds = false
- WHERE key = ANY ($1)
-"""
-"""Make dead rows wait to be tried again, with a new budget of attempts.
-
-Locks: the rows, in a lane that is locked.
-Plan: `backlog_pkey`, for each row.
-"""
-
-DISCARD_ROWS = """
-UPDATE pipeline.backlog
-   SET discarded_at = clock_timestamp(), discarded_by = $2, discarded_why = $3, holds = false
- WHERE key = ANY ($1)
-"""
-"""Close dead rows; they are kept for a while.
-
-Locks: the rows, in a lane that is locked.
-Plan: `backlog_pkey`, for each row.
-"""
-
-READ_ROW = "SELECT * FROM pipeline.backlog WHERE key = $1"
-"""Return a row.
-
-Locks: none.
-Plan: `backlog_pkey`.
 """

@@ -14,13 +14,13 @@ from typing import Any, Self, TypeVar
 from sqlalchemy.exc import NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from pipeline.apply import corrections
 from pipeline.apply.batch import prepare
 from pipeline.apply.positions import Slot
 from pipeline.events.event import Event
 from pipeline.events.message import Record
 from pipeline.handlers.applied import Applied
 from pipeline.handlers.registry import Handlers
+from pipeline.operators import corrections
 from pipeline.servers.database import autocommitting
 from pipeline.service import Service
 

@@ -16,6 +16,7 @@ from pipeline.events.event import Event, declared_events, payload_of, reader
 from pipeline.events.message import headers_of
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS
+from pipeline.operators import dead_rows
 from pipeline.relay.scheduled import Scheduled as DueEvents
 from pipeline.retention import generations
 from pipeline.retention.maintenance import make_ahead
@@ -252,6 +253,6 @@ async def redrive(driver: asyncpg.Connection, letters: Iterable[DeadLetter]) -> 
             raise HarnessMisused("a letter is not there any more: get them by dead_letters()")
         numbers = sorted({row["lane"] for row in rows})
         for number in numbers:
-            await lanes.fence_lane(driver, number)
-        await lanes.redrive(driver, [row["key"] for row in rows])
+            await dead_rows.fence_lane(driver, number)
+        await dead_rows.redrive(driver, [row["key"] for row in rows])
         await lanes.schedule_heads(driver, numbers, [row["order_key"] for row in rows])

@@ -15,10 +15,10 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
-from pipeline.apply.audit import Change
 from pipeline.handlers import staging
 from pipeline.handlers.staged import StagedEvent
 from pipeline.observe.health import Health
+from pipeline.operators.audit import Change
 from pipeline.relay import window
 from pipeline.relay.cursor import Cursor, Fence
 from pipeline.relay.relay import Relay

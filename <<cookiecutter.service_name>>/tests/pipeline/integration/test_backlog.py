@@ -17,8 +17,8 @@ from pipeline.apply.item import Row
 from pipeline.events.message import time_of
 from pipeline.handlers.policy import DEFERRED, dead
 from pipeline.observe import metrics
+from pipeline.operators import adopting
 from pipeline.schema import LANES
-from pipeline.servers import cluster
 from pipeline.servers.database import autocommitting
 
 from .bank import Bank, Refused
@@ -332,7 +332,7 @@ async def test_no_lane_is_claimed_in_a_database_that_is_not_adopted(
     await db.execute(f"UPDATE pipeline.outbox_cluster SET {another}")
     await desk.work_off()
     assert await histories(db) == {}
-    await cluster.adopt(db, keep_progress=True)
+    await adopting.adopt(db, keep_progress=True)
     await desk.work_off()
     assert await histories(db) == {"ada": [10]}
 

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from operate.commands import command_line
 from pipeline import Service
-from pipeline.apply import audit
-from pipeline.apply.audit import Change
+from pipeline.operators import audit
+from pipeline.operators.audit import Change
 from pipeline.retention.archive import Archive
 from pipeline.servers import cluster
 

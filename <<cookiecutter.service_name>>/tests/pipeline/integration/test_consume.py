@@ -18,12 +18,12 @@ from pipeline import (
     Tombstone,
     Transaction,
 )
-from pipeline.apply import positions
-from pipeline.apply.audit import Change
 from pipeline.apply.positions import Slot
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import headers_of
 from pipeline.handlers.staging import Outbox
+from pipeline.operators import offsets
+from pipeline.operators.audit import Change
 from pipeline.runtime import Part
 from plain import Header, PayloadFields, Plain, Position
 
@@ -224,7 +224,7 @@ async def test_a_person_can_pass_over_a_record_while_the_service_runs(
         await Deposit(2).send(producer, bank.deposits)
         await Deposit(3).send(producer, bank.deposits)
         await eventually(lambda: f"partition {bank.deposits}/0" in health.reasons)
-        await positions.seek(db, Slot(bank.name, bank.deposits, 0), 2, Change("ada", "seek"))
+        await offsets.seek(db, Slot(bank.name, bank.deposits, 0), 2, Change("ada", "seek"))
         await eventually(position_reaches(db, bank.deposits, 3))
         await eventually(lambda: health.is_ready)
     assert await histories(db) == {"ada": [1, 3]}

@@ -16,10 +16,10 @@ from pipeline import (
     Policy,
     Transaction,
 )
-from pipeline.apply import corrections, stopping
 from pipeline.apply.backlog import lane_of
 from pipeline.apply.item import Row, order_key
-from pipeline.apply.stopping import Stop, Subject
+from pipeline.operators import corrections, stopping
+from pipeline.operators.stopping import Stop, Subject
 from pipeline.retry.lane_source import read_rows, take
 from pipeline.schema import FIRST_LANE_OF_CALLS
 from pipeline.servers.database import autocommitting

@@ -31,7 +31,6 @@ from pipeline import (
     Transaction,
 )
 from pipeline.apply import backlog
-from pipeline.apply.audit import Change
 from pipeline.apply.batch import Batch, read
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.item import Row
@@ -40,9 +39,11 @@ from pipeline.errors import StoreUnavailable
 from pipeline.events.message import Record
 from pipeline.handlers.policy import GAP, NEW
 from pipeline.handlers.policy import dead as fate_of
+from pipeline.operators import dead_rows
+from pipeline.operators.audit import Change
+from pipeline.operators.copies import Copy
 from pipeline.retry import lanes
 from pipeline.retry import statements as retry_statements
-from pipeline.retry.copies import Copy
 from pipeline.retry.lane_source import read_rows, take
 from pipeline.retry.lanes import LaneLost
 from pipeline.runtime import Part
@@ -870,7 +871,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     monkeypatch.setattr(dead, "CHUNK", 1)
     monkeypatch.setattr(dead_commands, "PROGRESS", 2)
     await bury(desk, *(Deposit(n, "ada") for n in range(3)))
-    fence, calls = lanes.fence_lane, []
+    fence, calls = dead_rows.fence_lane, []
 
     async def lose(connection: asyncpg.Connection, lane: int) -> None:
         calls.append(lane)
@@ -878,7 +879,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
         await fence(connection, lane)
 
-    monkeypatch.setattr(lanes, "fence_lane", lose)
+    monkeypatch.setattr(dead_rows, "fence_lane", lose)
     command = ("discard", "--because", "x", "--all", "--yes")
     done = await service(*command)
     assert done.exit_code == 1
@@ -887,7 +888,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
         "discarded 2 of 3; run it again to continue",
     ]
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(lanes, "fence_lane", fence)
+    monkeypatch.setattr(dead_rows, "fence_lane", fence)
     assert "discarded 1 of 1" in (await service(*command)).stderr
 
 

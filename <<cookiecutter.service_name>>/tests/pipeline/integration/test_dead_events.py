@@ -13,8 +13,9 @@ from aiokafka import AIOKafkaProducer
 from operate import advice, dead, dead_commands, dead_events
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
-from pipeline.apply.audit import Change
-from pipeline.relay import brokers, publisher, rejected_statements
+from pipeline.operators import statements as operator_statements
+from pipeline.operators.audit import Change
+from pipeline.relay import brokers, publisher
 from pipeline.relay.publisher import Publisher
 from pipeline.settings import Settings
 
@@ -297,7 +298,7 @@ class Stopped:
 
     async def execute(self, statement: str, *arguments: object) -> None:
         await self._connection.execute(statement, *arguments)
-        if statement == rejected_statements.HOLD_SHARD:
+        if statement == operator_statements.HOLD_SHARD:
             await eventually(self._connection.is_closed)
 
 
@@ -337,7 +338,7 @@ async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on
     last = [row["shard"] for row in await db.fetch(shards)][-1]
     blocker = await connect()
     async with blocker.transaction():
-        await blocker.execute(rejected_statements.HOLD_SHARD, last)
+        await blocker.execute(operator_statements.HOLD_SHARD, last)
         killed = await start(*line)
         await eventually(lambda: _somebody_waits(db, blocker.get_server_pid()))
         await killed.kill()
@@ -550,13 +551,13 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     await bury(db, 3)
     await db.execute("UPDATE pipeline.outbox_rejected SET key = 'ada'")
     lose = "SELECT pg_terminate_backend(pg_backend_pid()) WHERE $1::bigint[] = ARRAY[3::bigint]"
-    changes = rejected_statements.REDRIVE_EVENTS
-    monkeypatch.setattr(rejected_statements, "REDRIVE_EVENTS", lose)
+    changes = operator_statements.REDRIVE_EVENTS
+    monkeypatch.setattr(operator_statements, "REDRIVE_EVENTS", lose)
     done = await service("events", "redrive", "3", "--yes")
     assert done.exit_code == 1
     assert "redriven 0 of 1; run it again to continue" in done.stderr
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(rejected_statements, "REDRIVE_EVENTS", changes)
+    monkeypatch.setattr(operator_statements, "REDRIVE_EVENTS", changes)
     done = await service("events", "redrive", "--all", "--yes", "--wait", "0")
     assert done.stderr.splitlines() == ["redriven 2 of 3", "redriven 3 of 3"]
 

@@ -20,6 +20,7 @@ from servers.network import LOOPBACK
 from operate import doctor, health, status, status_commands
 from operate.health import Finding
 from pipeline import Reject, Retry
+from pipeline.operators import adopting
 from pipeline.servers import cluster, peers, topics
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.settings import Settings
@@ -290,10 +291,10 @@ async def test_sequences_that_are_behind_their_rows_are_told_and_raised_together
     await db.execute(_CALL)
     highest = await db.fetchval("SELECT max(id) FROM pipeline.outbox")
     await db.execute("SELECT setval('pipeline.outbox_id_seq', 1, false)")
-    found = [name for name, _ in await cluster.sequences_behind(db)]
+    found = [name for name, _ in await adopting.sequences_behind(db)]
     assert found == ["pipeline.backlog_call_seq", "pipeline.outbox_id_seq"]
     assert (await examine())["sequences"].level == "wrong"
-    await cluster.adopt(db, keep_progress=True)
+    await adopting.adopt(db, keep_progress=True)
     assert "sequences" not in await examine()
     assert await db.fetchval("SELECT nextval('pipeline.backlog_call_seq')") == 21
     assert await db.fetchval("SELECT nextval('pipeline.outbox_id_seq')") > highest
@@ -303,7 +304,7 @@ async def test_the_advice_about_a_sequence_never_sets_it_back(db: asyncpg.Connec
     """Events may be staged between the check and the statement that it advises."""
     await stage(db, [event("t", 1), event("t", 2)])
     await db.execute("SELECT setval('pipeline.outbox_id_seq', 1, false)")
-    ((_, advice),) = await cluster.sequences_behind(db)
+    ((_, advice),) = await adopting.sequences_behind(db)
     await db.execute("SELECT setval('pipeline.outbox_id_seq', 1000)")
     assert await db.fetchval(advice) == 1001
 
@@ -312,11 +313,11 @@ async def test_a_new_event_gets_no_number_of_one_that_was_rejected(db: asyncpg.C
     """It would be taken for that one, and lost; the day of a rejected one may be dropped."""
     await db.execute(_FILL["outbox_rejected"])
     await db.execute("SELECT setval('pipeline.outbox_id_seq', 1, false)")
-    ((_, advice),) = await cluster.sequences_behind(db)
+    ((_, advice),) = await adopting.sequences_behind(db)
     assert await db.fetchval(advice) == 200
-    assert await cluster.sequences_behind(db) == []
+    assert await adopting.sequences_behind(db) == []
     await db.execute("SELECT setval('pipeline.outbox_id_seq', 1, false)")
-    await cluster.adopt(db, keep_progress=True)
+    await adopting.adopt(db, keep_progress=True)
     assert await db.fetchval("SELECT nextval('pipeline.outbox_id_seq')") > 200
 
 

@@ -12,11 +12,11 @@ import pytest
 from operate.commands import command_line
 from pipeline import Park, Reject
 from pipeline.apply import statements
+from pipeline.operators import adopting
 from pipeline.retention import days, generations, partition_statements, partitions
 from pipeline.retention import statements as retention_statements
 from pipeline.retention.maintenance import Round, begin_round, run_retention
 from pipeline.retention.partitions import Partition, State
-from pipeline.servers import cluster
 from pipeline.servers.cluster import NotAdopted
 from pipeline.servers.database import autocommitting, create_engine
 from pipeline.settings import CLOCK_MARGIN, Settings
@@ -355,7 +355,7 @@ async def test_after_a_dump_was_restored_days_stay_until_the_outbox_is_reset_and
         async with autocommitting(engine) as driver:
             await run_retention(driver, settings())
     await engine.dispose()
-    await cluster.adopt(old_day, keep_progress=False)
+    await adopting.adopt(old_day, keep_progress=False)
     (held,) = (await run_retention(old_day, settings())).held
     assert "no relay" in str(held.needed_by), "all of it is to be published again"
     await publish_all(old_day)

@@ -9,10 +9,10 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from pipeline import Transaction
-from pipeline.apply import positions, stopping
-from pipeline.apply.stopping import Subject
 from pipeline.consume import consumer
 from pipeline.observe import metrics
+from pipeline.operators import offsets, stopping
+from pipeline.operators.stopping import Subject
 
 from .bank import Bank
 from .conftest import position_reaches
@@ -163,5 +163,5 @@ async def test_records_whose_time_is_not_known_are_not_late(
         await db.execute("ALTER TABLE elsewhere RENAME TO account")
         await eventually(lambda: told[place] == (0, 0.0))
         assert max(delay for _, delay in seen) < 60
-        (position,) = await positions.of_group(db, bank.name)
+        (position,) = await offsets.of_group(db, bank.name)
         assert (position["position"], position["written_at"]) == (6, None)

@@ -20,6 +20,7 @@ from pipeline.apply.encryption import Rows
 from pipeline.apply.item import Item, order_key
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.operators import dead_rows
 from pipeline.retry import lane_source, lanes
 from pipeline.retry.lane_source import LaneSource, is_suspect, read_rows, take
 from pipeline.retry.lanes import LaneLost, Lease
@@ -748,7 +749,7 @@ async def test_a_lane_that_is_lost_takes_no_other_with_it(
     lease = await desk.lanes._claim(8)
     assert lease is not None
     assert len(lease.lanes) == 8
-    await lanes.fence_lane(db, lease.lanes[3])
+    await dead_rows.fence_lane(db, lease.lanes[3])
     await desk.lanes._work_at(lease)  # and loses it
     assert await histories(db) == {}
     assert await starts_of(db) == 0

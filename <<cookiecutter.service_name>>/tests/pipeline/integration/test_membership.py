@@ -15,8 +15,8 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from aiokafka.errors import GroupCoordinatorNotAvailableError
 from aiokafka.protocol.group import LeaveGroupRequest
 
-from pipeline.apply import stopping
-from pipeline.apply.stopping import Subject
+from pipeline.operators import stopping
+from pipeline.operators.stopping import Subject
 
 from .bank import Bank
 from .conftest import position_of, position_reaches

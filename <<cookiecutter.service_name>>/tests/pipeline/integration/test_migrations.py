@@ -20,11 +20,11 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from pipeline import migrations, schema
-from pipeline.apply import audit, stopping
-from pipeline.apply.audit import Change
-from pipeline.apply.stopping import Subject
 from pipeline.errors import Refused
 from pipeline.handlers.staged import StagedEvent
+from pipeline.operators import audit, stopping
+from pipeline.operators.audit import Change
+from pipeline.operators.stopping import Subject
 
 from tests.contract.bank import Base
 from tests.servers.databases import (

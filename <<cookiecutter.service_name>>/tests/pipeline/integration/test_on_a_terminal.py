@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import asyncpg
 import pytest
 
-from pipeline.apply import stopping
+from pipeline.operators import stopping
 
 from .bank import Bank
 from .processes import APP, environment

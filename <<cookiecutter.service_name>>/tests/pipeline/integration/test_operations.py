@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel
 
 from pipeline import Reject, Transaction
+from pipeline.operators import adopting
 from pipeline.retention.generations import close_generation
-from pipeline.servers import cluster
 
 from .bank import Bank
 from .desk import Desk, NewDesk
@@ -183,7 +183,7 @@ async def test_inbox_show_knows_what_was_published_after_a_reset_too(
     desk: Desk, db: asyncpg.Connection, start: Start
 ) -> None:
     await desk.apply(Deposit(5))
-    await cluster.adopt(db, keep_progress=False)
+    await adopting.adopt(db, keep_progress=False)
     process = await start("inbox", "show", "5")
     assert await process.ended() == 0, process.output
     assert "published balance.changed" in process.output

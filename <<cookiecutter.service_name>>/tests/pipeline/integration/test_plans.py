@@ -21,7 +21,8 @@ from pipeline.apply.item import Item
 from pipeline.apply.positions import Anchor, Generations, Move, Slot
 from pipeline.events.codec import CloudEvents
 from pipeline.observe.health import Health
-from pipeline.relay import rejected_statements, window, window_statements
+from pipeline.operators import statements as operator_statements
+from pipeline.relay import window, window_statements
 from pipeline.relay.cursor import Cursor
 from pipeline.relay.rejected import Rejected
 from pipeline.relay.rejections import Rejection
@@ -362,9 +363,9 @@ async def test_dead_events_that_are_redriven_or_discarded_beside_many_that_wait(
     chunk = dead_events.DeadEvents.chunk_statement("dead")
     ids = await asked.fetch(chunk, *everything, shard, 1_000)
     assert 50 < len(ids) < 1_000
-    await asked.execute(rejected_statements.REDRIVE_EVENTS, [row["id"] for row in ids])
+    await asked.execute(operator_statements.REDRIVE_EVENTS, [row["id"] for row in ids])
     await asked.execute(
-        rejected_statements.DISCARD_EVENTS, [row["id"] for row in ids], "ann", "a test"
+        operator_statements.DISCARD_EVENTS, [row["id"] for row in ids], "ann", "a test"
     )
     store = store_of(dead_events.DeadEvents, asked)
     await store._stored([row["id"] for row in ids])

@@ -22,10 +22,10 @@ from operate.dead import Selection
 from pipeline.apply.throttles import Throttles
 from pipeline.observe import logs, metrics
 from pipeline.observe.health import Health
+from pipeline.operators import adopting
 from pipeline.relay import brokers, publisher, relay
 from pipeline.relay.rejected import Rejected
 from pipeline.relay.rejections import Rejections
-from pipeline.servers import cluster
 from pipeline.settings import Settings
 
 from .clusters import private_broker
@@ -757,7 +757,7 @@ async def test_events_that_come_again_after_a_reset_wait_once(
     async with relaying(quick()) as one:
         await eventually(waits(db, range(5)))
         await one.stop()
-    await cluster.adopt(db, keep_progress=False)
+    await adopting.adopt(db, keep_progress=False)
     async with relaying(quick()):
         await eventually(lambda: all_is_written(db))
         assert await waiting(db) == list("01234")

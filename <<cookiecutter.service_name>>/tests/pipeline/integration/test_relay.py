@@ -14,12 +14,13 @@ from sqlalchemy import make_url
 
 from operate.commands import command_line
 from pipeline.observe import metrics
+from pipeline.operators import adopting
 from pipeline.relay import relay
 from pipeline.relay.cursor import Cursor
 from pipeline.relay.publisher import Publisher
 from pipeline.relay.rejections import Rejections
 from pipeline.relay.window import Page, Progress
-from pipeline.servers import cluster, database
+from pipeline.servers import database
 from pipeline.servers.tasks import in_background
 from pipeline.settings import Settings
 
@@ -619,7 +620,7 @@ async def test_after_a_dump_is_restored_nothing_is_published_before_a_reset(
     # Logical replication leaves the sequence behind: the next event would overtake all of them.
     await db.execute("SELECT setval('pipeline.outbox_id_seq', 1)")
     assert await ids_in(kafka, topic) == []
-    await cluster.adopt(db, keep_progress=False)
+    await adopting.adopt(db, keep_progress=False)
     await stage(db, numbered(topic, [3]))
     async with following(kafka, topic) as tail, relaying(settings()) as one:
         await tail.until_ids(range(4))
@@ -674,7 +675,7 @@ async def test_a_reset_takes_longer_than_statements_of_the_role_may(
     locked = holder.transaction()
     await locked.start()
     await holder.execute("SELECT FROM pipeline.outbox FOR UPDATE")
-    async with in_background(cluster.adopt(impatient, keep_progress=False)) as resetting:
+    async with in_background(adopting.adopt(impatient, keep_progress=False)) as resetting:
 
         async def is_overdue() -> bool:
             return resetting.done() or await db.fetchval(
@@ -702,7 +703,7 @@ async def test_a_cluster_that_kept_its_transaction_ids_goes_on_where_it_was(
         await tail.until_ids([1])
     await db.execute("UPDATE pipeline.outbox_cluster SET system_identifier = 1")
     await stage(db, numbered(topic, [2]))
-    await cluster.adopt(db, keep_progress=True)
+    await adopting.adopt(db, keep_progress=True)
     async with following(kafka, topic) as tail, relaying(settings()):
         await tail.until_ids([2])
     assert tail.ids == ["1", "2"]

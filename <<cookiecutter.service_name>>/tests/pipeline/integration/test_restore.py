@@ -22,8 +22,8 @@ from sqlalchemy import make_url
 
 from pipeline import Event, Handlers, Service, Transaction
 from pipeline.observe.health import Health
+from pipeline.operators import adopting
 from pipeline.runtime import Part
-from pipeline.servers import cluster as adopting
 from pipeline.settings import Settings
 
 from . import clusters

@@ -20,10 +20,12 @@ from operate.dead import STATES
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from pipeline.apply import statements as apply_statements
-from pipeline.apply import stopping, throttle_statements
-from pipeline.apply.stopping import Subject
+from pipeline.apply import throttle_statements
 from pipeline.handlers import statements as handler_statements
 from pipeline.handlers.staged import StagedEvent
+from pipeline.operators import adopting, stop_statements, stopping
+from pipeline.operators import statements as operator_statements
+from pipeline.operators.stopping import Subject
 from pipeline.relay import rejected_statements, relay, window_statements
 from pipeline.relay import statements as relay_statements
 from pipeline.retention import partition_statements, partitions
@@ -67,7 +69,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     "relay": (relay, relay_statements, window_statements, rejected_statements),
     "operator": (
         *(status, dead, dead_events, dead_letters, inbox_commands),
-        throttle_statements,
+        stop_statements,
     ),
     "retention": (retention_statements, partition_statements),
 }
@@ -77,49 +79,57 @@ BY_RETENTION = retention_statements.CLOSE_GENERATION, retention_statements.FORGE
 
 THROTTLED = throttle_statements.READ_STOPS, throttle_statements.NOTE_TAKEN
 
-BY_OTHERS = {
-    *BY_RETENTION,
-    *THROTTLED,
-    relay_statements.LIST_SCHEDULED,
-}
+BY_OTHERS = {*BY_RETENTION}
 """Statements of these modules that another role executes."""
 
 BY_A_PERSON = (
     *(
-        retry_statements.FENCE_LANE,
-        retry_statements.LOCK_LANE,
-        retry_statements.REDRIVE_ROWS,
-        retry_statements.DISCARD_ROWS,
+        operator_statements.FENCE_LANE,
+        operator_statements.LOCK_LANE,
+        operator_statements.REDRIVE_ROWS,
+        operator_statements.DISCARD_ROWS,
     ),
     *(
         handler_statements.CANCEL_SCHEDULED,
-        relay_statements.LIST_SCHEDULED,
+        operator_statements.LIST_SCHEDULED,
         apply_statements.ADD_TO_BACKLOG,
     ),
     *(
-        rejected_statements.HOLD_SHARD,
-        rejected_statements.REDRIVE_EVENTS,
-        rejected_statements.DISCARD_EVENTS,
+        operator_statements.HOLD_SHARD,
+        operator_statements.REDRIVE_EVENTS,
+        operator_statements.DISCARD_EVENTS,
     ),
     *(
-        apply_statements.READ_POSITIONS_OF_GROUP,
+        operator_statements.READ_POSITIONS_OF_GROUP,
         count_statements.COUNT_BACKLOG,
-        window_statements.COUNT_UNPUBLISHED,
-        relay_statements.LIST_RELAYS,
+        operator_statements.COUNT_UNPUBLISHED,
+        operator_statements.LIST_RELAYS,
     ),
     *(
-        rejected_statements.COUNT_WAITING_EVENTS,
-        rejected_statements.COUNT_DEAD_EVENTS,
-        relay_statements.COUNT_SCHEDULED,
+        operator_statements.COUNT_WAITING_EVENTS,
+        operator_statements.COUNT_DEAD_EVENTS,
+        operator_statements.COUNT_SCHEDULED,
     ),
     *(store.chunk_statement(state) for store in (DeadLetters, DeadEvents) for state in STATES),
 )
 
 BESIDES: dict[str, tuple[str, ...]] = {
-    "service": (*THROTTLED, throttle_statements.ADD_TO_AUDIT),
-    "relay": THROTTLED,
+    "service": (
+        *THROTTLED,
+        stop_statements.ADD_TO_AUDIT,
+        operator_statements.READ_POSITIONS_OF_GROUP,
+        operator_statements.SET_POSITION,
+        operator_statements.SET_POSITION_BACK,
+        operator_statements.READ_ROW,
+    ),
+    "relay": (*THROTTLED, operator_statements.HAS_ANY_RELAY_BEGUN),
     "operator": BY_A_PERSON,
-    "retention": (*BY_RETENTION, throttle_statements.ADD_TO_AUDIT),
+    "retention": (
+        *BY_RETENTION,
+        stop_statements.ADD_TO_AUDIT,
+        operator_statements.NOTE_NO_ARCHIVING,
+        operator_statements.SKIP_ARCHIVE,
+    ),
 }
 """Statements of other modules that a role executes."""
 
@@ -257,9 +267,9 @@ async def test_a_database_is_adopted_by_its_owner_and_by_nobody_else(
     for role in PARTS:
         async with granted.connected(role) as connection:
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
-                await cluster.adopt(connection, keep_progress=True)
+                await adopting.adopt(connection, keep_progress=True)
     async with granted.connected("owner") as connection:
-        await cluster.adopt(connection, keep_progress=True)
+        await adopting.adopt(connection, keep_progress=True)
         assert await cluster.is_ours(connection)
 
 
@@ -270,7 +280,7 @@ async def test_who_may_not_read_a_sequence_is_told_nothing_of_it(
     await stage(db, [event("t", 1)])
     for role in (*PARTS, "owner"):
         async with granted.connected(role) as connection:
-            assert await cluster.sequences_behind(connection) == []
+            assert await adopting.sequences_behind(connection) == []
 
 
 def blocks(language: str) -> list[str]:
@@ -371,9 +381,9 @@ async def test_who_knows_an_archive_and_may_drop_nothing_tells_those_who_drop(
 
 async def test_an_operator_may_judge_events_that_kafka_refuses(granted: Roles) -> None:
     async with granted.connected("operator") as connection, connection.transaction():
-        await connection.execute(rejected_statements.HOLD_SHARD, 0)
-        await connection.execute(rejected_statements.REDRIVE_EVENTS, [])
-        await connection.execute(rejected_statements.DISCARD_EVENTS, [], "somebody", "a test")
+        await connection.execute(operator_statements.HOLD_SHARD, 0)
+        await connection.execute(operator_statements.REDRIVE_EVENTS, [])
+        await connection.execute(operator_statements.DISCARD_EVENTS, [], "somebody", "a test")
 
 
 async def test_a_service_may_schedule_cancel_and_claim(granted: Roles) -> None:

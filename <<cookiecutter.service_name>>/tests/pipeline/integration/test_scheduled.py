@@ -15,7 +15,8 @@ import pytest
 from operate.commands import command_line
 from pipeline import Event, Handlers, Reject, Transaction
 from pipeline.events.event import Unpublishable
-from pipeline.relay import scheduled
+from pipeline.operators import scheduled
+from pipeline.relay import scheduled as moving
 from pipeline.relay import statements as relay_statements
 from pipeline.relay.scheduled import Scheduled
 from pipeline.retention.maintenance import run_retention
@@ -244,8 +245,8 @@ async def test_relays_that_race_and_die_publish_each_once_in_the_order_in_which_
     settings: Callable[..., Settings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduled, "_AT_ONCE", 20)
-    monkeypatch.setattr(scheduled, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(moving, "_AT_ONCE", 20)
+    monkeypatch.setattr(moving, "_LOOK_SECONDS", 0.01)
     topic = await new_topic()
     keys = [f"key-{number}" for number in range(5)]
     for key in keys:
@@ -285,7 +286,7 @@ async def test_many_that_are_due_at_once_hold_up_no_other_event(
         # Where a lease ends too early, some come twice.
         await tail.until(lambda: len(tail.records) > 20_000 and len(set(tail.ids)) == 20_001)
     # Behind what had been moved by then, and a few moves.
-    assert list(dict.fromkeys(tail.ids)).index("other") < before + 10 * scheduled._AT_ONCE
+    assert list(dict.fromkeys(tail.ids)).index("other") < before + 10 * moving._AT_ONCE
 
 
 async def test_who_is_stopped_in_the_middle_of_it_does_not_hold_up_the_others(
@@ -297,7 +298,7 @@ async def test_who_is_stopped_in_the_middle_of_it_does_not_hold_up_the_others(
     transaction = stopped.transaction()
     await transaction.start()
     # As far as `move` comes before it is stopped.
-    assert await stopped.fetchval(relay_statements.LOCK_MOVE, scheduled.MOVE_LOCK)
+    assert await stopped.fetchval(relay_statements.LOCK_MOVE, moving.MOVE_LOCK)
     await stopped.execute(relay_statements.MOVE_SCHEDULED, 10)
 
     async def others_have_moved_them() -> bool:

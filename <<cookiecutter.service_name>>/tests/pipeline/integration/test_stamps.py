@@ -14,8 +14,8 @@ from sqlalchemy import make_url
 
 from operate import doctor
 from operate.health import Finding
+from pipeline.operators import adopting
 from pipeline.runtime import Part
-from pipeline.servers import cluster
 from pipeline.servers.revisions import WrongDatabase
 from pipeline.settings import Settings
 
@@ -160,7 +160,7 @@ async def test_a_copy_of_the_database_takes_its_place_when_it_is_adopted(
     ):
         await eventually(lambda: "service adopt" in health.reasons.get("retention", ""))
         assert await histories(copy) == {"ada": [1]}
-        await cluster.adopt(copy, keep_progress=True)
+        await adopting.adopt(copy, keep_progress=True)
         await eventually(position_reaches(copy, bank.deposits, 2))
         assert await histories(copy) == {"ada": [1, 2]}
 
@@ -175,14 +175,14 @@ async def test_the_first_brokers_are_stored_and_others_wait_until_the_database_i
 
     async with running(bank.service, retention_interval=1):
         await eventually(are_stored)
-        await cluster.adopt(db, keep_progress=True)
+        await adopting.adopt(db, keep_progress=True)
         assert not await are_stored()
         await eventually(are_stored)
     first = await db.fetchval(brokers)
     await db.execute("UPDATE pipeline.outbox_cluster SET kafka_cluster = 'another'")
     async with running(bank.service, Part.RELAY) as health:
         await eventually(lambda: "service adopt" in health.reasons.get("retention", ""))
-        await cluster.adopt(db, keep_progress=True)
+        await adopting.adopt(db, keep_progress=True)
         await eventually(are_stored)
     assert await db.fetchval(brokers) == first
 

@@ -15,7 +15,7 @@ from aiokafka.coordinator.assignors.roundrobin import RoundRobinPartitionAssigno
 from operate import status, status_commands
 from operate.commands import command_line
 from operate.status import Reading, Relay, Stage, Status
-from pipeline.apply.stopping import Stop
+from pipeline.operators.stopping import Stop
 from pipeline.servers import database
 
 from .bank import Bank

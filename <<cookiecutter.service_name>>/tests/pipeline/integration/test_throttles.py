@@ -17,12 +17,10 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from pipeline import Policy, Transaction, errors
-from pipeline.apply import positions, stopping, throttles
+from pipeline.apply import throttles
 from pipeline.apply.attempt import Memory
-from pipeline.apply.audit import Change
 from pipeline.apply.positions import Slot
 from pipeline.apply.slots import Slots
-from pipeline.apply.stopping import Subject
 from pipeline.apply.throttle_statements import PAUSES
 from pipeline.apply.throttles import Resting, Throttles
 from pipeline.consume.gathering import Gatherer
@@ -30,6 +28,9 @@ from pipeline.consume.limits import TopicLimits
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
+from pipeline.operators import offsets, stopping
+from pipeline.operators.audit import Change
+from pipeline.operators.stopping import Subject
 from pipeline.retry import lanes
 from pipeline.runtime import Part
 from pipeline.servers.database import create_engine
@@ -170,7 +171,7 @@ async def test_a_topic_that_is_paused_while_it_is_read_goes_on_where_it_was(
         assert await position_of(db, bank.deposits) == 10
         assert not health.reasons
         # As `service topics seek` does it meanwhile.
-        await positions.seek(db, Slot(bank.name, bank.deposits, 0), 12, Change("ada", "seek"))
+        await offsets.seek(db, Slot(bank.name, bank.deposits, 0), 12, Change("ada", "seek"))
         await resume(db, "topic", bank.deposits)
         await eventually(position_reaches(db, bank.deposits, 20))
     assert await histories(db) == {"ada": [*range(10), *range(12, 20)]}

@@ -27,6 +27,7 @@ from pipeline import (
     Writing,
 )
 from pipeline.observe import metrics
+from pipeline.operators import adopting
 from pipeline.servers import cluster
 from pipeline.servers.database import create_engine, driver_of
 from pipeline.servers.guard import HandlerFault
@@ -519,5 +520,5 @@ async def test_a_writer_writes_nothing_into_a_database_that_is_not_adopted(
         with pytest.raises(cluster.NotAdopted):
             await writer.write(pay)
         assert await db.fetchval("SELECT count(*) FROM purse") == 0
-        await cluster.adopt(db, keep_progress=True)
+        await adopting.adopt(db, keep_progress=True)
         assert await writer.write(pay) == 1

@@ -20,9 +20,9 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from sqlalchemy import make_url
 
-from pipeline.apply import stopping
-from pipeline.apply.stopping import Subject
 from pipeline.handlers.staging import CALLS
+from pipeline.operators import stopping
+from pipeline.operators.stopping import Subject
 from pipeline.retention import partitions
 
 from .bank import ATTEMPTS, Bank

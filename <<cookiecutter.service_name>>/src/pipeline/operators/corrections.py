@@ -9,16 +9,15 @@ from datetime import UTC
 
 import asyncpg
 
+from pipeline.apply import backlog
+from pipeline.apply.batch import items_of
+from pipeline.apply.encryption import Encryption
+from pipeline.apply.item import Item, Row, StoredRecord, Undecoded
 from pipeline.events.event import payload_of
 from pipeline.events.message import Record
 from pipeline.handlers.applied import Applied
 from pipeline.handlers.policy import CORRECTION, Decision
 from pipeline.handlers.registry import Handlers
-
-from . import backlog
-from .batch import items_of
-from .encryption import Encryption
-from .item import Item, Row, StoredRecord, Undecoded
 
 
 def record_of(applied: Applied, key: bytes | None) -> StoredRecord:

@@ -15,8 +15,9 @@ from pipeline.handlers.policy import REDRIVEN, Decision, ProcessDied
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS
 from pipeline.redaction import HIDDEN
+from pipeline.retry import lane_source, lanes
 
-from . import lane_source, lanes, statements
+from . import dead_rows, statements
 
 _LONGEST_ID = 200
 
@@ -54,7 +55,7 @@ async def redrive(
     # As rows of a consume transaction: due, whatever their lanes do.
     await backlog.add(connection, rows, encryption)
     why = f"replaced by {new_id}: {copy.why}"
-    await lanes.discard(connection, [key], operator=copy.operator, why=why)
+    await dead_rows.discard(connection, [key], operator=copy.operator, why=why)
     await lanes.schedule_heads(connection, {row["lane"]}, {row["order_key"]})
     return items
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import asyncpg
 
-from . import throttle_statements
+from . import stop_statements
 
 
 class Change(NamedTuple):
@@ -34,7 +34,7 @@ async def changing(connection: asyncpg.Connection, change: Change) -> AsyncItera
 async def note(connection: asyncpg.Connection, change: Change, subject: str) -> None:
     """Write down a change of the subject: before one that takes several transactions."""
     await connection.execute(
-        throttle_statements.ADD_TO_AUDIT, change.who, change.action, subject, change.why
+        stop_statements.ADD_TO_AUDIT, change.who, change.action, subject, change.why
     )
 
 

@@ -1,4 +1,4 @@
-"""What people pause, throttle and resume, and who did it; `throttles.py` is how processes obey.
+"""What people pause, throttle and resume, and who did it; `apply/throttles.py` lets processes obey.
 
 A key waits while a row waits at its head. So pausing a key is one such row, due at the end of the
 pause, for each consumer and topic: no loop has to know of keys, and any number of them costs
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import asyncpg
 
+from pipeline.apply.backlog import lane_of
+from pipeline.apply.item import StoredRecord, order_key
 from pipeline.errors import Refused
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS, REQUESTS
 
-from . import audit, throttle_statements
+from . import audit, stop_statements
 from .audit import Change
-from .backlog import lane_of
-from .item import StoredRecord, order_key
 
 LISTED = 100
 """How many pauses and throttles are listed, if nothing else is asked for."""
@@ -130,19 +130,17 @@ def paused_topics(handlers: Handlers, stops: Sequence[Stop]) -> set[str]:
 
 async def listed(connection: asyncpg.Connection, most: int = LISTED) -> list[Stop]:
     """Return what people have asked, the oldest first, and keys last."""
-    return [Stop(**row) for row in await connection.fetch(throttle_statements.LIST_STOPS, most)]
+    return [Stop(**row) for row in await connection.fetch(stop_statements.LIST_STOPS, most)]
 
 
 async def of_key(connection: asyncpg.Connection, key: bytes) -> list[Subject]:
     """Return the consumers and topics for which a key is paused."""
-    return [
-        Subject(*row) for row in await connection.fetch(throttle_statements.FIND_STOPS_OF_KEY, key)
-    ]
+    return [Subject(*row) for row in await connection.fetch(stop_statements.FIND_STOPS_OF_KEY, key)]
 
 
 async def publication(connection: asyncpg.Connection) -> str | None:
     """Return the name of the publication by which a connector publishes events; None: none."""
-    name: str | None = await connection.fetchval(throttle_statements.FIND_PUBLICATION)
+    name: str | None = await connection.fetchval(stop_statements.FIND_PUBLICATION)
     return name
 
 
@@ -168,17 +166,17 @@ async def ask(
         )
     action = f"throttle to {per_second:g}/s" if per_second else "pause"
     async with audit.changing(connection, Change(who, action, why)) as named:
-        await connection.execute(throttle_statements.LOCK_STOPS, _TURN)
-        await connection.execute(throttle_statements.DELETE_ENDED_STOPS)
+        await connection.execute(stop_statements.LOCK_STOPS, _TURN)
+        await connection.execute(stop_statements.DELETE_ENDED_STOPS)
         try:
             await connection.execute(
-                throttle_statements.STORE_STOPS, *_columns(subjects), per_second, lasts, who, why
+                stop_statements.STORE_STOPS, *_columns(subjects), per_second, lasts, who, why
             )
         except asyncpg.CheckViolationError:
             raise Refused("a rate is between 0.001 and 1,000,000 in a second") from None
         if rows := _rows(subjects):
             await connection.execute(
-                throttle_statements.HOLD_KEYS, *_columns(rows), lasts, f"{who}: {why}"
+                stop_statements.HOLD_KEYS, *_columns(rows), lasts, f"{who}: {why}"
             )
         named.extend(map(str, subjects))
 
@@ -188,16 +186,14 @@ async def resume(
 ) -> bool:
     """Let the subjects be taken as before; return whether any was paused or throttled."""
     async with audit.changing(connection, Change(who, "resume", why)) as named:
-        await connection.execute(throttle_statements.LOCK_STOPS, _TURN)
-        await connection.execute(throttle_statements.DELETE_ENDED_STOPS)
+        await connection.execute(stop_statements.LOCK_STOPS, _TURN)
+        await connection.execute(stop_statements.DELETE_ENDED_STOPS)
         if (
-            await connection.execute(throttle_statements.DELETE_STOPS, *_columns(subjects))
+            await connection.execute(stop_statements.DELETE_STOPS, *_columns(subjects))
             == "DELETE 0"
         ):
             return False
-        await connection.execute(
-            throttle_statements.RELEASE_KEYS, [key for key, *_ in _rows(subjects)]
-        )
+        await connection.execute(stop_statements.RELEASE_KEYS, [key for key, *_ in _rows(subjects)])
         named.extend(map(str, subjects))
     return True
 

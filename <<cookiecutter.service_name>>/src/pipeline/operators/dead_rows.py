@@ -1,0 +1,39 @@
+"""Dead rows of the backlog, as people redrive and discard them."""
+
+from collections.abc import Sequence
+
+import asyncpg
+
+from pipeline.handlers.policy import DIED, REDRIVEN
+from pipeline.schema import FIRST_LANE_OF_CALLS
+
+from . import statements
+
+
+async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
+    """Lock the lane to the end of the transaction, to change its dead rows.
+
+    Waits for the transaction of the worker that holds the lane, whose later transactions raise
+    `LaneLost`. That worker has not died, so its start is not left over in the lane's count. A
+    worker of calls keeps the lane: it has to store how its calls end, and has read no dead row.
+    """
+    await connection.execute(
+        statements.LOCK_LANE if lane >= FIRST_LANE_OF_CALLS else statements.FENCE_LANE, lane
+    )
+
+
+async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:
+    """Make dead rows wait to be tried again, with a new budget of attempts.
+
+    Call `fence_lane` before, and `schedule_heads` after.
+    """
+    await connection.execute(statements.REDRIVE_ROWS, keys, DIED, REDRIVEN)
+
+
+async def discard(
+    connection: asyncpg.Connection, keys: Sequence[bytes], *, operator: str, why: str
+) -> None:
+    """Close dead rows. They are kept for a while, so that their message is recognised if it comes
+    again. Call `fence_lane` before.
+    """
+    await connection.execute(statements.DISCARD_ROWS, keys, operator, why)
