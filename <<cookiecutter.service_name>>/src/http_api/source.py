@@ -15,9 +15,9 @@ from pipeline.apply.backlog import Stored
 from pipeline.apply.breaker import FailedMessage
 from pipeline.apply.item import Item, Row
 from pipeline.apply.outcome import BatchOutcome
-from pipeline.apply.positions import Generations, SourceLost
+from pipeline.apply.positions import Generations
 from pipeline.apply.throttles import Resting, Throttles
-from pipeline.errors import OncewardError
+from pipeline.errors import OncewardError, SourceLost
 from pipeline.handlers.policy import Decision
 from pipeline.handlers.statements import GUARD_COMMIT
 

@@ -97,6 +97,19 @@ class Repeat(Exception):
     at once, and nothing counts."""
 
 
+class Paused(OncewardError):
+    """Messages or events have to wait: the transaction is rolled back, and nothing is stored."""
+
+    reason: str
+    after: float | None = None
+    """Seconds until it is worth while to try again, if that is known."""
+
+
+class SourceLost(OncewardError):
+    """Another process owns, or may own, what this one works on: what was read of it is dropped, and
+    the database is asked where to go on."""
+
+
 class Refused(OncewardError):
     """What a person asks for can't be done; the text says why, and what can be."""
 

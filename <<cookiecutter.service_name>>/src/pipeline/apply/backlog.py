@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import asyncpg
 
+from pipeline.errors import Paused
 from pipeline.events.cloudevents import event_headers
 from pipeline.events.message import headers_as_json, marker_key, printable
 from pipeline.events.payload import HASH_VERSION
@@ -28,7 +29,6 @@ from pipeline.schema import FIRST_LANE_OF_CALLS, LANES
 
 from . import statements
 from .batch import items_of
-from .breaker import Paused
 from .encryption import Encryption
 from .item import (
     IdentityMismatch,

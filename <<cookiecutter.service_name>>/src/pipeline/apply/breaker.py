@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
 
-from pipeline.errors import OncewardError, as_raised
+from pipeline.errors import Paused, as_raised
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 
@@ -27,14 +27,6 @@ class FailedMessage(NamedTuple):
     error: BaseException
     is_repeated: bool = False
     """Whether it has failed before: it is judged where it has failed first, beside others."""
-
-
-class Paused(OncewardError):
-    """A batch waits, and nothing of it is stored."""
-
-    reason: str
-    after: float | None = None
-    """Seconds until it is worth while to try again, if that is known."""
 
 
 class BreakerOpen(Paused):

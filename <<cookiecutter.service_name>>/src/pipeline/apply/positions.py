@@ -10,17 +10,13 @@ from typing import NamedTuple, Self
 import asyncpg
 from aiokafka import ConsumerRecord
 
-from pipeline.errors import OncewardError
+from pipeline.errors import SourceLost
 from pipeline.events.message import time_of
 
 from . import statements
 from .item import record_digest
 
 _NO_ANCHOR = (None, None, None)
-
-
-class SourceLost(OncewardError):
-    """Another process owns the source of these messages: the transaction is rolled back."""
 
 
 class Generations(NamedTuple):

@@ -18,7 +18,7 @@ from time import monotonic
 import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.errors import describe_error, is_infrastructure
+from pipeline.errors import Paused, describe_error, is_infrastructure
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
@@ -42,8 +42,10 @@ Place = tuple[str, str]
 """The kind and the name of a subject."""
 
 
-class Resting(Exception):
-    """It is paused: nothing of it is to be taken."""
+class Resting(Paused):
+    """People have paused it: nothing of it is to be taken."""
+
+    reason = "paused"
 
 
 class Throttles:

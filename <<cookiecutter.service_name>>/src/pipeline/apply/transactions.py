@@ -17,7 +17,7 @@ from typing import Self
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pipeline.errors import Repeat, describe_error
+from pipeline.errors import Paused, Repeat, SourceLost, describe_error
 from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import UNDECIDED, Decision, undecided
 from pipeline.handlers.registry import Handlers
@@ -33,7 +33,7 @@ from pipeline.settings import Settings
 
 from . import backlog, inbox, limits, statements
 from .attempt import Attempt, Memory
-from .breaker import Breaker, Paused
+from .breaker import Breaker
 from .claim_check import ClaimCheck
 from .encryption import Encryption
 from .failures import (
@@ -48,11 +48,9 @@ from .inbox import look_up, to_handle, too_old
 from .item import Item
 from .ladder import BATCH, LADDER, PIECES, RUNS, SINGLES, Rung
 from .outcome import BatchOutcome
-from .positions import SourceLost
 from .runs import apply_run, apply_runs, write_staged
 from .slots import Slots
 from .source import Source, without_decision
-from .throttles import Resting
 from .turns import Turns
 
 log = logging.getLogger(__name__)
@@ -136,8 +134,8 @@ class ConsumeTransactions:
 
         `memory` is that of an earlier attempt at the same messages.
 
-        Every message has then taken effect or is stored. Raises `Paused` if they have to wait,
-        `Resting` if people have paused them, and `SourceLost` if another process owns the source.
+        Every message has then taken effect or is stored. Raises `Paused` if they have to wait, and
+        `SourceLost` if another process owns the source.
         """
         outcomes: list[BatchOutcome] = []
         memory = memory or Memory()
@@ -242,7 +240,7 @@ class ConsumeTransactions:
             try:
                 # All that it has waited for may have taken long.
                 await source.check(driver)
-            except (Resting, SourceLost):
+            except (Paused, SourceLost):
                 raise
             except BaseException:
                 await connection.invalidate()  # a statement may be under way

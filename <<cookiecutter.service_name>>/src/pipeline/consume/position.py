@@ -9,10 +9,15 @@ from typing import TypeVar
 from aiokafka import ConsumerRecord, TopicPartition
 
 from pipeline.apply import positions
-from pipeline.apply.breaker import Paused
 from pipeline.apply.positions import Anchor, PositionMoved, Slot
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.errors import StoreUnavailable, describe_error, is_infrastructure, summarize_error
+from pipeline.errors import (
+    Paused,
+    StoreUnavailable,
+    describe_error,
+    is_infrastructure,
+    summarize_error,
+)
 from pipeline.events.message import seconds_of
 from pipeline.servers.database import autocommitting
 from pipeline.servers.member import Arrived, Bound, GroupMember

@@ -11,13 +11,13 @@ from aiokafka import ConsumerRecord, TopicPartition, errors
 
 from pipeline.apply.attempt import Memory
 from pipeline.apply.batch import Batch, read, undecodable
-from pipeline.apply.breaker import Paused
 from pipeline.apply.claim_check import resolve_batch
 from pipeline.apply.item import Undecoded
 from pipeline.apply.limits import Pace
 from pipeline.apply.positions import PositionMoved, Slot
 from pipeline.apply.throttles import LOOK_SECONDS, Resting
 from pipeline.apply.transactions import ConsumeTransactions
+from pipeline.errors import Paused
 from pipeline.events.message import seconds_of
 from pipeline.handlers.policy import DIED, ProcessDied
 from pipeline.observe import metrics, traces

@@ -14,7 +14,7 @@ from time import monotonic
 
 import asyncpg
 
-from pipeline.errors import OncewardError
+from pipeline.errors import SourceLost
 from pipeline.observe import metrics
 from pipeline.schema import SHARDS
 from pipeline.servers.cluster import NotAdopted
@@ -29,11 +29,11 @@ Fence = Callable[[Sequence[str]], Awaitable[list[str]]]
 """Makes the brokers reject further events of the relays named; returns those that were fenced."""
 
 
-class LeaseExpired(OncewardError):
+class LeaseExpired(SourceLost):
     """The lease ended before the step under it: another relay may own the shards."""
 
 
-class ServerChanged(OncewardError):
+class ServerChanged(SourceLost):
     """The pooler now leads to another server: only its cursor says which events were published."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from aiokafka.errors import KafkaError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pipeline.apply.encryption import Encryption
-from pipeline.apply.throttles import Resting, Throttles
-from pipeline.errors import describe_error, is_infrastructure
+from pipeline.apply.throttles import Throttles
+from pipeline.errors import Paused, SourceLost, describe_error, is_infrastructure
 from pipeline.observe import metrics
 from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
@@ -27,7 +27,7 @@ from pipeline.settings import Settings
 
 from .backpressure import RelayBackpressure
 from .brokers import NotSent
-from .cursor import Cursor, LeaseExpired, ServerChanged, grouped
+from .cursor import Cursor, ServerChanged, grouped
 from .publisher import TRIALS, Publisher
 from .rejected import Rejected
 from .rejections import Rejections
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 _NARROW_SECONDS = 1.0
 """So long after it has read a window the next one has few events, and is not measured before."""
-_EXPLAINED = (LeaseExpired, NotSent, Resting, ServerChanged)
+_EXPLAINED = (NotSent, Paused, SourceLost)
 """Errors whose text is complete, so that no traceback is logged."""
 
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import asyncpg
 
 from pipeline.apply.item import Row
-from pipeline.apply.positions import Generations, SourceLost
-from pipeline.errors import StoreUnavailable
+from pipeline.apply.positions import Generations
+from pipeline.errors import SourceLost, StoreUnavailable
 from pipeline.handlers.policy import GAP
 from pipeline.schema import FIRST_LANE_OF_CALLS
 

@@ -16,7 +16,6 @@ from uuid import uuid4
 
 import asyncpg
 
-from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.claim_check import resolve
 from pipeline.apply.encryption import Rows
 from pipeline.apply.item import Item
@@ -25,7 +24,7 @@ from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.source import without_decision
 from pipeline.apply.throttles import Resting
 from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.errors import StoreUnavailable, describe_error
+from pipeline.errors import Paused, StoreUnavailable, describe_error
 from pipeline.handlers.policy import TRIED_ALONE
 from pipeline.observe.health import Health
 from pipeline.schema import LANES
@@ -170,7 +169,7 @@ class BacklogWorkers:
             forgets_deaths = not self._stopping.is_set()
         except LaneLost as lost:
             log.warning("%s", lost)
-        except (BreakerOpen, Resting):
+        except Paused:
             pass  # the breaker has reported it, or a person has paused the consumer
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self._stopping.is_set():
@@ -345,7 +344,7 @@ class BacklogWorkers:
                 source = await self._read(lease, [row])
                 # It is not due: its attempt is stored.
                 await self._try(consume, replace(source, compares=False))
-            except (BreakerOpen, Resting, StoreUnavailable):
+            except (Paused, StoreUnavailable):
                 await self._apply(consume, undone)
                 raise
             except asyncio.CancelledError:

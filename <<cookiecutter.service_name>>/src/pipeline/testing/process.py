@@ -17,10 +17,11 @@ from pipeline.apply.batch import read
 from pipeline.apply.breaker import Breaker
 from pipeline.apply.claim_check import ClaimCheck, resolve_batch
 from pipeline.apply.outcome import BatchOutcome
-from pipeline.apply.positions import Slot, SourceLost
+from pipeline.apply.positions import Slot
 from pipeline.apply.source import Source
 from pipeline.apply.transactions import ConsumeTransactions, Signals
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
+from pipeline.errors import SourceLost
 from pipeline.handlers.registry import Handlers
 from pipeline.observe.health import Health
 from pipeline.retry.workers import BacklogWorkers

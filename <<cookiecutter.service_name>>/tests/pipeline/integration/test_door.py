@@ -28,7 +28,7 @@ from sqlalchemy.orm import (
 )
 
 from pipeline import Aggregate, Event, EventBatch, Handlers, Reject, Transaction
-from pipeline.apply.positions import SourceLost
+from pipeline.errors import SourceLost
 from pipeline.servers.database import driver_of
 from pipeline.servers.guard import HandlerFault, watch_coroutines
 

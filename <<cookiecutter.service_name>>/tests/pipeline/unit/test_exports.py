@@ -14,7 +14,7 @@ import pipeline
 import plain
 from pipeline import Codec
 
-STEERING = {"LoopBlocked", "NeedsSession", "Repeat", "Resting", "TooMuch"}
+STEERING = {"LoopBlocked", "NeedsSession", "Repeat", "TooMuch"}
 DECISIONS = {"_Later", "Reject"}
 """The bases of `Retry` and `Park`, and `Reject`."""
 
