@@ -453,17 +453,17 @@ SABOTAGES: Sequence[Sabotage] = (
                 "relay/window.py",
                 """\
     head, *events = await connection.fetch(
-        window_statements.READ_WINDOW,""",
+        statements.READ_WINDOW,""",
                 """\
     later = await connection.fetch(
-        f"SELECT {window_statements.COLUMNS} FROM pipeline.outbox"
+        f"SELECT {statements.COLUMNS} FROM pipeline.outbox"
         " WHERE id > $1 AND shard = ANY ($2) ORDER BY id LIMIT $3",
         progress.last_id, shards, limit,
     )
     then = replace(progress, last_id=later[-1]["id"]) if later else progress
     return Page(shards, later, then, None)
     head, *events = await connection.fetch(
-        window_statements.READ_WINDOW,""",
+        statements.READ_WINDOW,""",
             )
         ],
     ),
@@ -472,7 +472,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "slow transactions",
         [
             Edit(
-                "relay/window_statements.py",
+                "relay/statements.py",
                 "AND xid = ANY (ARRAY(",
                 "AND false AND xid = ANY (ARRAY(",
             )
@@ -747,7 +747,7 @@ SELECT pg_advisory_unlock_all()
         "days that end",
         [
             Edit(
-                "relay/window_statements.py",
+                "relay/statements.py",
                 "         WHERE {_BEGUN_SINCE} AND shard = ANY ($2)\n        UNION ALL\n",
                 """\
          WHERE {_BEGUN_SINCE} AND shard = ANY ($2)
@@ -930,7 +930,7 @@ from pipeline.handlers.staged import StagedEvent
         THROTTLED_TOPIC,
         [
             Edit(
-                "apply/throttle_statements.py",
+                "apply/statements.py",
                 "AND subject = $2 AND per_second > 0",
                 "AND subject = $2 AND per_second < 0",
             )

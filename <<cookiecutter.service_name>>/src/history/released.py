@@ -13,8 +13,7 @@ import asyncpg
 
 from operate.dead import CHUNK, SECONDS, STATE
 from operate.errors import Refused
-from pipeline.apply.statements import KEPT
-from pipeline.apply.throttle_statements import PAUSES
+from pipeline.apply.statements import KEPT, PAUSES
 from pipeline.handlers.staging import CALLS
 
 AGGREGATES = 100_000

@@ -11,8 +11,7 @@ import asyncpg
 from operate.dead import STATE
 from operate.inbox_commands import ORDINALS, events_of
 from operate.output import format_time
-from pipeline.apply.statements import KEPT
-from pipeline.apply.throttle_statements import PAUSES
+from pipeline.apply.statements import KEPT, PAUSES
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS, event_id
 from pipeline.observe.traces import trace_id

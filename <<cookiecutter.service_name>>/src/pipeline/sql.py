@@ -14,13 +14,10 @@ from typing import NamedTuple, TypeGuard
 import asyncpg
 
 from pipeline.apply import statements as of_apply
-from pipeline.apply import throttle_statements
 from pipeline.consume import statements as of_consume
-from pipeline.handlers import catalog_statements
 from pipeline.handlers import statements as of_handlers
 from pipeline.operators import adopt_statements, stop_statements
 from pipeline.operators import statements as of_operators
-from pipeline.relay import rejected_statements, window_statements
 from pipeline.relay import statements as of_relay
 from pipeline.retention import partition_statements
 from pipeline.retention import statements as of_retention
@@ -29,9 +26,9 @@ from pipeline.retry import statements as of_retry
 from pipeline.servers import statements as of_servers
 
 MODULES = (
-    *(of_consume, of_apply, throttle_statements, of_handlers, catalog_statements),
+    *(of_consume, of_apply, of_handlers),
     *(of_retry, count_statements),
-    *(of_relay, window_statements, rejected_statements),
+    of_relay,
     *(of_retention, partition_statements),
     of_servers,
     *(of_operators, stop_statements, adopt_statements),

@@ -24,8 +24,8 @@ from pipeline.observe.health import Health
 from pipeline.servers.database import autocommitting
 from pipeline.servers.tasks import sleep_or_event
 
-from . import throttle_statements
-from .throttle_statements import LATE_SECONDS
+from . import statements
+from .statements import LATE_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Throttles:
     async def _look(self, begun: float) -> None:
         assert self._engine is not None
         async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(self._engine) as driver:
-            rows = await driver.fetch(throttle_statements.READ_STOPS)
+            rows = await driver.fetch(statements.READ_STOPS)
         rates, until = dict[Place, float](), dict[Place, float]()
         for kind, name, rate, rests, _ in rows:
             # What this process has taken at an unchanged rate may not be stored yet.
@@ -197,7 +197,7 @@ class Throttles:
         unnoted = ""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS), autocommitting(engine) as driver:
-                rests = await driver.fetchval(throttle_statements.NOTE_TAKEN, *place, float(number))
+                rests = await driver.fetchval(statements.NOTE_TAKEN, *place, float(number))
             if rests is not None:  # others of this process may have taken since
                 self._until[place] = max(self._until.get(place, 0.0), monotonic() + rests)
         except Exception as error:

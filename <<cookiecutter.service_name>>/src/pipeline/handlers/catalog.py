@@ -15,13 +15,13 @@ from sqlalchemy.orm import Mapper
 
 from pipeline.errors import Repeat
 
-from . import catalog_statements
+from . import statements
 from .columns import cache_by_class
 
 _NAMES = sa.bindparam("names", type_=ARRAY(sa.Text), literal_execute=True)
 """A part of the text, so that PostgreSQL keeps its plan, which takes longer than the query."""
-_REACTIONS = sa.text(catalog_statements.READ_REACTIONS).bindparams(_NAMES)
-_STATE = sa.text(catalog_statements.READ_CATALOG_STATE).bindparams(_NAMES)
+_REACTIONS = sa.text(statements.READ_REACTIONS).bindparams(_NAMES)
+_STATE = sa.text(statements.READ_CATALOG_STATE).bindparams(_NAMES)
 
 UNNAMED = "ALL"
 """Stands for deferred constraints whose name one that is not deferred has, too."""

@@ -4,7 +4,7 @@ Parameters are described where a statement is executed. Few rows are in `throttl
 topic, consumer or key that is paused or throttled.
 """
 
-from pipeline.apply.throttle_statements import PAUSES
+from pipeline.apply.statements import PAUSES
 from pipeline.handlers.policy import PAUSED
 
 LOCK_STOPS = "SELECT pg_advisory_xact_lock($1)"

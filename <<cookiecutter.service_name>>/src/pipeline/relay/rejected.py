@@ -19,7 +19,7 @@ from pipeline.observe import metrics, traces
 from pipeline.observe.health import Health
 from pipeline.settings import Settings
 
-from . import rejected_statements
+from . import statements
 from .rejections import Rejection, Rejections
 from .window import PAGE_BYTES
 
@@ -57,7 +57,7 @@ class Rejected:
         unknown what was stored.
         """
         begun = monotonic()
-        rows = await connection.fetch(rejected_statements.COUNT_REJECTED_BY_TOPIC, shards)
+        rows = await connection.fetch(statements.COUNT_REJECTED_BY_TOPIC, shards)
         topics = {row["topic"] for row in rows if row["waiting"]}
         for topic in self._try_at.keys() - topics:
             self._end(topic)
@@ -90,7 +90,7 @@ class Rejected:
             self._accepting.add(topic)
         times = [event["created_at"] for event in events]
         await connection.execute(
-            rejected_statements.ADD_REJECTED, *_columns(events, why), min(times), max(times)
+            statements.ADD_REJECTED, *_columns(events, why), min(times), max(times)
         )
 
     def next_topic(self, *, accepting: bool) -> str | None:
@@ -119,7 +119,7 @@ class Rejected:
         if not most:
             return []
         rows: list[asyncpg.Record] = await connection.fetch(
-            rejected_statements.READ_WAITING_EVENTS, topic, shards, most, PAGE_BYTES
+            statements.READ_WAITING_EVENTS, topic, shards, most, PAGE_BYTES
         )
         if rows and topic in self.throttles.limited("events"):
             if self.throttles.left(*place):  # others of this process have taken meanwhile
@@ -127,7 +127,7 @@ class Rejected:
             await self.throttles.took({place: len(rows)})
             # Noting that may have taken long, in which an earlier event may have been redriven.
             rows = await connection.fetch(
-                rejected_statements.READ_WAITING_EVENTS, topic, shards, len(rows), PAGE_BYTES
+                statements.READ_WAITING_EVENTS, topic, shards, len(rows), PAGE_BYTES
             )
         if not rows:
             self._end(topic)
@@ -142,10 +142,10 @@ class Rejected:
         self._accepting.add(topic)
         self._note(events, why)
         sent = [event["id"] for event in events if event["id"] not in why]
-        await connection.execute(rejected_statements.DELETE_SENT_EVENTS, sent)
+        await connection.execute(statements.DELETE_SENT_EVENTS, sent)
         if why:
             rejected = [event for event in events if event["id"] in why]
-            await connection.execute(rejected_statements.UPDATE_REJECTED, *_columns(rejected, why))
+            await connection.execute(statements.UPDATE_REJECTED, *_columns(rejected, why))
 
     def _free_at(self, topic: str) -> float:
         """Return when events of the topic may be sent again, by the monotonic clock."""

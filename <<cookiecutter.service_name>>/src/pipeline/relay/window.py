@@ -13,7 +13,7 @@ import asyncpg
 
 from pipeline.servers.cluster import NotAdopted
 
-from . import window_statements
+from . import statements
 
 Snapshot = tuple[int, int, tuple[int, ...]]
 """A `pg_snapshot` as asyncpg reads and binds it: xmin, xmax, running."""
@@ -53,7 +53,7 @@ async def is_as_seen(
 
     This costs a tenth of `fresh`.
     """
-    now = await connection.fetchrow(window_statements.READ_SNAPSHOT)
+    now = await connection.fetchrow(statements.READ_SNAPSHOT)
     return now["server"] == server and all(
         one.target is None and one.seen == now["snapshot"] for one in progress
     )
@@ -74,15 +74,13 @@ async def fresh(
     Raises `NotAdopted` if `seen` is a snapshot of another cluster.
     """
     if may_be_wide:
-        wide = await connection.fetchrow(
-            window_statements.MEASURE_WINDOW, progress.seen, _SCAN_AT_MOST
-        )
+        wide = await connection.fetchrow(statements.MEASURE_WINDOW, progress.seen, _SCAN_AT_MOST)
         if wide["is_wide"]:
             lowest = await _lowest(connection, progress.seen, wide["target"])
             then = Progress(progress.seen, wide["target"], lowest - 1, wide["high_id"])
             return Page(shards, [], then, wide["server"])
     head, *events = await connection.fetch(
-        window_statements.READ_WINDOW, progress.seen, shards, limit + 1, at_most
+        statements.READ_WINDOW, progress.seen, shards, limit + 1, at_most
     )
     if head["target"][1] < progress.seen[1]:
         raise NotAdopted
@@ -100,7 +98,7 @@ async def _lowest(connection: asyncpg.Connection, seen: Snapshot, target: Snapsh
     for first, end in [*((one, one + 1) for one in seen[2]), (seen[1], target[1])]:
         xid, limit, is_last = first, _SCAN_AT_MOST, False
         while not is_last:
-            piece = await connection.fetchrow(window_statements.FIND_LOWEST_ID, xid, end, limit)
+            piece = await connection.fetchrow(statements.FIND_LOWEST_ID, xid, end, limit)
             ids.append(piece["id"])
             is_last = piece["rows"] < limit
             # Rows of one transaction may fill a piece, which is read again, then as a larger one.
@@ -119,7 +117,7 @@ async def page(
     """Read the next page of an open window."""
     upto = min(progress.high_id, progress.last_id + _SCAN_AT_MOST)
     head, *events = await connection.fetch(
-        window_statements.READ_PAGE,
+        statements.READ_PAGE,
         progress.seen,
         progress.target,
         progress.last_id,

@@ -16,7 +16,7 @@ from pipeline.apply.item import Item, Known, Row, StoredRecord, Undecoded
 from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.positions import Generations
 from pipeline.apply.source import without_decision
-from pipeline.apply.throttle_statements import PAUSES
+from pipeline.apply.statements import PAUSES
 from pipeline.apply.throttles import Throttles
 from pipeline.errors import OncewardError
 from pipeline.events.message import headers_of

@@ -9,10 +9,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import asyncpg
 
 from pipeline.apply import statements as apply_statements
-from pipeline.apply import throttle_statements
 from pipeline.consume import statements as consume_statements
 from pipeline.handlers import statements as handler_statements
-from pipeline.relay import rejected_statements, window_statements
 from pipeline.relay import statements as relay_statements
 from pipeline.retention import partition_statements
 from pipeline.retention import statements as retention_statements
@@ -77,8 +75,8 @@ _STATEMENTS: Mapping[object, str] = {
     relay_statements.IS_SCHEDULED_DUE: "scheduled: poll",
     relay_statements.LOCK_MOVE: "scheduled: lock",
     relay_statements.MOVE_SCHEDULED: "scheduled: move to outbox",
-    throttle_statements.READ_STOPS: "throttle: look",
-    throttle_statements.NOTE_TAKEN: "throttle: move on",
+    apply_statements.READ_STOPS: "throttle: look",
+    apply_statements.NOTE_TAKEN: "throttle: move on",
     count_statements.TAKE_TURN_TO_COUNT: "backlog: take turn to count",
     count_statements.COUNT_BACKLOG: "backlog: count",
     count_statements.STORE_COUNT: "backlog: store count",
@@ -99,15 +97,15 @@ _STATEMENTS: Mapping[object, str] = {
     relay_statements.CLAIM_SHARDS: "relay: claim shards",
     relay_statements.WRITE_PROGRESS: "relay: write cursor",
     relay_statements.DELETE_RELAY: "relay: leave",
-    rejected_statements.COUNT_REJECTED_BY_TOPIC: "rejected: count",
-    rejected_statements.ADD_REJECTED: "rejected: add",
-    rejected_statements.READ_WAITING_EVENTS: "rejected: read waiting events",
-    rejected_statements.DELETE_SENT_EVENTS: "rejected: delete sent events",
-    rejected_statements.UPDATE_REJECTED: "rejected: set reason",
-    window_statements.READ_SNAPSHOT: "relay: poll",
-    window_statements.MEASURE_WINDOW: "relay: measure window",
-    window_statements.READ_WINDOW: "relay: read window",
-    window_statements.READ_PAGE: "relay: read page",
+    relay_statements.COUNT_REJECTED_BY_TOPIC: "rejected: count",
+    relay_statements.ADD_REJECTED: "rejected: add",
+    relay_statements.READ_WAITING_EVENTS: "rejected: read waiting events",
+    relay_statements.DELETE_SENT_EVENTS: "rejected: delete sent events",
+    relay_statements.UPDATE_REJECTED: "rejected: set reason",
+    relay_statements.READ_SNAPSHOT: "relay: poll",
+    relay_statements.MEASURE_WINDOW: "relay: measure window",
+    relay_statements.READ_WINDOW: "relay: read window",
+    relay_statements.READ_PAGE: "relay: read page",
 }
 """The statements that the engine has written down."""
 

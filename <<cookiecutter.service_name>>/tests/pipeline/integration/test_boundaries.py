@@ -9,7 +9,7 @@ import sqlalchemy as sa
 import pipeline
 from pipeline.apply import statements as apply_statements
 from pipeline.handlers import statements as handler_statements
-from pipeline.relay import window_statements
+from pipeline.relay import statements as relay_statements
 from pipeline.retention import partition_statements
 from pipeline.retention import statements as retention_statements
 from pipeline.retry import statements as retry_statements
@@ -41,7 +41,7 @@ UNMET = (
     retention_statements.NOTE_DAY_NOT_ARCHIVED,
     retention_statements.NOTE_ARCHIVING,
     retention_statements.CONTINUE_ROUND,
-    window_statements.FIND_LOWEST_ID,
+    relay_statements.FIND_LOWEST_ID,
     apply_statements.TAKE_TURN,
 )
 """Statements that only damage, a long outage, an isolated message or somebody else leads to, or

@@ -22,7 +22,8 @@ from pipeline.apply.positions import Anchor, Generations, Move, Slot
 from pipeline.events.codec import CloudEvents
 from pipeline.observe.health import Health
 from pipeline.operators import statements as operator_statements
-from pipeline.relay import window, window_statements
+from pipeline.relay import statements as relay_statements
+from pipeline.relay import window
 from pipeline.relay.cursor import Cursor
 from pipeline.relay.rejected import Rejected
 from pipeline.relay.rejections import Rejection
@@ -72,7 +73,7 @@ END $$;
 """
 # One topic has many that wait, and another some.
 _REFUSE = f"""
-INSERT INTO pipeline.outbox_rejected ({window_statements.COLUMNS})
+INSERT INTO pipeline.outbox_rejected ({relay_statements.COLUMNS})
 SELECT id, created_at, CASE id % 20 WHEN 0 THEN 'large' ELSE 'missing' END, key, payload, event_id,
        source, type, subject, sequence, content_type, traceparent, tracestate, baggage, headers,
        dataref, datalength, datachecksum

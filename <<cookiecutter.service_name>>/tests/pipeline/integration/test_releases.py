@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from pipeline import Event, Handlers, Transaction, Writer, Writing
 from pipeline.apply import inbox
-from pipeline.relay import rejected_statements
+from pipeline.relay import statements as relay_statements
 from pipeline.relay.scheduled import Scheduled
 from pipeline.servers.database import create_engine
 from pipeline.settings import Settings
@@ -130,9 +130,7 @@ async def test_a_scheduled_event_keeps_the_release_that_has_scheduled_it(
     assert await Scheduled().move(db)
     assert await releases(db, "outbox") == {"1.4.2"}
     id, at = await db.fetchrow("SELECT id, created_at FROM pipeline.outbox")
-    await db.execute(
-        rejected_statements.ADD_REJECTED, [id], ["too large"], ["a test"], [True], at, at
-    )
+    await db.execute(relay_statements.ADD_REJECTED, [id], ["too large"], ["a test"], [True], at, at)
     assert await releases(db, "outbox_rejected") == {"1.4.2"}
 
 

@@ -21,7 +21,7 @@ from pipeline.apply import throttles
 from pipeline.apply.attempt import Memory
 from pipeline.apply.positions import Slot
 from pipeline.apply.slots import Slots
-from pipeline.apply.throttle_statements import PAUSES
+from pipeline.apply.statements import PAUSES
 from pipeline.apply.throttles import Resting, Throttles
 from pipeline.consume.gathering import Gatherer
 from pipeline.consume.limits import TopicLimits

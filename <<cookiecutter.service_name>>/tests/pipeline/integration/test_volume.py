@@ -11,7 +11,8 @@ import pytest
 from aiokafka import AIOKafkaConsumer
 
 from pipeline.handlers import staging
-from pipeline.relay import window, window_statements
+from pipeline.relay import statements as relay_statements
+from pipeline.relay import window
 from pipeline.relay.window import Progress
 
 from .bank import Bank
@@ -67,15 +68,15 @@ async def test_a_poll_costs_the_same_when_a_million_commits_lie_behind_an_open_t
     await staging.append(late, numbered("t", ["late"]))
     await asyncio.gather(*(writer.execute(_COMMIT % 1_000) for writer in writers))
     _, progress = await read_all(db, progress, 5_000)
-    before = await blocks_of_a_poll(db, window_statements.READ_WINDOW, progress)
+    before = await blocks_of_a_poll(db, relay_statements.READ_WINDOW, progress)
     await asyncio.gather(*(writer.execute(_COMMIT % 500_000) for writer in writers))
     ids, progress = await read_all(db, progress, 5_000)
     assert len(ids) == 100_000
-    after = await blocks_of_a_poll(db, window_statements.READ_WINDOW, progress)
+    after = await blocks_of_a_poll(db, relay_statements.READ_WINDOW, progress)
     assert progress.seen[1] - progress.seen[0] > 1_000_000, "this test needs a million commits"
     assert after < 2 * before + 20
     # Not so for who remembers the oldest running transaction and sorts out what it has seen.
-    naive = window_statements.READ_WINDOW.replace(
+    naive = relay_statements.READ_WINDOW.replace(
         "xid >= pg_snapshot_xmax($1)",
         "xid >= pg_snapshot_xmin($1) AND NOT pg_visible_in_snapshot(xid, $1)",
     )

@@ -9,7 +9,8 @@ import asyncpg
 import pytest
 
 from pipeline.handlers import staging
-from pipeline.relay import window, window_statements
+from pipeline.relay import statements as relay_statements
+from pipeline.relay import window
 from pipeline.relay.window import Progress
 
 from .outgoing import ALL_SHARDS, event, numbered, read, read_all, stage, start_of
@@ -228,14 +229,14 @@ class Patched(OnSnapshots):
     wrong: str
 
     async def read(self, db: asyncpg.Connection, limit: int) -> tuple[Events, bool]:
-        assert window_statements.READ_WINDOW.count(self.right) == 1, (
+        assert relay_statements.READ_WINDOW.count(self.right) == 1, (
             "the statement is not what this test knows"
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                window_statements,
+                relay_statements,
                 "READ_WINDOW",
-                window_statements.READ_WINDOW.replace(self.right, self.wrong),
+                relay_statements.READ_WINDOW.replace(self.right, self.wrong),
             )
             return await super().read(db, limit)
 
