@@ -1,8 +1,9 @@
-"""Limits of a transaction: its time, that of a handler's call, and the number of its messages."""
+"""Limits of transactions: their number, time and messages, and the time of a handler's call."""
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from time import perf_counter
 from typing import Self
 
@@ -130,3 +131,34 @@ class Pace:
         if len(outcomes) > 1:  # the messages did not fit into one transaction
             largest = max(len(one.applied) for one in outcomes)
             self.limit = min(self.limit, max(_AT_LEAST, largest))
+
+
+class Slots:
+    """Room for so many transactions of readers, and for one of each worker; or for one alone."""
+
+    def __init__(self, *, readers: int, workers: int) -> None:
+        """Workers hold a lease: they have slots of their own, and wait for no reader."""
+        self._of_readers = asyncio.Semaphore(readers)
+        self._number = readers + workers
+        self._slots = asyncio.Semaphore(self._number)
+        self._entrance = asyncio.Lock()
+        """Held by the one that takes a slot next, or all of them."""
+
+    @asynccontextmanager
+    async def one(self, *, waits: bool) -> AsyncIterator[None]:
+        """Run the block in a slot; `waits` is for those without a lease."""
+        async with self._of_readers if waits else nullcontext():
+            async with self._entrance:
+                await self._slots.acquire()
+            try:
+                yield
+            finally:
+                self._slots.release()
+
+    @asynccontextmanager
+    async def all(self) -> AsyncIterator[None]:
+        """Run the block when those that have begun have ended; no other begins until its end."""
+        async with self._entrance, AsyncExitStack() as taken:
+            for _ in range(self._number):
+                await taken.enter_async_context(self._slots)
+            yield

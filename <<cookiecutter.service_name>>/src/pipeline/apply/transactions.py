@@ -47,9 +47,9 @@ from .failures import (
 from .inbox import look_up, to_handle, too_old
 from .item import Item
 from .ladder import BATCH, LADDER, PIECES, RUNS, SINGLES, Rung
+from .limits import Slots
 from .outcome import BatchOutcome
 from .runs import apply_run, apply_runs, write_staged
-from .slots import Slots
 from .source import Source, without_decision
 from .turns import Turns
 

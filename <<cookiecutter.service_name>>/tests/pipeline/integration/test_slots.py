@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import asyncpg
 import pytest
 
-from pipeline.apply.slots import Slots
+from pipeline.apply.limits import Slots
 from pipeline.consume.partition_source import PartitionBatch, PartitionSource
 from pipeline.servers.retrying import Attempts
 

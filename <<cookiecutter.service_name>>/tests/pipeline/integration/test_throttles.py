@@ -19,8 +19,8 @@ from aiokafka import AIOKafkaProducer
 from pipeline import Policy, Transaction, errors
 from pipeline.apply import throttles
 from pipeline.apply.attempt import Memory
+from pipeline.apply.limits import Slots
 from pipeline.apply.positions import Slot
-from pipeline.apply.slots import Slots
 from pipeline.apply.statements import PAUSES
 from pipeline.apply.throttles import Resting, Throttles
 from pipeline.consume.gathering import Gatherer
