@@ -309,7 +309,7 @@ def engine(tree: Tree, renames: Renames) -> None:
         f"{src}/README.md",
         (
             r"\Z",
-            "\nBeside the rooms are the command line, in `cli`, and optional packages. They import the"
+            "\nNext to the rooms are the command line, in `cli`, and optional packages. They import the"
             " engine, which never imports them.\n",
         ),
     )
@@ -669,7 +669,7 @@ def pages(tree: Tree) -> None:
         f"{RAW}/docs/updating.md",
         (
             r"^(- \*\*Migrations\*\* run before .*\n)",
-            r"\1- **Packages with new names**, as in version 2, have them in your files, too. After"
+            r"\1- **Packages with new names**, as in version 2, also have them in your files. After"
             "\n  `cruft update`, or an update by a `dev/update.py` of version 1.0, run"
             " `python dev/renaming.py`.\n",
         ),
@@ -764,7 +764,7 @@ def look(tree: Tree, metrics: set[str]) -> None:
         (rf"(?<![\w-])(?P<all>(?:src|tests)/({OLD})\b(?![-_]))", "path"),
         (rf"(?<![\w.])(?P<all>from ({OLD})[\w.]* import|^import ({OLD})\b)", "import"),
         (r'(?P<all>["`](operate|http_server|pipeline)["`])', "name"),
-        (r"(?P<all>[\"']pipeline\.[\"'])", "prefix"),
+        (r'(?P<all>"pipeline\.")', "prefix"),
         (r"(?P<all>pipeline\\.(?P<next>\w+))", "pattern"),
         (rf"(?P<all>[\"'](?!pipeline\b)({OLD})(\.(?!md\b|html\b|log\b)\w+)+[\"'])", "literal"),
     )
