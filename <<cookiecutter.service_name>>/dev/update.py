@@ -538,6 +538,9 @@ def _update(service: Service, template: Template, options: Namespace) -> bool:
     _report_answers(record["cookiecutter"], chosen)
     _report_changes(template, old, new)
     changed = service.git("diff", "--name-only", "--relative", base, merged).splitlines()
+    if old and not (baked / CHECKSUMS).exists():  # the engine's migrations are in its distribution
+        of_engine = ":(glob)*/src/**/migrations/**"
+        changed += template.git("diff", "--name-only", old, new, "--", of_engine).splitlines()
     settings = service.settings(merged) - service.settings(base)
     _report_steps(changed, conflicts, settings, is_renamed=bool(renames))
     return not conflicts
