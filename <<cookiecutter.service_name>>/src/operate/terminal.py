@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from inspect import Parameter
 from typing import Annotated, Any, TypeVar, cast
@@ -181,33 +181,26 @@ def operation(
     def register(function: Operation) -> Operation:
         _, *parameters = inspect.signature(function).parameters.values()
         groups = {
-            name: one for name, one in given.items() if isinstance(one, type) and is_dataclass(one)
+            name: (one, inspect.signature(one).parameters)
+            for name, one in given.items()
+            if isinstance(one, type) and is_dataclass(one)
         }
 
         def run(context: typer.Context, *, as_json: bool, **options: Any) -> None:
             values = dict(given)
-            for parameter, kind in groups.items():
-                names = [one.name for one in fields(kind)]
+            for parameter, (kind, names) in groups.items():
                 values[parameter] = kind(**{name: options.pop(name) for name in names})
             service = service_of(context)
             invocation = Invocation(service, read_settings(service), as_json)
             run_to_end(function(invocation, **options, **values))
 
         keyword = Parameter.KEYWORD_ONLY
-        options = [one.replace(kind=keyword) for one in parameters if one.name not in given]
-        options += [
-            Parameter(
-                one.name,
-                keyword,
-                default=Parameter.empty if one.default is MISSING else one.default,
-                annotation=one.type,
-            )
-            for kind in groups.values()
-            for one in fields(kind)
-        ]
+        options = [one for one in parameters if one.name not in given]
+        options += [one for _, names in groups.values() for one in names.values()]
         first = Parameter("context", keyword, annotation=typer.Context)
         last = Parameter("as_json", keyword, default=False, annotation=Json)
-        signature = inspect.Signature([first, *options, last])
+        all_keywords = [first, *(one.replace(kind=keyword) for one in options), last]
+        signature = inspect.Signature(all_keywords)
         run.__signature__ = signature  # type: ignore[attr-defined]
         called = name or function.__name__.replace("_", "-")
         app.command(called, help=inspect.getdoc(function), epilog=f"For example: {example}")(run)
