@@ -13,7 +13,7 @@ from alembic.script import ScriptDirectory
 
 from pipeline.apply import audit
 from pipeline.consume import stamps
-from pipeline.errors import is_of_a_server, sqlstate_of, summarize_error
+from pipeline.errors import is_access_denied, is_of_a_server, summarize_error
 from pipeline.relay import scheduled
 from pipeline.retention import archive, maintenance
 from pipeline.retention.partitions import PartitionStatus
@@ -29,7 +29,7 @@ from . import (
     throttle_commands,
     topic_commands,
 )
-from .errors import ACCESS_DENIED, Refused
+from .errors import Refused
 from .output import format_time, print_json, print_table, write
 from .signing import Signed
 from .terminal import (
@@ -274,8 +274,7 @@ def _upgrade(invocation: Invocation) -> None:
         try:
             command.upgrade(config, "heads")
         except Exception as error:
-            state = sqlstate_of(error) or ""
-            if is_of_a_server(error) or state.startswith(ACCESS_DENIED):
+            if is_of_a_server(error) or is_access_denied(error):
                 raise
             if failure := revisions.describe_failure(error):
                 raise Refused(failure) from None

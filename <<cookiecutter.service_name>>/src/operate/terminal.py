@@ -29,9 +29,9 @@ from pipeline.errors import (
     as_raised,
     describe_error,
     format_traceback,
+    is_access_denied,
     is_infrastructure,
     is_of_a_server,
-    sqlstate_of,
     summarize_error,
 )
 from pipeline.observe import logs, watchdog
@@ -42,7 +42,7 @@ from pipeline.servers.database import Check, autocommitting, create_engine
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
-from .errors import ACCESS_DENIED, OutputFailed, Refused
+from .errors import OutputFailed, Refused
 from .output import interruptible, print_json, standard_streams, write
 
 log = logging.getLogger(__name__)
@@ -311,8 +311,7 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
     except _EXPECTED as error:
         report(describe_error(error))
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-        state = sqlstate_of(error) or ""
-        if state.startswith(ACCESS_DENIED):
+        if is_access_denied(error):
             report(f"PIPELINE_DATABASE_URL: {summarize_error(as_raised(error))}")
         elif is_infrastructure(error):
             report(f"PostgreSQL: {describe_error(error)}")
