@@ -30,7 +30,7 @@ from . import (
     topic_commands,
 )
 from .errors import Refused
-from .output import format_time, print_json, print_table, write
+from .output import format_time, table
 from .signing import Signed
 from .terminal import (
     Invocation,
@@ -160,15 +160,11 @@ async def list_waiting(invocation: Invocation, limit: Limit = 50) -> None:
     """List scheduled events, the next due first."""
     async with invocation.connected(revisions.check_database) as connection:
         found = await scheduled.waiting(connection, limit)
-    if invocation.as_json:
-        print_json(*found)
-        return
     rows = (
         [format_time(one.due_at), one.name, one.type, one.topic, one.key or "-"] for one in found
     )
-    print_table(("due", "name", "type", "topic", "key"), rows)
-    if not found:
-        write("No event is scheduled.")
+    names = "due", "name", "type", "topic", "key"
+    invocation.answer(*found, lines=table(names, rows) if found else ["No event is scheduled."])
 
 
 @operation(scheduled_app, example="service scheduled cancel remind-ada", by=Signed)
@@ -212,10 +208,8 @@ async def list_partitions(invocation: Invocation) -> None:
     """List days of the outbox and generations of the inbox; changes nothing."""
     async with invocation.connected(revisions.check_database) as connection:
         found = [one async for one in maintenance.list_partitions(connection, invocation.settings)]
-    if invocation.as_json:
-        print_json(*found)
-    else:
-        print_table(("name", "kept"), ([one.name, _kept(one)] for one in found))
+    rows = ([one.name, _kept(one)] for one in found)
+    invocation.answer(*found, lines=table(("name", "kept"), rows))
 
 
 @operation(retention_app, example="service retention skip-archive 2026-11-20", by=Signed)

@@ -140,7 +140,7 @@ class Invocation:
         """Write a line for people: to standard output, with `--json` to standard error."""
         write(text, err=self.as_json)
 
-    def answer(self, *values: object, lines: Iterable[str] = ()) -> None:
+    def answer(self, *values: object, lines: Iterable[str | bytes] = ()) -> None:
         """Write values as JSON with `--json`, else lines for people."""
         if self.as_json:
             print_json(*values)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .output import print_json, print_table
+from .output import print_json, table, write
 from .terminal import Json
 
 _SOURCE = resources.files(__package__).joinpath("words.json").read_text("utf-8")
@@ -40,4 +40,5 @@ def explain(
         print_json(*({"word": word, **one} for word, one in found.items()))
     else:
         rows = ([word, one["meaning"], one["example"]] for word, one in found.items())
-        print_table(("word", "meaning", "example"), rows)
+        for line in table(("word", "meaning", "example"), rows):
+            write(line)
