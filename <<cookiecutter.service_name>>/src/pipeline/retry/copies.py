@@ -54,8 +54,7 @@ async def redrive(
     # As rows of a consume transaction: due, whatever their lanes do.
     await backlog.add(connection, rows, encryption)
     why = f"replaced by {new_id}: {copy.why}"
-    await lanes.discard(connection, [key], operator=copy.operator, why=why)
-    await lanes.schedule_heads(connection, {row["lane"]}, {row["order_key"]})
+    await lanes.discard(connection, [row], operator=copy.operator, why=why)
     return items
 
 

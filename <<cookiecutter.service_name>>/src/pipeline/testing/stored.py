@@ -250,8 +250,6 @@ async def redrive(driver: asyncpg.Connection, letters: Iterable[DeadLetter]) -> 
         rows = await driver.fetch(_PLACES, ids)
         if len(rows) != len(set(ids)):
             raise HarnessMisused("a letter is not there any more: get them by dead_letters()")
-        numbers = sorted({row["lane"] for row in rows})
-        for number in numbers:
+        for number in sorted({row["lane"] for row in rows}):
             await lanes.fence_lane(driver, number)
-        await lanes.redrive(driver, [row["key"] for row in rows])
-        await lanes.schedule_heads(driver, numbers, [row["order_key"] for row in rows])
+        await lanes.redrive(driver, rows)

@@ -217,8 +217,7 @@ async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
     await desk.work_off()
     assert await history(db) == [1, 2]
     async with autocommitting(desk.engine) as driver:
-        await lanes.redrive(driver, [three["key"]])
-        await lanes.schedule_heads(driver, [three["lane"]], [three["order_key"]])
+        await lanes.redrive(driver, [three])
     await desk.work_off()
     assert await history(db) == [1, 2, 3, 4]
 
@@ -296,8 +295,7 @@ async def following_over_a_gap(new_desk: NewDesk, db: asyncpg.Connection) -> tup
     await deadline_passes(desk, db)
     (four,) = await desk.backlog()
     async with autocommitting(desk.engine) as driver:
-        await lanes.redrive(driver, [four["key"]])
-        await lanes.schedule_heads(driver, [four["lane"]], [four["order_key"]])
+        await lanes.redrive(driver, [four])
     return service, desk
 
 
