@@ -75,7 +75,7 @@ Locks: `outbox_cursor`, until the transaction ends.
 Plan: none.
 """
 
-TAKE_SHARDS = """
+END_LEASES = """
 UPDATE pipeline.outbox_cursor SET token = token + 1, lease_until = clock_timestamp()
 """
 """End the leases of all shards.

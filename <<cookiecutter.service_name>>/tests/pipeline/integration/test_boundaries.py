@@ -68,7 +68,7 @@ BY_COMMANDS_TOO = (
     ),
     *(rejected_statements.REDRIVE_EVENTS, rejected_statements.DISCARD_EVENTS),
     *(server_statements.COUNT_WHAT_WAITS, server_statements.REMOVE_LIMITS),
-    *(server_statements.READ_SNAPSHOT_TO_ADOPT, server_statements.TAKE_SHARDS),
+    *(server_statements.READ_SNAPSHOT_TO_ADOPT, server_statements.END_LEASES),
     *(server_statements.FORGET_PROGRESS, server_statements.RENEW_EVENTS),
     *(server_statements.CLOSE_DAYS_AGAIN, server_statements.STORE_CLUSTER),
     *(server_statements.LIST_SEQUENCES, server_statements.IS_SEQUENCE_BEHIND),
