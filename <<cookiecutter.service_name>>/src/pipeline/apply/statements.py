@@ -2,6 +2,7 @@
 
 Parameters are described where a statement is executed. What stops and throttles, and the audit, is
 in `throttle_statements.py`. `service sql` prints all statements with the text below each.
+`position` has a row for each partition of each group, and is scanned while it is small.
 """
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -40,7 +41,7 @@ SELECT new.consumer, current
 """
 """Store the generation in which each consumer begins, and the release that runs them.
 
-Locks: the new rows.
+Locks: the new rows. One that another process is inserting is waited for.
 Plan: `inbox_consumer_pkey` and `release_pkey` find what is stored already.
 """
 
@@ -142,8 +143,8 @@ A position is moved only from where its batch was fetched: the number of those t
 returned.
 
 Locks: the positions, until the transaction ends. They are sorted, so that two processes with the
-same partitions do not deadlock.
-Plan: `position_pkey`, for each partition. `inbox_generation` has one row.
+same partitions do not deadlock. A scan locks them in the order of the table.
+Plan: `position_pkey`, for each partition, or a scan. `inbox_generation` has one row.
 """
 
 COUNT_DUPLICATES = """
@@ -157,7 +158,7 @@ UPDATE pipeline.position AS position
 """Add to the counts of duplicates.
 
 Locks: the positions, which `MOVE_POSITIONS` has locked before.
-Plan: `position_pkey`, for each partition.
+Plan: `position_pkey`, for each partition, or a scan.
 """
 
 COUNT_START = """
@@ -168,7 +169,7 @@ RETURNING starts
 """Count a process that begins at this position; returns how many have not ended regularly.
 
 Locks: the position.
-Plan: `position_pkey`.
+Plan: `position_pkey`, or a scan.
 """
 
 FORGIVE_START = """
@@ -178,7 +179,7 @@ UPDATE pipeline.position SET starts = GREATEST(starts - 1, 0)
 """Undo `COUNT_START` after a regular end.
 
 Locks: the position.
-Plan: `position_pkey`.
+Plan: `position_pkey`, or a scan.
 """
 
 READ_POSITION = """
@@ -189,7 +190,7 @@ SELECT next_offset, anchor_offset, anchor_time, anchor_hash
 """Return the position of a partition and its anchor.
 
 Locks: none.
-Plan: `position_pkey`.
+Plan: `position_pkey`, or a scan.
 """
 
 READ_POSITIONS_OF_GROUP = f"""
@@ -239,7 +240,7 @@ UPDATE pipeline.position
 """Set a position to an offset that is before it, for an operator's command.
 
 Locks: the position, as `SET_POSITION` does.
-Plan: `position_pkey`.
+Plan: `position_pkey`, or a scan.
 """
 
 FIND_IN_BACKLOG = """
@@ -278,6 +279,7 @@ RETURNING key
 An array of rows, as in `INSERT_MARKERS`.
 
 Locks: the new rows. A key that another transaction has inserted is waited for until that one ends.
+Readers sort the rows that have no marker, so that two transactions with the same do not deadlock.
 Plan: `backlog_pkey` finds the keys that exist.
 """
 

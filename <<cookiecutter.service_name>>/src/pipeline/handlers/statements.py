@@ -104,7 +104,8 @@ Plan: `scheduled_pkey` finds those that exist.
 CANCEL_SCHEDULED = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
 """Delete scheduled events by their names.
 
-Locks: the rows. It waits for transactions that store, cancel or move them.
+Locks: the rows, in the order in which they are found. It waits for transactions that store, cancel
+or move them.
 Plan: `scheduled_pkey`, for each name.
 """
 

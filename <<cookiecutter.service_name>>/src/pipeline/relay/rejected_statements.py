@@ -18,6 +18,8 @@ SELECT NULL, 0, count(*), true
 """
 """Count the events of shards that wait, by topic, and those that are dead.
 
+It reads all of them, so relays execute it the more seldom the longer it takes.
+
 Locks: none.
 Plan: a scan of those that wait, by `outbox_rejected_waiting_idx` or of the table;
 `outbox_rejected_dead_idx` for each shard.

@@ -35,7 +35,7 @@ It also returns whether the database is the service's, and when the server was s
 announcement has ended are deleted.
 
 Locks: the rows that are deleted.
-Plan: a scan of `outbox_relay` and of `outbox_cursor`.
+Plan: scans of `outbox_relay` and of `outbox_cursor`; `is_ours` as `COMPARE_CLUSTER`.
 """
 
 LIST_RELAYS = """
@@ -79,7 +79,7 @@ RETURNING shard, token, seen, target, last_id, high_id
 """Claim shards that have no owner, or whose owner was fenced since its lease ended.
 
 Locks: the shards that may be claimed; those that others have locked are left out.
-Plan: `outbox_cursor_pkey`, or a scan and a sort.
+Plan: `outbox_cursor_pkey`, or a scan and a sort; its last condition as `COMPARE_CLUSTER`.
 """
 
 WRITE_PROGRESS = """
@@ -120,7 +120,8 @@ IS_SCHEDULED_DUE = "SELECT min(due_at) <= now() FROM pipeline.scheduled"
 It reads the first row only, by the index, whatever the planner estimates.
 
 Locks: none.
-Plan: the first entry of `scheduled_due_idx`.
+Plan: the first entry of `scheduled_due_idx` that has a row. Before it are those of rows that were
+moved since the oldest open transaction began.
 """
 
 LOCK_MOVE = f"SELECT pg_try_advisory_xact_lock($1) AS is_ours, {IDLE_LIMIT}"
@@ -168,5 +169,5 @@ SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type
 """Return scheduled events, the next to be due first.
 
 Locks: none.
-Plan: `scheduled_due_idx`, from its beginning.
+Plan: `scheduled_due_idx`, from its beginning; a sort by name of those that are due at one time.
 """

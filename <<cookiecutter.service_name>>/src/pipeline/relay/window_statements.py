@@ -134,6 +134,8 @@ SELECT topic, count(*) AS count,
 """Count events that are not published, up to a limit, and for how long each topic's oldest waits.
 
 It also counts what a relay has published in the quarter of a second since it wrote its cursor.
+The limit is for what is counted: while a transaction with an id is open, in any database of the
+cluster, it also reads all events since that has got it, and leaves out those that are published.
 
 Locks: none.
 Plan: `outbox_xid_idx` of each day, from the oldest progress; a scan of `outbox_cursor`.

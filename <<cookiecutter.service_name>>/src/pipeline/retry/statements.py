@@ -45,8 +45,9 @@ lease. Written so that the planner, whatever its statistics are, looks up one ro
 consumer in the index: rows of a consumer that the breaker pauses are not looked at. With EXISTS it
 would join the lanes with everything that is due, or scan the table.
 
-Locks: the lanes that may be claimed; those that others have locked are left out.
-Plan: a scan of `backlog_lane`; `backlog_due_idx`, for each lane and consumer.
+Locks: the lanes that may be claimed, at most `$5`; those that others have locked are left out.
+Plan: a scan of `backlog_lane`; `backlog_due_idx`, for each lane and consumer; whether the database
+is the service's as `COMPARE_CLUSTER`.
 """
 
 _LOCKED = """
