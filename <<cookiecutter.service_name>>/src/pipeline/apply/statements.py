@@ -2,6 +2,9 @@
 
 Parameters are described where a statement is executed. What stops and throttles, and the audit, is
 in `throttle_statements.py`. `service sql` prints all statements with the text below each.
+
+A statement that waits for a lock in a consume transaction fails after `PIPELINE_LOCK_TIMEOUT`, see
+`set_limits`.
 """
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -22,9 +25,10 @@ SHARE_GENERATIONS = f"SELECT pg_advisory_xact_lock_shared({GENERATION_LOCK})"
 """Keep generations from being closed until the transaction ends.
 
 The lock is granted after its statement's snapshot was taken, so what the lock protects must be read
-by a later statement.
+by a later statement. It is sent with BEGIN, behind the limits of time (`set_limits`).
 
-Locks: the advisory lock, shared.
+Locks: the advisory lock, shared, until the transaction ends. It waits for a transaction that closes
+a generation, and behind one that waits to do so.
 Plan: reads no table.
 """
 
@@ -40,7 +44,7 @@ SELECT new.consumer, current
 """
 """Store the generation in which each consumer begins, and the release that runs them.
 
-Locks: the new rows.
+Locks: the new rows. A name that another process is inserting is waited for; names are sorted.
 Plan: `inbox_consumer_pkey` and `release_pkey` find what is stored already.
 """
 
@@ -61,7 +65,8 @@ SELECT key, hash, hash_version
 """Return the markers with these keys in generations that take no new ones.
 
 Locks: none.
-Plan: `inbox_pkey` of each closed generation that is kept, for each key.
+Plan: `inbox_pkey` of each closed generation that is kept, for each key. Partitions of others are
+pruned, with a generic plan when it is executed.
 """
 
 INSERT_MARKERS = """
@@ -142,8 +147,10 @@ A position is moved only from where its batch was fetched: the number of those t
 returned.
 
 Locks: the positions, until the transaction ends. They are sorted, so that two processes with the
-same partitions do not deadlock.
-Plan: `position_pkey`, for each partition. `inbox_generation` has one row.
+same partitions do not deadlock. Where the plan scans the table, the order is the table's: a
+deadlock is then possible for as long as both believe that they have the partitions.
+Plan: `position_pkey`, for each partition, or a scan if there are few. No index has a column that is
+set, so that updates are HOT. `inbox_generation` has one row.
 """
 
 COUNT_DUPLICATES = """
@@ -175,7 +182,7 @@ FORGIVE_START = """
 UPDATE pipeline.position SET starts = GREATEST(starts - 1, 0)
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
 """
-"""Undo `COUNT_START` after a regular end.
+"""Undo `COUNT_START` after a regular end, unless the position has moved.
 
 Locks: the position.
 Plan: `position_pkey`.
@@ -278,6 +285,8 @@ RETURNING key
 An array of rows, as in `INSERT_MARKERS`.
 
 Locks: the new rows. A key that another transaction has inserted is waited for until that one ends.
+Rows with a marker wait for no other: their transactions have waited at `INSERT_MARKERS`. Those
+without are in the order of their keys, so that two transactions do not deadlock.
 Plan: `backlog_pkey` finds the keys that exist.
 """
 
@@ -296,7 +305,8 @@ Of the latest, among which are those that failures add: messages that were only 
 consumer was paused, are due for longer.
 
 Locks: none.
-Plan: `backlog_due_idx`, backwards, for each lane and consumer.
+Plan: `backlog_due_idx`, backwards, for each of the lanes 0 to `$1` and each consumer. It reads at
+most `$2` entries of each, with their rows, for the reason.
 """
 
 TAKE_TURN = """
@@ -304,8 +314,8 @@ SELECT set_config('idle_in_transaction_session_timeout', $2, true), pg_advisory_
 """
 """Wait for the turn among the transactions of consumers that have deadlocked.
 
-Locks: the advisory lock `$1`, until its own transaction ends. A process that has stopped loses it
-after `$2`.
+Locks: the advisory lock `$1`, until its own transaction ends. It waits without a limit of the
+server's: the process cancels it. A process that has stopped loses the lock after `$2`.
 Plan: reads no table.
 """
 

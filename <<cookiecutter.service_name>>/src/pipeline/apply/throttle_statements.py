@@ -1,7 +1,7 @@
 """SQL of what people pause, throttle and resume, and of the audit.
 
 Parameters are described where a statement is executed. Few rows are in `throttle`: one for each
-topic, consumer or key that is paused or throttled.
+topic, consumer or key that is paused or throttled. Who writes several rows has locked `LOCK_STOPS`.
 """
 
 from pipeline.handlers.policy import PAUSED
@@ -70,7 +70,7 @@ SELECT kind, subject, topic, record_key, $5::float, clock_timestamp() + $6::inte
 """
 """Store what is paused or throttled, in place of what was asked for the same before.
 
-Locks: the rows.
+Locks: the rows. It waits for a `NOTE_TAKEN` of one of them.
 Plan: `throttle_pkey` finds those that exist.
 """
 
@@ -111,7 +111,9 @@ SELECT key, lane, order_key, -9223372036854775808, consumer, '{PAUSES}', 0, 0, 0
 
 No earlier row of its key can come. It never is the oldest message that waits.
 
-Locks: the rows. It waits for the worker of a lane that ends one of them.
+Locks: the rows, until the transaction ends, without their lanes. It waits for a worker that ends or
+schedules one of them. Two rows that a worker ends together, while they are prolonged, may deadlock:
+the worker tries again, or the command fails and has changed nothing.
 Plan: `backlog_pkey` finds those that exist.
 """
 
@@ -121,8 +123,8 @@ UPDATE pipeline.backlog SET due_at = clock_timestamp()
 """
 """Make these rows due, so that the workers of their lanes end them.
 
-Locks: the rows.
-Plan: `backlog_pkey`.
+Locks: the rows, as `HOLD_KEYS` does.
+Plan: `backlog_pkey`, for each row.
 """
 
 READ_STOPS = f"""
@@ -140,7 +142,8 @@ SELECT kind, CASE kind WHEN 'key' THEN topic ELSE subject END AS name,
 """
 """Return the rate of each topic, consumer and destination of events, and for how long it rests.
 
-Each process asks once a second.
+Also the age of its pause, if that has no end; and the topics of keys that are paused. Each process
+asks once a second.
 
 Locks: none.
 Plan: `throttle_pkey` by its first column, or a scan of `throttle`; keys are read up to a limit.
@@ -155,7 +158,8 @@ RETURNING extract(epoch FROM next_at - clock_timestamp())::float
 """
 """Note how many were taken of what is throttled; returns for how many seconds it rests.
 
-Locks: its row, which all processes that take of it update.
+Locks: its row, until the statement ends; all processes that take of it update that one. No index
+has the column, so that updates are HOT.
 Plan: `throttle_pkey` by its first two columns, or a scan of `throttle`.
 """
 
