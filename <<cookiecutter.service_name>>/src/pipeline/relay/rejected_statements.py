@@ -20,7 +20,8 @@ SELECT NULL, 0, count(*), true
 
 Locks: none.
 Plan: a scan of those that wait, by `outbox_rejected_waiting_idx` or of the table;
-`outbox_rejected_dead_idx` for each shard.
+`outbox_rejected_dead_idx` for each shard. It has no limit: a relay looks the less often, the longer
+it takes.
 """
 
 COUNT_WAITING_EVENTS = """
@@ -55,7 +56,8 @@ Plan: `outbox_rejected_dead_idx`, or a scan, up to the limit.
 HOLD_SHARD = "SELECT FROM pipeline.outbox_cursor WHERE shard = $1 FOR UPDATE"
 """Keep the relay of a shard from storing rejected events until the transaction ends.
 
-Locks: the shard. It waits for the transaction in which the relay writes its progress.
+Locks: the shard, until the transaction ends. It waits for the transaction in which the relay writes
+its progress, and the relay for it.
 Plan: `outbox_cursor_pkey`, or a scan.
 """
 
@@ -116,7 +118,8 @@ SELECT {COLUMNS}, shard
 With `topic = $1` the planner may scan the primary key, through the events of all topics.
 
 Locks: none.
-Plan: `outbox_rejected_waiting_idx`, from the first of the topic up to the limit.
+Plan: `outbox_rejected_waiting_idx`, from the first of the topic up to the limit. Events of other
+shards that are between are read, and left out.
 """
 
 DELETE_SENT_EVENTS = "DELETE FROM pipeline.outbox_rejected WHERE id = ANY ($1)"

@@ -5,7 +5,8 @@ executed on the primary, each by itself in READ COMMITTED or in a read-only snap
 snapshot that they return is the one that they read with. A snapshot's xmax is the latest
 *completed* transaction + 1, so rows of running ones may lie above it: the window is not bounded by
 an id. `id + 0` and `xid <` keep the planner off the wrong index; pg_sequence_last_value prevents a
-parallel plan, in which the head row might not come first.
+parallel plan, in which the head row might not come first. No statement names a day: the index of
+each partition is searched.
 """
 
 from pipeline.handlers import staged
@@ -136,7 +137,9 @@ SELECT topic, count(*) AS count,
 It also counts what a relay has published in the quarter of a second since it wrote its cursor.
 
 Locks: none.
-Plan: `outbox_xid_idx` of each day, from the oldest progress; a scan of `outbox_cursor`.
+Plan: `outbox_xid_idx` of each day, from the oldest progress; a scan of `outbox_cursor`. Published
+events above that are read, too: while a transaction runs for long, or a shard has no relay, all
+since then. Only commands execute it.
 """
 
 READ_SNAPSHOT = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS snapshot"
