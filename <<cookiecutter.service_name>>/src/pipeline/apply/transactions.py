@@ -22,7 +22,7 @@ from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import UNDECIDED, Decision, undecided
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import Outbox
-from pipeline.handlers.statements import AT_WORK, END_GUARD
+from pipeline.handlers.statements import AT_WORK, END_GUARD, GUARD_COMMIT
 from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
 from pipeline.servers.database import driver_of
@@ -308,8 +308,11 @@ class ConsumeTransactions:
         """Execute all statements of the transaction except the commit."""
         driver, outbox = attempt.driver, attempt.outbox
         outcome = BatchOutcome(encryption=self.encryption)
-        # Time limits, and the lock that keeps generations from being closed.
-        await limits.begin(attempt.connection, attempt.limits)
+        # Time limits, and the lock that keeps generations from being closed. A transaction of lanes
+        # updates no row whose trigger would reject a handler's COMMIT.
+        is_unguarded = attempt.own and source.has_lease
+        guard = f"; {GUARD_COMMIT}" if is_unguarded else ""
+        await limits.begin(attempt.connection, attempt.limits + guard)
         # Moves the position, or holds the lane; raises if another process owns it.
         generations = await source.begin(driver)
         # Inserts markers: a message that has one already is a duplicate.

@@ -14,7 +14,7 @@ INSERT INTO pipeline.guarded_transaction SELECT pg_current_xact_id() WHERE %s = 
 """
 
 GUARD_COMMIT = _GUARD % "current_setting('pipeline.handler')"
-"""Make the database reject COMMIT, in a transaction that moves no position and holds no lane.
+"""Make the database reject COMMIT, in a transaction that moves no position.
 
 It inserts nothing unless handlers have sessions of their own.
 
