@@ -45,7 +45,10 @@ def _rule(pattern: str, new: "str | Callable[[re.Match[str]], str]") -> Rule:
 _NOT = r"(?<!there )(?<!there_)"
 RULES: list[Rule] = [
     _rule(r"an?([ _])((?:new|second|separate)\1)?([A-Za-z]+)\1of\1(its|their|one's)\1own", r"\4\1own\1\3"),
-    _rule(r"([A-Za-z]+s)([ _])of\2(its|their|one's)\2own", r"\3\2own\2\1"),
+    _rule(
+        r"(have|has|had|with|without|needs?|are|by)([ _])([A-Za-z]+s)\2of\2(its|their|one's)\2own",
+        r"\1\2\4\2own\2\3",
+    ),
     _rule(
         rf"{_NOT}(?P<verb>is|was|are|were)(?P<s>[ _])no(?P=s)"
         r"(?!longer|more|less|slower|faster|one|other|better|worse|matter)(?P<noun>[A-Za-z]+)",
@@ -78,8 +81,10 @@ RULES: list[Rule] = [
 
 
 def _in_words(line: str) -> str:
+    parts = re.split(r"((?<!\w)(?!test_)\w*_\w*)", line)  # names of other things than tests stay
     for pattern, new in RULES:
-        line = pattern.sub(new, line)
+        parts[::2] = [pattern.sub(new, part) for part in parts[::2]]
+    line = "".join(parts)
     # A name has no spaces.
     line = re.sub(r"(?<=\w_)next to(?=_\w)", "next_to", line)
     return re.sub(r"(?<=\w_)re-created", "recreated", line)
@@ -175,8 +180,12 @@ def main() -> None:
     for name, text in texts.items():
         text = _changed(name, text) if name.endswith((".py", ".html")) else text
         if text != before[name]:
-            if name.endswith(".py"):
-                compile(text, name, "exec") if "<<" not in text else None
+            if name.endswith(".py") and "<<" not in text:
+                try:
+                    compile(text, name, "exec")
+                except SyntaxError as error:
+                    print(f"left as it was, does not compile: {name}:{error.lineno}: {error.text}")
+                    continue
             (ROOT / name).write_text(text, "utf-8")
 
 
