@@ -151,7 +151,7 @@ test-template: $(INSTALLED)
 	@$(TEMPLATE) --numprocesses=2
 
 test-template-full: $(INSTALLED)
-	@$(TEMPLATE) --numprocesses=2 -m full
+	@$(TEMPLATE) --numprocesses=3 -m full
 
 check: $(INSTALLED) check-raw ## check lint rules, formatting, types and the direction of imports
 	@$(BIN)/mypy

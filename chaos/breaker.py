@@ -41,6 +41,8 @@ IS_DONE = (
 """What a change that is made already fails with: the answer was lost."""
 LOOK_EVERY = 0.1
 """Seconds until a connection that was given back is taken too, or a fault is tried again."""
+TAKEN_AT_ONCE = 20
+"""Connections that are opened at the same time, to take all."""
 ACTS_WITHIN = 30.0
 """Seconds after the end of the input in which a fault that has taken no effect is tried again: what
 it breaks may be away, or slow. Each time it lasts twice as long, but no longer than it has been
@@ -258,23 +260,35 @@ class Breaker:
 
         Returns whether all of them were taken at some moment.
         """
-        servers, taken = self._system.servers, list[asyncpg.Connection]()
-        are_used_up = False
+        address, taken = self._system.servers.stack.database, list[asyncpg.Connection]()
+        are_used_up = asyncio.Event()
+
+        async def take() -> None:
+            while True:
+                try:
+                    taken.append(await asyncpg.connect(address))
+                except asyncpg.TooManyConnectionsError:
+                    are_used_up.set()
+                    await asyncio.sleep(LOOK_EVERY)
+
+        async def end_others() -> None:
+            await are_used_up.wait()
+            while True:
+                await taken[0].execute(TERMINATE)
+                await asyncio.sleep(LOOK_EVERY)
+
         try:
-            async with asyncio.timeout(fault.seconds):
-                while True:
-                    try:
-                        taken.append(await asyncpg.connect(servers.stack.database))
-                    except asyncpg.TooManyConnectionsError:
-                        are_used_up = True
-                        await taken[-1].execute(TERMINATE)
-                        await asyncio.sleep(LOOK_EVERY)
+            # One after the other, a busy machine would not take all of them in time.
+            async with asyncio.timeout(fault.seconds), asyncio.TaskGroup() as group:
+                group.create_task(end_others())
+                for _ in range(TAKEN_AT_ONCE):
+                    group.create_task(take())
         except TimeoutError:
             pass
         finally:
             for connection in taken:
                 connection.terminate()
-        return are_used_up
+        return are_used_up.is_set()
 
     async def _lock_tables(self, fault: Fault) -> bool:
         """Hold the tables of the handlers, as a migration does that takes long.

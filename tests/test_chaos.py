@@ -13,7 +13,7 @@ import sys
 import threading
 from argparse import Namespace
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, fields, replace
 from datetime import UTC, date, datetime, timedelta
@@ -30,6 +30,7 @@ from aiokafka.errors import InvalidTimestampError  # type: ignore[import-untyped
 
 from chaos import breaker as breakers
 from chaos import brokers, copies, errands, feed, schedule, stops, system
+from chaos import doctor as doctors
 from chaos import plan as plans
 from chaos import poison as poisons
 from chaos import run as runs
@@ -816,6 +817,88 @@ async def test_who_joins_for_a_while_has_joined(tmp_path: Path) -> None:
         await breaker.run([Fault(0, "relays", "relay-extra")], lambda _: None)
         assert (tmp_path / "ready").exists()
         assert [one.kind for one in breaker.ended] == ["relays"]
+
+
+Doctor = Callable[[Mapping[str, str], Collection[str]], Mapping[str, str]]
+"""What it says to do, by check: of the work that waits, by who takes it, and of who runs."""
+
+
+def names_what_waits(work: Mapping[str, str], running: Collection[str]) -> dict[str, str]:
+    """Name all that nobody takes, and who does."""
+    waits = {check: taker for check, taker in work.items() if taker not in running}
+    return {check: f"start `service {taker}`, or `service run`" for check, taker in waits.items()}
+
+
+def takes_consumers_for_relays(work: Mapping[str, str], running: Collection[str]) -> dict[str, str]:
+    """Take a consumer that runs for a relay, and the other way round."""
+    others = {"consume": "relay", "relay": "consume"}
+    seen = [others[one] for one in running]
+    return names_what_waits(work, seen)
+
+
+def names_all_if_any_is_away(work: Mapping[str, str], running: Collection[str]) -> dict[str, str]:
+    """Name all work as long as a kind of process is missing."""
+    return names_what_waits(work, running if len(running) == 2 else [])
+
+
+def asks_for_others(work: Mapping[str, str], running: Collection[str]) -> dict[str, str]:
+    """Name the right work, and ask for who does not take it."""
+    found = names_what_waits(work, running)
+    return {check: text.replace("consume", "relay") for check, text in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("says", "wrong"),
+    [
+        (names_what_waits, None),
+        (takes_consumers_for_relays, "all processes but `relay` run, and the doctor is wrong"),
+        (names_all_if_any_is_away, "all processes but `relay` run, and the doctor is wrong"),
+        (asks_for_others, "no `consume` runs, and the doctor does not say so of ['backlog'"),
+    ],
+)
+async def test_a_doctor_must_name_what_has_stopped_and_only_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Doctor, wrong: str | None
+) -> None:
+    async with slow_system(tmp_path, "consume-1", "relay-1") as slow:
+        running, is_paused = set[str](), False
+
+        async def run(names: Sequence[str]) -> None:
+            running.update(slow.members[name].command for name in names)
+
+        async def end(member: Member) -> None:
+            running.remove(member.command)
+
+        async def execute(*statements: str, database: str = "") -> str:
+            return ""
+
+        async def send(kafka: str) -> None:
+            pass
+
+        async def command(*words: str, log: Path) -> None:
+            nonlocal is_paused
+            is_paused = words[0] == "pause"
+
+        async def ask(*words: str, codes: Sequence[int]) -> str:
+            work = {one: by for one, by in doctors.TAKERS.items() if one != "calls"}
+            if is_paused:
+                del work["backlog"]
+            found = says(work, running)
+            lines = [{"level": "wrong", "check": one, "advice": found[one]} for one in found]
+            lines += [{"level": "ok", "check": one, "advice": ""} for one in ("reads", "clock")]
+            return "\n".join(map(json.dumps, lines))
+
+        monkeypatch.setattr(doctors, "PATIENCE", 0.0)
+        monkeypatch.setattr(doctors, "LOOK_EVERY", 0.0)
+        monkeypatch.setattr(doctors, "send", send)
+        monkeypatch.setattr(slow, "run", run)
+        monkeypatch.setattr(slow, "end", end)
+        monkeypatch.setattr(slow.servers, "execute", execute)
+        asked = slow.members["consume-1"].service
+        monkeypatch.setattr(asked, "command", command)
+        monkeypatch.setattr(asked, "ask", ask)
+        slow.servers.stack.addresses["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"] = "there:9092"
+        found = await doctors.examine(slow, list(slow.members), has_effects=False)
+        assert [one[: len(wrong or "")] for one in found] == ([wrong] if wrong else [])
 
 
 def breaker_of(broken: System, all_is_sent: Callable[[], bool] = lambda: True) -> Breaker:

@@ -692,6 +692,50 @@ def test_every_command_of_a_service_has_an_example_that_is_one(
     assert told(PARSE, examples, default_project) == ""
 
 
+ON_THE_PAGE = {
+    "status": "/",
+    "doctor": "/doctor",
+    "dead list": "/dead",
+    "dead show": "/dead/{id}",
+    "dead redrive": "/dead/redrive",
+    "dead discard": "/dead/discard",
+    "dead edit": "/dead/{id}/copy",
+    "dead events list": "/events",
+    "dead events show": "/events/{id}",
+    "dead events redrive": "/events/redrive",
+    "dead events discard": "/events/discard",
+    "scheduled list": "/scheduled",
+    "scheduled cancel": "/scheduled/cancel",
+    "pause": "/stops/pause",
+    "throttle": "/stops/pause",
+    "resume": "/stops/resume",
+    "topics seek": "/positions/move",
+    "replay": "/positions/move",
+    "retention status": "/retention",
+    "retention skip-archive": "/retention/skip-archive",
+    "timeline": "/timeline",
+    "affected": "/affected",
+    "correct": "/correct/begin",
+}
+"""Commands that the operations page has, too, and where."""
+
+
+def test_every_command_is_on_the_operations_page_or_named_as_a_command_only(
+    default_project: BakedProject,
+) -> None:
+    listed = told(EXAMPLES, [], default_project).splitlines()
+    names = {line.partition("|")[0] for line in listed}
+    guide = (RAW / "docs" / "operations-page.md").read_text("utf-8")
+    only = re.findall("`([^`]+)`", guide.partition("Only commands: ")[2].partition(";")[0])
+    groups = tuple(f"{one} " for one in only)
+    left = names - ON_THE_PAGE.keys()
+    assert {one for one in left if not f"{one} ".startswith(groups)} == set()
+    assert not ON_THE_PAGE.keys() & {*only}
+    views = [RAW / "src" / "page" / "app.py", RAW / "src" / "history" / "views.py"]
+    routes = "".join(one.read_text("utf-8") for one in views)
+    assert [path for path in ON_THE_PAGE.values() if f'"{path}"' not in routes] == []
+
+
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), RAW / "README.md", *RAW.glob("docs/*.md")]
 PAGES += [ROOT / "AGENTS.md", RAW / "AGENTS.md", RAW / "SKILL.md"]

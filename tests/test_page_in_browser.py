@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError
@@ -26,9 +26,11 @@ pytestmark = [pytest.mark.full, pytest.mark.integration]
 
 TOKEN = "a token of the tests"
 PAGES = [
-    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops"),
+    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops", "/positions"),
     *("/retention", "/doctor", "/words", "/timeline?key=account+2", "/affected", "/correct"),
 ]
+CORRECTION = "/correct?name=undo&release=1.4.2"
+OF_A_RELEASE = ["/affected?release=1.4.2", CORRECTION]
 SCROLLS = """
 [...document.querySelectorAll(".wide")]
   .filter(one => one.scrollWidth > one.clientWidth).map(one => one.innerText)
@@ -60,27 +62,27 @@ SHOTS = os.environ.get("PAGE_SHOTS")
 PICTURES = {
     "operations-page.png": (
         "overview-1200-light.png",
-        "3277a663aa6d025652a05502e02bbd8f56bc960f4cdf25ebe8b9017353eaebe9",
+        "84e554b9c845c3c35ab0a4423e81f6d6a06878a2deef2e58c92393880e546b1a",
     ),
     "operations-page-dark.png": (
         "overview-1200-dark.png",
-        "66e45c77bf84c747080246dfa0360b849ba88e4c2bc27f51f44da251e441cc18",
+        "ae74c10514cd92a8c12983a12147b7a5cfbfb00a969bcff59977fe5c32d8a5da",
     ),
     "operations-page-narrow.png": (
         "overview-360-dark.png",
-        "5cb028a8a2cc4dce2e0a621653209c2203fe119d5479e40b511b683d0a979aa4",
+        "760338291089fd65a520b18988e4d213a7eedfc40ff9216dcf7c2fe8bb9fa91c",
     ),
     "operations-page-letter.png": (
         "letter-1200-light.png",
-        "742e1bc7c9acf9979a2bd85110407088a6e0be4f0f9d33d26d9699f530fbe616",
+        "281f0ece1061e790e796b41191723e3c197a097db092a8879c6e1d12257f7194",
     ),
     "operations-page-letter-dark.png": (
         "letter-1200-dark.png",
-        "2a097a6257385c58dcef4707d1f196e91c7d77e495242c3ef5501090201713ee",
+        "585946a02884b98ef71151098e5aafa2cdda1b316cf3d1460d5541ce95bd65c3",
     ),
 }
 """Those of them that docs/operations-page.md shows, and their SHA-256."""
-PICTURED = "dcb154bd26ed29b0174280bf0130e51a2571bfa303fd59ebe008016d3d7ba3f6"
+PICTURED = "2b194abbd3fb9d654cc6f7c007041cf879e6fb6d665d71ed4f4a0d1616f30cb1"
 """What the templates and styles hash to that these pictures show."""
 
 
@@ -270,6 +272,152 @@ def test_a_topic_is_paused_and_resumed(page: Page) -> None:
     page.get_by_text("Nothing is paused.").wait_for()
 
 
+def comes(page: Page, path: str, text: str) -> None:
+    """Load a page again until it has the text."""
+    deadline = time.monotonic() + 120
+    while True:
+        page.goto(path)
+        if page.get_by_text(text).count():
+            return
+        assert time.monotonic() < deadline, page.locator("main").inner_text()
+        page.wait_for_timeout(300)
+
+
+def fits(page: Page, name: str) -> None:
+    """Check the layout on a narrow and on a wide screen."""
+    for width in (360, 1_200):
+        page.set_viewport_size({"width": width, "height": 660})
+        check_layout(page, name)
+
+
+def pause(page: Page, what: str, fields: Mapping[str, str]) -> None:
+    """Pause or throttle one of the choices; the fields are named by their labels."""
+    page.goto("/stops")
+    page.get_by_label("What").select_option(what)
+    for label, value in fields.items():
+        page.get_by_label(label).fill(value)
+    page.get_by_label("Why", exact=True).fill("a test")
+    with page.expect_navigation():
+        page.get_by_role("button", name="Pause").click()
+
+
+def resume_all(page: Page) -> None:
+    """Resume all that is paused, one after the other."""
+    page.goto("/stops")
+    rows = page.get_by_role("row").filter(has_text="Resume …")
+    while rows.count():
+        rows.first.get_by_text("Resume …").click()
+        rows.first.get_by_label("Why it may go on").fill("it is over")
+        with page.expect_navigation():
+            rows.first.get_by_role("button", name="Resume it").click()
+    page.get_by_text("Nothing is paused.").wait_for()
+
+
+def test_a_key_is_paused_and_a_consumer_throttled(page: Page) -> None:
+    page.goto("/stops")
+    options = page.get_by_label("What").locator("option").all_text_contents()
+    of_topic = next(one for one in options if one.startswith("key of page_"))
+    pause(page, of_topic, {"Key, if it is one": "<b>account 2</b>"})
+    row = page.get_by_role("row").filter(has_text="--consumer deposit is paused")
+    assert "key '<b>account 2</b>' --topic" in row.inner_text()
+    pause(page, "consumer deposit", {"Messages in a second": "2.5", "Minutes": "5"})
+    page.get_by_role("row").filter(has_text="consumer deposit is throttled to 2.5/s").wait_for()
+    fits(page, "throttled")
+    resume_all(page)
+
+
+def test_groups_of_dead_letters_are_redriven_and_discarded_by_their_links(page: Page) -> None:
+    def follow(name: str) -> None:
+        page.goto("/dead")
+        group = page.locator(".groups li").filter(has_text=name)
+        group.get_by_role("link", name="redrive or discard them …").click()
+        page.get_by_role("heading", name="Redrive or discard 1", exact=True).wait_for()
+
+    follow("1 attempts used up, deposit")
+    page.get_by_role("button", name="Redrive 1", exact=True).click()
+    page.get_by_role("status").filter(has_text="Redriven: 1.").wait_for()
+    follow("1 missing type, (none)")
+    page.get_by_label("Reason to discard them").fill("a test")
+    page.get_by_role("button", name="Discard 1", exact=True).click()
+    page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
+
+
+def test_dead_events_are_listed_and_discarded_one_by_one_and_by_a_group(page: Page) -> None:
+    page.get_by_role("link", name="Dead events", exact=True).first.click()
+    page.get_by_role("status").filter(has_text="3 dead").wait_for()
+    group = page.locator(".groups li").filter(has_text="1 not valid")
+    group.get_by_role("link").click()
+    page.get_by_label("Reason to discard them").fill("a test")
+    page.get_by_role("button", name="Discard 1", exact=True).click()
+    page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
+    page.goto("/events")
+    page.get_by_label("Event id").fill("c")
+    page.get_by_role("button", name="Search").click()
+    page.get_by_role("status").filter(has_text="1 dead").wait_for()
+    page.locator("tbody a").click()
+    page.get_by_label("Reason to discard it").fill("a test")
+    page.get_by_role("button", name="Discard", exact=True).click()
+    page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
+    page.goto("/events")
+    page.get_by_label("State").select_option("discarded")
+    page.get_by_role("button", name="Search").click()
+    page.get_by_role("status").filter(has_text="2 discarded").wait_for()
+
+
+def test_a_scheduled_event_is_cancelled_and_its_neighbour_stays(page: Page) -> None:
+    page.get_by_role("link", name="Scheduled", exact=True).first.click()
+    row = page.get_by_role("row").filter(has_text="reminder of eve")
+    row.get_by_text("Cancel …").click()
+    fits(page, "cancel")
+    row.get_by_label("Why it is not to be published").fill("a test")
+    row.get_by_role("button", name="Cancel it").click()
+    row.wait_for(state="detached")
+    assert page.get_by_role("row").filter(has_text="reminder of ada").count() == 1
+
+
+def test_what_a_release_has_applied_is_handed_to_a_correction_and_cancelled(page: Page) -> None:
+    def preview(newer: str) -> None:
+        page.get_by_label("Newer than").fill(newer)
+        page.get_by_role("button", name="Preview").click()
+
+    def begin() -> None:
+        page.get_by_label("Messages in a second").fill("1000")
+        page.get_by_label("Why it is corrected").fill("a test")
+        with page.expect_navigation():
+            page.get_by_role("button", name="Hand them to undo").click()
+        comes(page, "/correct", "undo of 1.4.2: 20 handed; done")
+        page.goto(CORRECTION)
+
+    def is_shown(column: str, number: int) -> None:
+        cell = page.locator(f'td[data-label="{column}"]')
+        cell.filter(has_text=re.compile(f"^{number}$")).wait_for()
+
+    comes(page, CORRECTION, "Hand them to undo")
+    pause(page, "consumer undo", {})
+    page.get_by_role("link", name="Affected", exact=True).first.click()
+    page.get_by_label("Release").fill("1.4.2")
+    page.get_by_role("button", name="Count").click()
+    page.get_by_role("link", name="Correct what it has applied").click()
+    preview("1m")
+    page.get_by_text("Nothing of this release is left that undo takes.").wait_for()
+    preview("2h")
+    is_shown("To hand", 20)
+    fits(page, "correction")
+    begin()
+    is_shown("Handed before", 20)
+    page.get_by_label("Why what waits for it is cancelled").fill("a test")
+    page.get_by_role("button", name="Cancel what waits").click()
+    page.get_by_role("status").filter(has_text="Cancelled: 20.").wait_for()
+    resume_all(page)
+    page.goto(CORRECTION)
+    is_shown("To hand", 20)
+    begin()
+    comes(page, "/backlog", "No message waits.")
+    page.goto(CORRECTION)
+    is_shown("To hand", 0)
+    is_shown("Handed before", 20)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1_200])
 def test_every_page_fits_the_screen(page: Page, width: int, scheme: str) -> None:
@@ -278,7 +426,7 @@ def test_every_page_fits_the_screen(page: Page, width: int, scheme: str) -> None
     page.goto("/dead")
     letter = page.locator("tbody a").last.get_attribute("href") or ""
     back = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
-    for path in [*PAGES, "/dead/preview", letter, "/events/1"]:
+    for path in [*PAGES, *OF_A_RELEASE, "/dead/preview", letter, "/events/1"]:
         page.goto(path)
         page.evaluate(
             "document.querySelectorAll('.edit').forEach(one => one.parentNode.open = true)"

@@ -134,6 +134,7 @@ GRANT SELECT, INSERT, UPDATE, DELETE
    ON pipeline.inbox_closed, pipeline.outbox_closed TO :"retention";
 GRANT SELECT, UPDATE ON pipeline.inbox_generation, pipeline.retention_round TO :"retention";
 GRANT SELECT ON pipeline.outbox_cursor, pipeline.outbox_cluster TO :"retention";
+GRANT INSERT ON pipeline.audit TO :"retention";
 GRANT SELECT (key, discarded_at), UPDATE (discarded_at), DELETE
    ON pipeline.backlog TO :"retention";
 GRANT SELECT (id, event_id, dataref, discarded_at), UPDATE (discarded_at), DELETE

@@ -32,10 +32,11 @@ SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS seen,
 
 _LAG_AT_MOST = 10_000
 _LAG = """
-SELECT count(*) AS count, min(created_at) AS oldest
-  FROM (SELECT created_at FROM pipeline.outbox
+SELECT topic, count(*) AS count, min(created_at) AS oldest
+  FROM (SELECT topic, created_at FROM pipeline.outbox
          WHERE xid >= pg_snapshot_xmin($1) AND NOT pg_visible_in_snapshot(xid, $1)
          ORDER BY xid LIMIT $2) AS unconfirmed
+ GROUP BY topic
 """
 
 
@@ -97,7 +98,10 @@ class FollowingRelay(Relay):
             noted = None
         self._noted = noted or (now if now["walsender"] else None)
         for one in {*self._cursor.progress.values()}:
-            metrics.observe_outbox(*await driver.fetchrow(_LAG, one.seen, _LAG_AT_MOST))
+            rows = await driver.fetch(_LAG, one.seen, _LAG_AT_MOST)
+            count = sum(row["count"] for row in rows)
+            oldest = {row["topic"]: row["oldest"] for row in rows}
+            metrics.observe_outbox(count, oldest, is_all=count < _LAG_AT_MOST)
         self._failures = 0
         if now["walsender"]:
             self._health.ready("relay")

@@ -134,7 +134,7 @@ class EffectWorkers(BacklogWorkers):
             await self._hold(lease)
 
     async def _hold(self, lease: Lease) -> None:
-        await self._query("holding a lane", lambda driver: lanes.hold(driver, lease))
+        await self._query("holding a lane", lambda driver: lanes.extend(driver, lease))
 
     async def _begin(self, lease: Lease, calls: _Calls) -> bool:
         """Begin calls that are due; return whether there were any."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import asyncpg
 import typer
 
-from operate.dead_commands import Age, Operator, Wait, ago, signed, span
+from operate.dead_commands import Age, Wait, ago, span
 from operate.errors import Refused
 from operate.output import (
     content_of,
@@ -23,6 +23,7 @@ from operate.output import (
     print_table,
     write,
 )
+from operate.signing import Explained, Signed
 from operate.terminal import DryRun, Invocation, Limit, Yes, operation
 from pipeline.servers.cluster import gate
 from pipeline.servers.database import Check
@@ -54,7 +55,8 @@ async def show(
 ) -> None:
     """Show what happened to a key, in the order of time; what waits or is dead, of any age.
 
-    The exit code is 1 if nothing is found. The longest wait is marked.
+    The exit code is 1 if nothing is found. The longest wait is marked. With --json the last line
+    says what is not known and was not searched.
     """
     async with invocation.connected(check_database) as connection:
         found = await timeline.look(
@@ -67,7 +69,7 @@ async def show(
             seconds=seconds,
         )
     if invocation.as_json:
-        print_json(*map(asdict, found.entries))
+        print_json(*found.lines)
     else:
         print_table(("time", "what", "where", "event", "release", "more"), _rows(found))
     for name, why in found.unknown.items():
@@ -176,13 +178,14 @@ def _print(names: Sequence[str], entries: Sequence[Mapping[str, Any]], **header:
     print_table(names, rows, right=numbers, **header)
 
 
-@operation(app, "correct", example="service correct return-fee --release 1.4.2 --dry-run")
+@operation(
+    app, "correct", example="service correct return-fee --release 1.4.2 --dry-run", by=Signed
+)
 async def correct(
     invocation: Invocation,
+    by: Signed,
     name: Annotated[str, typer.Argument(help="the correction's consumer")],
     release: Annotated[str | None, typer.Option(help="what it has applied is handed")] = None,
-    because: Annotated[str, typer.Option(help="reason to store")] = "",
-    operator: Operator = None,
     newer_than: Age = None,
     rate: Annotated[
         int, typer.Option(min=1, max=1_000, help="messages in a second, at most")
@@ -199,12 +202,13 @@ async def correct(
     """
     if cancel is (release is not None):
         raise typer.BadParameter("give --release, or --cancel")
-    by = "" if dry_run else signed(because, operator)
+    because = by.because or ""
+    who = "" if dry_run else Explained(because, by.operator).to("correct").who
     check: Check = check_database if dry_run else gate
     async with invocation.connected(check) as connection:
         one = Correcting(connection, invocation.service, invocation.settings, name)
         if release is None:
-            await _cancel(invocation, one, by, because, dry_run=dry_run, yes=yes)
+            await _cancel(invocation, one, who, because, dry_run=dry_run, yes=yes)
             return
         wanted = await one.wanted(release, newer_than)
         if not (groups := await one.plan(wanted)):
@@ -218,7 +222,7 @@ async def correct(
         if left and not dry_run:
             if not yes:
                 invocation.confirm(f"Hand {left:,} messages to {name}?")
-            await one.begin(wanted, who=by, why=because)
+            await one.begin(wanted, who=who, why=because)
             handed = await _hand(one, wanted, rate, left)
         waiting, dead = await _follow(one, 0.0 if dry_run else wait)
     gone = handed.gone or sum(group.gone for group in groups)

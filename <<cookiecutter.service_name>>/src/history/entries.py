@@ -1,8 +1,9 @@
 """What a timeline consists of."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from typing import Any
 
 from aiokafka import TopicPartition
 
@@ -29,7 +30,7 @@ class Entry:
     release: str | None = None
     """The release that has written it."""
     trace: str | None = None
-    """The trace of the record."""
+    """The id of the trace that its message or event belongs to."""
     place: Place | None = None
     since: datetime | None = None
     """When its message was stored; of a record that is not read yet, when that arrived."""
@@ -58,6 +59,12 @@ class Timeline:
     def is_empty(self) -> bool:
         """Whether nothing of the key was found but what people asked, and releases."""
         return not any(one.event or one.place for one in self.entries)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What programs read: each entry, and last what is not known and was not searched."""
+        left = {"unknown": self.unknown, "not_searched": self.not_searched}
+        return [*map(asdict, self.entries), left]
 
     @property
     def places(self) -> list[Place]:

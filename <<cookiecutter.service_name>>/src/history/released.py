@@ -17,7 +17,8 @@ from pipeline.apply.inbox import KEPT
 from pipeline.apply.stopping import PAUSES
 from pipeline.handlers.staging import CALLS
 
-MOST_AGGREGATES = 100_000
+AGGREGATES = 100_000
+"""Aggregates that one statement reads; each reads all events of the release, so they are few."""
 _NAMED = 20
 
 
@@ -107,8 +108,8 @@ SELECT id, created_at, event_id, type, topic, key, sequence, traceparent
 
 _LIST_AGGREGATES = f"""
 SELECT topic, key, min(sequence) AS first, max(sequence) AS last, count(*) AS events
-  {_EVENTS} AND sequence IS NOT NULL
- GROUP BY topic, key ORDER BY max(created_at) DESC LIMIT {MOST_AGGREGATES}
+  {_EVENTS} AND sequence IS NOT NULL AND key IS NOT NULL AND (topic, key) > ($7, $8)
+ GROUP BY topic, key ORDER BY topic, key LIMIT {AGGREGATES}
 """
 
 _KNOWN = "SELECT name, first_at FROM pipeline.release ORDER BY first_at DESC"
@@ -166,7 +167,7 @@ async def _chunks(
     """Yield rows of each minute in chunks, the first one behind this place."""
     for minute in its:
         of = *astuple(wanted), minute
-        async for rows in _following(connection, statement, of, place):
+        async for rows in _following(connection, statement, of, place, CHUNK):
             yield rows
 
 
@@ -175,14 +176,15 @@ async def _following(
     statement: str,
     arguments: Sequence[object],
     place: Mapping[str, object],
+    size: int,
 ) -> AsyncIterator[Rows]:
-    """Yield the rows behind this place in chunks, by a statement that takes the place last."""
+    """Yield the rows behind this place in chunks of the size that the statement limits."""
     after = [*place.values()]
     while True:
         rows = await connection.fetch(statement, *arguments, *after, timeout=SECONDS)
         if rows:
             yield rows
-        if len(rows) < CHUNK:
+        if len(rows) < size:
             return
         after = [rows[-1][name] for name in place]
 
@@ -200,7 +202,8 @@ async def calls(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator
     """
     if wanted.topics is not None and CALLS not in wanted.topics:
         return
-    async for rows in _following(connection, _LIST_CALLS, astuple(wanted), {"key": b""}):
+    of = astuple(wanted)
+    async for rows in _following(connection, _LIST_CALLS, of, {"key": b""}, CHUNK):
         yield rows
     async for made in markers(connection, replace(wanted, topics=[CALLS])):
         yield made
@@ -214,8 +217,10 @@ async def events(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterato
 
 
 async def aggregates(connection: asyncpg.Connection, wanted: Wanted) -> AsyncIterator[Rows]:
-    """Yield topic, key, first and last version and number of events of aggregates, at once.
+    """Yield topic, key, first and last version and number of events of aggregates in chunks.
 
-    Those that were changed last, at most `MOST_AGGREGATES`.
+    They are those whose events have a version, in the order of topics and keys.
     """
-    yield await connection.fetch(_LIST_AGGREGATES, *astuple(wanted), timeout=SECONDS)
+    of, place = astuple(wanted), {"topic": "", "key": b""}
+    async for rows in _following(connection, _LIST_AGGREGATES, of, place, AGGREGATES):
+        yield rows

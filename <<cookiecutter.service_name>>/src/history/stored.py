@@ -1,7 +1,7 @@
 """The parts of a timeline that are in PostgreSQL."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from shlex import quote
 from typing import Any
@@ -16,15 +16,19 @@ from pipeline.apply.inbox import KEPT
 from pipeline.apply.stopping import PAUSES
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS, event_id
+from pipeline.observe.traces import trace_id
 
 from .entries import READ, Entry, Place, Timeline
 
 _MOST_STOPS = 1_000
 
-_MARKER = 'key, hash, xid, created_at, consumer, id, type, topic, partition, "offset", release'
+_MARKER = """
+       key, hash, xid, created_at, consumer, id, type, topic, partition, "offset", traceparent,
+       release"""
 
 _MARKERS = f"""
-SELECT {_MARKER} FROM pipeline.inbox
+SELECT {_MARKER}
+  FROM pipeline.inbox
  WHERE {KEPT} AND record_key = $1 AND created_at >= $2
  ORDER BY created_at DESC LIMIT $3
 """
@@ -39,21 +43,22 @@ SELECT {_MARKER}
 """
 
 _EVENTS = """
-SELECT xid, created_at, event_id, type, topic, sequence, release FROM pipeline.outbox
+SELECT xid, created_at, event_id, type, topic, sequence, traceparent, release FROM pipeline.outbox
  WHERE key = $1 AND created_at >= $2
  ORDER BY created_at DESC LIMIT $3
 """
 
 _SCHEDULED = """
-SELECT scheduled_at AS created_at, due_at, event_id, type, topic, release FROM pipeline.scheduled
+SELECT scheduled_at AS created_at, due_at, event_id, type, topic, traceparent, release
+  FROM pipeline.scheduled
  WHERE key = $1
  ORDER BY scheduled_at DESC LIMIT $2
 """
 
 _BACKLOG = f"""
 SELECT {STATE} AS state, key, received_at, died_at, discarded_at, due_at, discarded_by,
-       discarded_why, consumer, id, type, topic, partition, "offset", reason, error, attempts,
-       release
+       discarded_why, consumer, id, type, topic, partition, "offset", traceparent, reason, error,
+       attempts, release
   FROM pipeline.backlog
  WHERE record_key = $1 AND topic <> '{PAUSES}'
  ORDER BY received_at DESC LIMIT $2
@@ -61,7 +66,7 @@ SELECT {STATE} AS state, key, received_at, died_at, discarded_at, due_at, discar
 
 _REJECTED = f"""
 SELECT {STATE} AS state, id, COALESCE(discarded_at, died_at, parked_at) AS created_at,
-       discarded_at, discarded_by, discarded_why, event_id, type, topic,
+       discarded_at, discarded_by, discarded_why, event_id, type, topic, traceparent,
        COALESCE(reason, 'follows another') AS reason, error, release
   FROM pipeline.outbox_rejected
  WHERE key = $1
@@ -75,7 +80,8 @@ _AUDIT = """
 SELECT at, who, action, subject, why FROM pipeline.audit
  WHERE at >= $1
    AND (subject = ANY ($2::text[]) OR starts_with(subject, $3)
-        OR starts_with(subject, 'dead ') AND regexp_split_to_array(subject, '[ ,]+') && $4::text[])
+        OR starts_with(subject, 'dead ')
+           AND string_to_array(translate(subject, ',', ''), ' ') && $4::text[])
  ORDER BY at DESC LIMIT $5
 """
 
@@ -131,7 +137,8 @@ class Stored:
                     f"{row['type']} {row['id']}",
                     _at(row),
                     row["release"],
-                    place=_place(row),
+                    trace_id(row["traceparent"]),
+                    _place(row),
                     until=row["created_at"],
                 )
             )
@@ -139,8 +146,8 @@ class Stored:
     def _add_event(self, what: str, row: asyncpg.Record, event: asyncpg.Record, more: str) -> None:
         """Add an event; its time and release are those of `row`."""
         name = f"{event['type']} {event['event_id']}"
-        entry = Entry(row["created_at"], what, event["topic"], name, more, row["release"])
-        self._found.append(entry)
+        of = row["release"], trace_id(event["traceparent"])
+        self._found.append(Entry(row["created_at"], what, event["topic"], name, more, *of))
 
     async def outbox(self) -> None:
         """Events of the key."""
@@ -197,8 +204,9 @@ class Stored:
                     f"{row['type']} {row['id']}" if row["id"] else "",
                     f"{_at(row)}; {more}",
                     row["release"],
+                    trace_id(row["traceparent"]),
                     # Its message arrived, and was applied, long before it was handed.
-                    place=None if is_correction else _place(row),
+                    None if is_correction else _place(row),
                     since=row["received_at"],
                     until=ended,
                 )
@@ -229,7 +237,8 @@ class Stored:
         asked = self._since, list(subjects), of_key, list(self._ids), self._limit
         for row in await self._connection.fetch(_AUDIT, *asked):
             more = _said(row["who"], row["why"])
-            self._found.append(Entry(row["at"], row["action"], row["subject"], more=more))
+            where = _of_these(row["subject"], self._ids)
+            self._found.append(Entry(row["at"], row["action"], where, more=more))
         for stop in await stopping.listed(self._connection, _MOST_STOPS):
             at, subject = datetime.now(UTC) - timedelta(seconds=stop.seconds), str(stop.subject)
             if at < self._since and (subject in subjects or subject.startswith(of_key)):
@@ -247,6 +256,17 @@ def _place(row: Mapping[str, Any]) -> Place:
 
 def _at(row: Mapping[str, Any]) -> str:
     return f"{row['topic']}/{row['partition']} at {row['offset']}"
+
+
+def _of_these(subject: str, ids: Collection[str]) -> str:
+    """Return a subject of the audit; of many dead letters or events those with these ids alone."""
+    if not subject.startswith("dead "):
+        return subject
+    *kind, named = subject.split(" ", 2)
+    every = named.split(", ")
+    own = [one for one in every if one in ids]
+    more = f" and {len(every) - len(own):,} more" if len(every) > len(own) else ""
+    return f"{' '.join(kind)} {', '.join(own)}{more}"
 
 
 def _said(who: str, why: str | None) -> str:

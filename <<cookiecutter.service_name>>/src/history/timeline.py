@@ -17,6 +17,7 @@ from pipeline.apply import positions
 from pipeline.apply.positions import Slot
 from pipeline.errors import describe_error
 from pipeline.events.message import time_of
+from pipeline.observe.traces import trace_id
 from pipeline.redaction import redact
 from pipeline.servers import topics
 from pipeline.servers.topics import Topic
@@ -181,8 +182,7 @@ class _Arrivals:
         at = time_of(record.timestamp) if is_known else datetime.now(UTC)
         where = f"{record.topic}/{record.partition} at {record.offset}"
         place = record.topic, record.partition, record.offset
-        of_trace = trace.split("-")[1] if trace else None
-        entry = Entry(at, what, where, event, more, None, of_trace, place, since=at)
+        entry = Entry(at, what, where, event, more, None, trace_id(trace), place, since=at)
         self._timeline.entries.append(entry)
 
 

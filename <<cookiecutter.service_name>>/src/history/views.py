@@ -12,6 +12,7 @@ from starlette.responses import RedirectResponse, Response
 
 from operate.dead_commands import ago
 from operate.errors import Refused
+from operate.output import json_line
 from page import parameters
 from page.auth import Change, View
 from page.rendering import Templates
@@ -30,8 +31,13 @@ log = logging.getLogger(__name__)
 
 NAMES = {"/timeline": "Timeline", "/affected": "Affected", "/correct": "Correct"}
 
-_KAFKA_SECONDS = 5.0
+_TIMELINE = {"key": "", "since": "6h", "seconds": "5"}
+"""The form of a timeline, as it is at first."""
+_MOST_SECONDS = 15.0
+"""Longest time to read records in Kafka: a page has little more for everything."""
 _LISTED = 500
+_FASTEST = 1_000
+"""Messages that are handed in a second, at most."""
 
 
 class Views:
@@ -45,12 +51,15 @@ class Views:
         self._engine = engine
         self._templates = templates
         self._task: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+        """Held by a form that begins or cancels: of two clicks the second finds the task."""
         self._name = self._begun = ""
         """The correction that was begun last; it with the release."""
         self._progress = Progress()
         self._failed = ""
         self.views: Mapping[str, View] = {
             "/timeline": self.timeline,
+            "/timeline.json": self.timeline_lines,
             "/affected": self.affected,
             "/correct": self.correct,
         }
@@ -61,20 +70,37 @@ class Views:
 
     async def timeline(self, request: Request, operator: Operator) -> Response:
         """Show what happened to a key."""
-        key = parameters.searched(request.query_params, "key")
-        found: Timeline | None = None
-        if key:
-            async with autocommitting(self._engine) as connection:
-                found = await timeline.look(
-                    connection,
-                    self._service,
-                    self._settings,
-                    key.encode(errors="surrogateescape"),
-                    await ago(connection, timeline.SINCE),
-                    limit=_LISTED,
-                    seconds=_KAFKA_SECONDS,
-                )
-        return self._templates.page("timeline.html", operator, key=key, found=found)
+        wanted = _timeline_of(request)
+        found = await self._look(wanted) if wanted["key"] else None
+        return self._templates.page(
+            "timeline.html", operator, wanted=wanted, found=found, most=_MOST_SECONDS
+        )
+
+    async def timeline_lines(self, request: Request, operator: Operator) -> Response:
+        """Return what happened to a key as a file, whose lines are those of the command."""
+        wanted = _timeline_of(request)
+        if not wanted["key"]:
+            raise Refused("name the key")
+        found = await self._look(wanted)
+        return Response(
+            b"".join(map(json_line, found.lines)),
+            media_type="application/x-ndjson",
+            headers={"content-disposition": 'attachment; filename="timeline.jsonl"'},
+        )
+
+    async def _look(self, wanted: Mapping[str, str]) -> Timeline:
+        since = parameters.span(wanted["since"])
+        seconds = parameters.seconds(wanted["seconds"], _MOST_SECONDS)
+        async with autocommitting(self._engine) as connection:
+            return await timeline.look(
+                connection,
+                self._service,
+                self._settings,
+                wanted["key"].encode(errors="surrogateescape"),
+                await ago(connection, since),
+                limit=_LISTED,
+                seconds=seconds,
+            )
 
     async def affected(self, request: Request, operator: Operator) -> Response:
         """Show the releases, and count what one has written."""
@@ -94,12 +120,13 @@ class Views:
             parameters.searched(request.query_params, "name"),
             parameters.searched(request.query_params, "release"),
         )
+        newer = parameters.age(request.query_params, "newer")
         groups: list[Group] = []
         wanted: Wanted | None = None
         async with autocommitting(self._engine) as connection:
             if name and release:
                 one = Correcting(connection, self._service, self._settings, name)
-                wanted = await one.wanted(release)
+                wanted = await one.wanted(release, newer)
                 groups = await one.plan(wanted)
         return self._templates.page(
             "correct.html",
@@ -107,6 +134,8 @@ class Views:
             corrections=sorted(self._service.handlers.corrections.items()),
             name=name,
             release=release,
+            newer=request.query_params.get("newer", ""),
+            rate=RATE,
             groups=groups,
             wanted=wanted,
             begun=self._begun,
@@ -120,24 +149,30 @@ class Views:
     ) -> Response:
         """Begin to hand messages, in this process. If it ends meanwhile, begin again."""
         name, release, why = form.get("name", ""), form.get("release", ""), parameters.why(form)
-        if self._task is not None and not self._task.done():
-            raise Refused(f"{self._begun} is not handed to its end: the page does one at a time")
-        async with autocommitting(self._engine) as connection:
-            one = Correcting(connection, self._service, self._settings, name)
-            wanted = await one.wanted(release)
-            await one.begin(wanted, who=operator.name, why=why)
-        self._name, self._begun = name, f"{name} of {release}"
-        self._progress, self._failed = Progress(), ""
-        fields = {"operator": operator.name, "id": self._begun, "why": why}
-        log.warning("requested on the page: correct", extra=fields)
-        self._task = asyncio.create_task(self._hand(name, wanted))
+        newer, rate = parameters.age(form, "newer"), parameters.rate(form) or RATE
+        if not 1 <= rate <= _FASTEST:
+            raise Refused(f"the rate is from 1 to {_FASTEST:,} messages in a second")
+        async with self._turn:
+            if self._task is not None and not self._task.done():
+                raise Refused(
+                    f"{self._begun} is not handed to its end: the page does one at a time"
+                )
+            async with autocommitting(self._engine) as connection:
+                one = Correcting(connection, self._service, self._settings, name)
+                wanted = await one.wanted(release, newer)
+                await one.begin(wanted, who=operator.name, why=why)
+            self._name, self._begun = name, f"{name} of {release}"
+            self._progress, self._failed = Progress(), ""
+            fields = {"operator": operator.name, "id": self._begun, "why": why}
+            log.warning("requested on the page: correct", extra=fields)
+            self._task = asyncio.create_task(self._hand(name, wanted, round(rate)))
         return RedirectResponse("/correct", HTTPStatus.SEE_OTHER)
 
-    async def _hand(self, name: str, wanted: Wanted) -> None:
+    async def _hand(self, name: str, wanted: Wanted, rate: int) -> None:
         try:
             async with autocommitting(self._engine) as connection:
                 one = Correcting(connection, self._service, self._settings, name)
-                async for progress in one.hand(wanted, RATE):
+                async for progress in one.hand(wanted, rate):
                     self._progress = progress
         except Exception as error:
             self._failed = describe_error(error)
@@ -148,12 +183,18 @@ class Views:
     ) -> Response:
         """Delete what waits for a correction."""
         name, why = form.get("name", ""), parameters.why(form)
-        if self._task is not None and self._name == name:
-            self._task.cancel()
-            await asyncio.wait({self._task})
-            self._begun = ""
-        async with autocommitting(self._engine) as connection:
+        async with self._turn, autocommitting(self._engine) as connection:
             one = Correcting(connection, self._service, self._settings, name)
+            if self._task is not None and self._name == name:
+                self._task.cancel()
+                await asyncio.wait({self._task})
+                self._begun = ""
             number = await one.cancel(who=operator.name, why=why)
         log.warning("done on the page: cancel", extra={"operator": operator.name, "id": name})
         return self._templates.note(operator, f"Cancelled: {number:,}. They can be handed again.")
+
+
+def _timeline_of(request: Request) -> Mapping[str, str]:
+    """Return the fields of a timeline's form. Raises `Refused` for NUL."""
+    given = request.query_params
+    return {name: parameters.searched(given, name) or first for name, first in _TIMELINE.items()}

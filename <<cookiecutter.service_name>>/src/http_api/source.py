@@ -86,7 +86,7 @@ class RequestSource:
         """A few seconds, as a client waits for the answer."""
         return 4.0
 
-    async def check(self) -> None:
+    async def check(self, connection: asyncpg.Connection) -> None:
         """Take the request, once. Raises `Resting` if its consumer is paused, or took too many."""
         consumer = "consumer", self.item.consumer
         await self.throttles.look()

@@ -11,6 +11,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 
+from pipeline.apply import audit
 from pipeline.consume import stamps
 from pipeline.errors import is_of_a_server, sqlstate_of, summarize_error
 from pipeline.relay import scheduled
@@ -23,6 +24,7 @@ from pipeline.service import Service
 from . import dead_commands, inbox_commands, status_commands, throttle_commands, topic_commands
 from .errors import ACCESS_DENIED, Refused
 from .output import format_time, print_json, print_table, write
+from .signing import Signed
 from .terminal import (
     Invocation,
     Json,
@@ -36,7 +38,6 @@ from .terminal import (
     run_to_end,
     service_of,
     serving,
-    user_name,
 )
 
 _UNPUBLISHABLE = asyncpg.ObjectNotInPrerequisiteStateError, asyncpg.InvalidColumnReferenceError
@@ -102,10 +103,11 @@ def relay(context: typer.Context) -> None:
         _serve(context, Part.RELAY)
 
 
-@operation(relay_app, "reset", example="service relay reset")  # its name in 1.0.0
-@operation(app, example="service adopt")
+@operation(relay_app, "reset", example="service relay reset", by=Signed)  # its name in 1.0.0
+@operation(app, example="service adopt", by=Signed)
 async def adopt(
     invocation: Invocation,
+    by: Signed,
     keep_progress: Annotated[
         bool, typer.Option("--keep-progress", help="transaction ids were kept (pg_upgrade)")
     ] = False,
@@ -115,7 +117,7 @@ async def adopt(
 
     Stop what runs on its original before. The whole outbox is published again.
     """
-    settings = invocation.settings
+    settings, change = invocation.settings, by.to("adopt")
     async with invocation.connected(revisions.check_database) as connection:
         await revisions.check(connection, revisions.load_migrations())
         if not yes:
@@ -128,7 +130,9 @@ async def adopt(
             work = f"make {calls:,} calls, publish {due:,} scheduled events, {again:,} events again"
             invocation.confirm(f"At {settings.postgresql} and {settings.kafka}: {work}?")
         try:
-            renewed = await cluster.adopt(connection, keep_progress=keep_progress)
+            async with audit.changing(connection, change) as subjects:
+                renewed = await cluster.adopt(connection, keep_progress=keep_progress)
+                subjects.append(f"database, {renewed:,} events again")
         except _UNPUBLISHABLE as error:
             raise Refused(
                 f"nothing was adopted: {summarize_error(error)}. `service adopt` updates every"
@@ -155,14 +159,16 @@ async def list_waiting(invocation: Invocation, limit: Limit = 50) -> None:
         write("No event is scheduled.")
 
 
-@operation(scheduled_app, example="service scheduled cancel remind-ada")
+@operation(scheduled_app, example="service scheduled cancel remind-ada", by=Signed)
 async def cancel(
     invocation: Invocation,
+    by: Signed,
     names: Annotated[list[str], typer.Argument(help="names of scheduled events")],
 ) -> None:
     """Cancel scheduled events, so that they are never published."""
+    who, _, why = by.to("cancel")
     async with invocation.connected() as connection:
-        cancelled = await scheduled.cancel(connection, names, operator=user_name())
+        cancelled = await scheduled.cancel(connection, names, operator=who, why=why)
     lines = (f"cancelled {name}" for name in cancelled)
     invocation.answer(*({"name": name} for name in cancelled), lines=lines)
     if missing := set(names).difference(cancelled):
@@ -200,9 +206,10 @@ async def list_partitions(invocation: Invocation) -> None:
         print_table(("name", "kept"), ([one.name, _kept(one)] for one in found))
 
 
-@operation(retention_app, example="service retention skip-archive 2026-11-20")
+@operation(retention_app, example="service retention skip-archive 2026-11-20", by=Signed)
 async def skip_archive(
     invocation: Invocation,
+    by: Signed,
     days: Annotated[
         list[datetime] | None, typer.Argument(formats=["%Y-%m-%d"], metavar="[DAY]...")
     ] = None,
@@ -214,9 +221,9 @@ async def skip_archive(
     """
     if bool(days) == everything:
         raise typer.BadParameter("give either days or --all")
-    chosen = [day.date() for day in days or ()]
+    chosen, change = [day.date() for day in days or ()], by.to("skip-archive")
     async with invocation.connected() as connection:
-        skipped = await archive.skip(connection, chosen or None)
+        skipped = await archive.skip(connection, chosen or None, change)
     lines = (f"{day} is dropped without being archived" for day in skipped)
     invocation.answer(*({"day": day} for day in skipped), lines=lines)
     if missing := [day for day in chosen if day not in skipped]:

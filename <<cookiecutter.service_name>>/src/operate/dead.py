@@ -17,12 +17,13 @@ from typing import Any, ClassVar, Literal
 import asyncpg
 
 from pipeline.apply import audit
-from pipeline.errors import MISSING
+from pipeline.apply.audit import Change
 from pipeline.handlers.policy import FORGOTTEN
 from pipeline.retry.copies import Copy
 from pipeline.service import Service
 from pipeline.settings import Settings
 
+from .advice import advice_on
 from .errors import Refused
 from .output import content_of
 
@@ -32,14 +33,6 @@ SECONDS = 600.0
 """Time limit of statements that read a whole table, which may hold millions of rows."""
 NAMED = 20
 """Largest number of entries listed as dead again."""
-DISCARDED = "nothing: it was discarded, and its row is deleted when it is too old"
-"""Advice for a discarded entry."""
-LACKING = (
-    "run `service doctor`, which names what the database lacks; write its migration if there is"
-    " none, run `service migrate`, then redrive it if it is dead"
-)
-"""Advice for an entry whose error is that of a missing table or column."""
-_LACKING_ERRORS = tuple(f"{error.__qualname__}:" for error in MISSING)
 _POLL_MIN, _POLL_MAX = 0.05, 1.0
 
 State = Literal["dead", "waiting", "discarded"]
@@ -53,6 +46,7 @@ STATE = """CASE WHEN discarded_at IS NOT NULL THEN 'discarded'
             WHEN died_at IS NOT NULL THEN 'dead' ELSE 'waiting' END"""
 """The state of a row, in SQL."""
 
+_NEWEST = "ORDER BY <since> DESC, row_key DESC"
 _LIMITS = """
 SELECT set_config('lock_timeout', $1, true),
        set_config('idle_in_transaction_session_timeout', $1, true)
@@ -201,25 +195,39 @@ class Store(ABC):
         Without a limit yield all, in the order of their keys: none is in memory.
         """
         # No index has their order. A cursor's transaction would be open while the list is read.
-        order = "ORDER BY <since> DESC, row_key DESC"
-        columns = f"SELECT {self.entry}, {STATE} AS state, <since> AS since"
         fetch = partial(self.connection.fetch, timeout=SECONDS)
         if limit is None:
             page = f"AND row_key > $12 ORDER BY row_key LIMIT {CHUNK}"
-            following, after = self._statement(state, f"{columns}, row_key", page), self.lowest
+            following, after = self._statement(state, "SELECT <entry>, row_key", page), self.lowest
             while rows := await fetch(following, *selection.arguments, after):
                 yield [self._read(row) for row in rows]
                 after = rows[-1]["row_key"]
             return
-        newest = self._statement(state, "SELECT row_key", f"{order} LIMIT $12")
+        newest = self._statement(state, "SELECT row_key", f"{_NEWEST} LIMIT $12")
         found = await self.connection.fetchval(
             f"SELECT ARRAY({newest})", *selection.arguments, limit, timeout=SECONDS
         )
-        chunk = self._statement(state, columns, order)
+        chunk = self._statement(state, "SELECT <entry>", _NEWEST)
         for start in range(0, len(found), CHUNK):
             some = replace(selection, keys=found[start : start + CHUNK])
             rows = await fetch(chunk, *some.arguments)
             yield [self._read(row) for row in rows]
+
+    async def page(
+        self, state: State, selection: Selection, size: int, after: Any = None
+    ) -> tuple[list[Entry], Any]:
+        """Return the newest entries, at most `size`, and the key of the last if others follow.
+
+        With its time as `until` and its key as `after`, return those that follow it.
+        """
+        behind = f"AND ($12::{self.key_type} IS NULL OR (<since>, row_key) < ($11, $12))"
+        statement = self._statement(
+            state, "SELECT <entry>, row_key", f"{behind} {_NEWEST} LIMIT $13"
+        )
+        arguments = *selection.arguments, after, size + 1
+        rows = await self.connection.fetch(statement, *arguments, timeout=SECONDS)
+        last = rows[size - 1]["row_key"] if len(rows) > size else None
+        return [self._read(row) for row in rows[:size]], last
 
     async def show(self, id: str) -> Entry:
         """Return all that is stored of an entry, and the `advice`. Raises `Refused`."""
@@ -231,11 +239,7 @@ class Store(ABC):
         )
         if row is None:
             raise Refused(f"there is no {self.name} {id}: see `service {self.command} list`")
-        advice = self.reasons.get(row["reason"], "nothing is known of this reason")
-        if (row["error"] or "").startswith(_LACKING_ERRORS):
-            advice = LACKING
-        is_discarded = row["state"] == "discarded"
-        return self._read(row) | {"advice": DISCARDED if is_discarded else advice}
+        return self._read(row) | {"advice": advice_on(row, self.reasons)}
 
     async def _stored(self, keys: Sequence[Any]) -> dict[Any, asyncpg.Record]:
         """Return the entries that are in the table, in short, by their primary keys."""
@@ -250,25 +254,23 @@ class Store(ABC):
         }
 
     def redrive(
-        self, selection: Selection, copy: Copy | None = None, *, operator: str = ""
+        self, selection: Selection, by: Change, copy: Copy | None = None
     ) -> AsyncIterator[Sequence[Any]]:
         """Let dead entries be tried again, in the order of their keys; yields committed chunks.
 
         With a copy, let that take the place of a dead letter.
         """
-        by = audit.Change(operator, "redrive")
-        by = audit.Change(copy.operator, "edit", copy.why) if copy else by
         return self._in_chunks("dead", selection, partial(self._redrive, copy=copy), by)
 
     def discard(
-        self, selection: Selection, *, operator: str, why: str, state: State = "dead"
+        self, selection: Selection, by: Change, state: State = "dead"
     ) -> AsyncIterator[Rows]:
         """Discard entries, whose rows stay. Yields committed chunks."""
-        change = partial(self._discard, operator=operator, why=why)
-        return self._in_chunks(state, selection, change, audit.Change(operator, "discard", why))
+        change = partial(self._discard, operator=by.who, why=by.why or "")
+        return self._in_chunks(state, selection, change, by)
 
     async def _in_chunks(
-        self, state: State, selection: Selection, change: _Changing, by: audit.Change
+        self, state: State, selection: Selection, change: _Changing, by: Change
     ) -> AsyncIterator[Any]:
         """Change rows in a state, one lock after the other, the rows of a key in their order."""
         connection = self.connection
@@ -276,13 +278,13 @@ class Store(ABC):
         for (number,) in await connection.fetch(locks, *selection.arguments, timeout=SECONDS):
             rows: Rows | None = None
             while rows is None or len(rows) == CHUNK:
-                async with connection.transaction():
+                async with audit.changing(connection, by) as subjects:
                     await connection.execute(_LIMITS, f"{round(self._patience * 1000)}ms")
                     await self._lock(number)
                     arguments = *selection.arguments, number, CHUNK
                     rows = await connection.fetch(self.chunk_statement(state), *arguments)
                     changed = await change(rows)
-                    await audit.note_entries(connection, by, self.name, [row[0] for row in rows])
+                    subjects.extend(audit.entries(self.name, [row[0] for row in rows]))
                 yield changed
 
     async def follow(self, redriven: Sequence[Any], seconds: float) -> Became:
@@ -317,8 +319,10 @@ class Store(ABC):
     def _statement(cls, state: State, select: str, rest: str) -> str:
         """Return a statement on the selected rows in a state.
 
-        `<since>` in it stands for the column with the time at which a row got into this state.
+        `<since>` in it stands for the column with the time at which a row got into this state, and
+        `<entry>` for an entry in short.
         """
+        entry = f"{cls.entry}, {STATE} AS state, <since> AS since"
         since = {"dead": "died_at", "discarded": "discarded_at"}.get(state, "waiting_since")
         return f"""
 {select}
@@ -336,7 +340,7 @@ class Store(ABC):
    AND ($10::timestamptz IS NULL OR <since> >= $10)
    AND ($11::timestamptz IS NULL OR <since> <= $11)
 {rest}
-""".replace("<since>", since)
+""".replace("<entry>", entry).replace("<since>", since)
 
 
 def _why_left_out(group: Entry, redrivable: Selection) -> str:

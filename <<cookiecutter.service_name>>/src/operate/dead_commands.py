@@ -16,7 +16,8 @@ from .dead import Entry, Selection, State, Store
 from .dead_events import DeadEvents
 from .dead_letters import DeadLetters
 from .output import format_value, one_line, print_fields, print_json, print_table, write
-from .terminal import DryRun, Invocation, Yes, operation, user_name
+from .signing import Explained, Signed
+from .terminal import DryRun, Invocation, Yes, operation
 
 PROGRESS = 10_000
 """Number of changes after which progress is reported on standard error."""
@@ -37,8 +38,6 @@ Age = Annotated[timedelta | None, typer.Option(parser=span, metavar="90s|15m|2h|
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="as `list` shows them")]
 Waiting = Annotated[bool, typer.Option("--waiting", help="waiting ones instead")]
 Wait = Annotated[float, typer.Option(min=0, help="seconds to wait for results")]
-Because = Annotated[str, typer.Option(help="reason to store")]
-Operator = Annotated[str | None, typer.Option(help="name to store", show_default="you")]
 
 
 async def ago(connection: asyncpg.Connection, time: timedelta) -> datetime:
@@ -182,6 +181,7 @@ async def redrive(
     kind: type[Store],
     filters: Filters,
     confirmation: Confirmation,
+    by: Signed,
     ids: Ids = None,
     wait: Wait = 30.0,
     copy: Copy | None = None,
@@ -192,6 +192,7 @@ async def redrive(
     """
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
     became, followed = None, list[Any]()
+    change = by.to("edit" if copy else "redrive")
     async with invocation.connected() as connection:
         store = kind(connection, invocation.service, invocation.settings)
         everything = await filters.select(store, ids)
@@ -202,7 +203,7 @@ async def redrive(
                 named = one_line("  ".join(map(format_value, left_out)))
                 write(f"left out: {named}; {why}", err=True)
         groups = [one for one, why in previewed if not why]
-        chunks = store.redrive(store.redrivable(everything), copy, operator=user_name())
+        chunks = store.redrive(store.redrivable(everything), change, copy)
         kept = followed if wait else None
         number = await _change(invocation, "redrive", groups, confirmation, chunks, kept=kept)
         if followed:
@@ -225,16 +226,15 @@ async def edit(
     invocation: Invocation,
     id: Annotated[str, typer.Argument(help="as `list` shows it")],
     payload: Annotated[typer.FileBinaryRead, typer.Option(help="file with the new one, or `-`")],
-    because: Because,
-    operator: Operator = None,
+    by: Explained,
     wait: Wait = 30.0,
 ) -> None:
     """Redrive a copy with another payload and id in the letter's place; the letter is discarded.
 
     The exit codes are those of `redrive`.
     """
-    copy = Copy(payload.read(), signed(because, operator), because)
-    one = LetterFilters(), Confirmation(yes=True)
+    copy = Copy(payload.read(), by.to("edit").who, by.because)
+    one = LetterFilters(), Confirmation(yes=True), by
     await redrive(invocation, DeadLetters, *one, ids=[id], wait=wait, copy=copy)
 
 
@@ -243,31 +243,21 @@ async def discard(
     kind: type[Store],
     filters: Filters,
     confirmation: Confirmation,
-    because: Because,
+    by: Explained,
     ids: Ids = None,
-    operator: Operator = None,
     waiting: Waiting = False,
 ) -> None:
     """Discard them: their rows stay, and what waits for them is no longer held."""
-    by = signed(because, operator)
+    change = by.to("discard")
     confirmation.check(are_chosen=bool(ids) or filters.are_given)
     state: State = "waiting" if waiting else "dead"
     async with invocation.connected() as connection:
         store = kind(connection, invocation.service, invocation.settings)
         selection = await filters.select(store, ids, state)
         groups = await store.count(state, selection)
-        chunks = store.discard(selection, operator=by, why=because, state=state)
+        chunks = store.discard(selection, change, state)
         number = await _change(invocation, "discard", groups, confirmation, chunks, state=state)
     invocation.answer({"found": _total(groups), "discarded": number})
-
-
-def signed(because: str, operator: str | None) -> str:
-    """Return the name to store. Raises `typer.BadParameter` if it or the reason is empty."""
-    by = user_name() if operator is None else operator
-    for name, text in (("--because", because), ("--operator", by)):
-        if not text.strip():
-            raise typer.BadParameter(f"{name} is empty: it is stored, to be read later")
-    return by
 
 
 async def _change(
@@ -340,13 +330,14 @@ def _group(
     operation(group, "list", example=f"{line} list --summary", **chosen)(list_entries)
     operation(group, example=f"{line} show {id}", kind=kind)(show)
     example = f"{line} redrive --topic orders --newer-than 2h"
-    operation(group, example=example, **changed, copy=None)(redrive)
+    operation(group, example=example, **changed, by=Signed, copy=None)(redrive)
     example = f"{line} discard {id} --because 'sent again by hand'"
-    operation(group, example=example, **changed, **discarded)(discard)
+    operation(group, example=example, **changed, by=Explained, **discarded)(discard)
     return group
 
 
 _LETTERS = "Messages that need a person's decision."
 app = _group(DeadLetters, "7d0f2c5e", LetterFilters, _LETTERS, waiting=False)
-operation(app, example="service dead edit 7d0f2c5e --payload new.json --because typo")(edit)
+_EDIT = "service dead edit 7d0f2c5e --payload new.json --because typo"
+operation(app, example=_EDIT, by=Explained)(edit)
 app.add_typer(_group(DeadEvents, "17", Filters, "Events that Kafka has rejected."), name="events")

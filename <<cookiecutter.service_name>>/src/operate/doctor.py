@@ -31,6 +31,12 @@ _ENVELOPE = 10_000
 _HOT = ["backlog", "backlog_lane", "outbox_cursor", "outbox_rejected", "position", "scheduled"]
 """Tables whose rows are updated and deleted; the others are dropped as a whole."""
 
+# A row in a table that exists may fit in the space that it has. A new table needs more of the disk.
+_WRITE = """
+SET LOCAL temp_tablespaces = '';
+CREATE TEMPORARY TABLE service_doctor ON COMMIT DROP AS SELECT 1
+"""
+
 
 @dataclass(frozen=True)
 class ServerCheck:
@@ -60,13 +66,6 @@ SELECT current_setting('server_version') AS version, $1 AS oldest,
   FROM (SELECT current_setting('server_version_num')::int < 10000 * $1::int AS is_old) AS server
 """,
         (OLDEST_POSTGRESQL,),
-    ),
-    ServerCheck(
-        "standby",
-        "wrong",
-        "this server is a standby, on which nothing can be written",
-        "let PIPELINE_DATABASE_URL name the primary",
-        "SELECT WHERE pg_is_in_recovery()",
     ),
     ServerCheck(
         "jit",
@@ -161,6 +160,7 @@ async def examine(
         "sequences": _sequences(connection),
         "pooler": _pooler(connection, settings),
         "clock": _clock(connection),
+        "writing": _writing(connection),
         "status": _status(connection, service, settings),
         **{one.name: _server(connection, one) for one in SERVER_CHECKS},
     }
@@ -178,6 +178,19 @@ async def examine(
             of_database = [Finding("warning", text, advice)]
         found += named(name, of_database)
     return found
+
+
+async def _writing(connection: asyncpg.Connection) -> Findings:
+    """Find what prevents a transaction from writing, by one that is rolled back."""
+    trial = connection.transaction()
+    await trial.start()
+    try:
+        await connection.execute(_WRITE)
+    except (asyncpg.ReadOnlySQLTransactionError, asyncpg.InsufficientResourcesError) as error:
+        advice = "let PIPELINE_DATABASE_URL name the primary; for a full disk see docs/incidents.md"
+        yield Finding("wrong", f"nothing can be written: {describe_error(error)}", advice)
+    finally:
+        await trial.rollback()
 
 
 async def _status(connection: asyncpg.Connection, service: Service, settings: Settings) -> Findings:

@@ -34,7 +34,7 @@ SELECT consumer, source, id, type, topic, partition, "offset", created_at AS app
 """
 
 _EVENTS = """
-SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key, sequence
+SELECT event_id, type, topic, convert_from(key, 'UTF8') AS key, sequence, traceparent
   FROM pipeline.outbox
  WHERE xid = ANY (ARRAY[$1::xid8, (SELECT reset_xid FROM pipeline.outbox_cluster)])
    AND event_id = ANY ($2)

@@ -2,7 +2,9 @@
 
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -45,6 +47,19 @@ def standard_streams() -> Iterator[None]:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl+C end a wait for standard input, in which the event loop would only note it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 def write(data: str | bytes = "", *, err: bool = False, end: str = "\n") -> None:
     """Write a text with its invisible characters escaped, or bytes as they are.
 
@@ -61,7 +76,12 @@ def write(data: str | bytes = "", *, err: bool = False, end: str = "\n") -> None
 def print_json(*values: object) -> None:
     """Write each value as a line of JSON."""
     for one in values:
-        write(f"{harmless(to_json(one).decode())}\n".encode())
+        write(json_line(one))
+
+
+def json_line(value: object) -> bytes:
+    """Return a value as a line of JSON, with its invisible characters escaped."""
+    return f"{harmless(to_json(value).decode())}\n".encode()
 
 
 def print_table(

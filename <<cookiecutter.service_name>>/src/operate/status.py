@@ -97,12 +97,21 @@ class Stage:
     rejects them."""
     oldest: float = 0.0
     """Seconds for which the oldest has waited: since it was received, stored or rejected."""
+    oldest_by_topic: dict[str, float] = field(default_factory=dict)
+    """The same by topic, of events that are not published and of messages that wait; 0: none of
+    the topic waits. Of many not each topic is known."""
     unserved: float = 0.0
     """Seconds for which some is due, if no process is known to have taken such work since."""
     why: str | None = None
     """What is known of the cause."""
     is_full: bool = False
     """Whether partitions wait before they store another message to be tried alone."""
+
+    @property
+    def slowest_topic(self) -> str:
+        """The topic whose oldest has waited longest; empty if less than two are known to wait."""
+        ages = [(age, topic) for topic, age in self.oldest_by_topic.items() if age]
+        return max(ages)[1] if len(ages) > 1 else ""
 
 
 @dataclass
@@ -176,6 +185,11 @@ class Status:
     def oldest(self, kind: Kind) -> float:
         """Return for how many seconds the oldest of a kind has waited."""
         return max((one.oldest for one in self.of(kind)), default=0.0)
+
+    def slowest_topic(self, kind: Kind) -> str:
+        """Return that topic of the stage in which the oldest has waited longest."""
+        slowest = max(self.of(kind), key=lambda one: one.oldest, default=Stage(kind))
+        return slowest.slowest_topic
 
     @property
     def is_cut_off(self) -> bool:
@@ -262,6 +276,7 @@ class _Measure:
             stage = Stage("calls" if has_calls else "backlog", name)
             if one := found.get((has_calls, name)):
                 stage.waiting, stage.dead, stage.failing, stage.oldest = one[2:6]
+                stage.oldest_by_topic = one.oldest_by_topic
                 stage.unserved = one.unserved if name in {*handlers.consumers, ""} else 0.0
             self.found.stages.append(stage)
         for stage in self.found.of("backlog") if self.found.is_cut_off else ():
@@ -272,7 +287,9 @@ class _Measure:
         self.found.is_this_cluster = await cluster.is_ours(self.connection)
         count, oldest = await window.count(self.connection, AT_MOST + 1)
         why = "it is not known whether they have relays"
-        stage = Stage("outbox", "", count, oldest=oldest, unserved=oldest, why=why)
+        age = max(oldest.values(), default=0.0)
+        stage = Stage("outbox", "", count, oldest=age, unserved=age, why=why)
+        stage.oldest_by_topic = oldest
         self.found.stages.append(stage)
 
     async def relays(self) -> None:

@@ -29,7 +29,9 @@ async def show(
     invocation: Invocation,
     watch: Annotated[bool, typer.Option("--watch", help="repeat until Ctrl+C")] = False,
 ) -> None:
-    """Show lag, backlog, outbox and findings on one screen. Larger counts are 10,000+.
+    """Show lag, backlog, outbox and findings on one screen; all of them without a terminal.
+
+    Larger counts are 10,000+. If more than 10,000 messages wait, N+ are at least N.
 
     Open breakers are known to their process only: /health/ready names them.
     """
@@ -41,8 +43,9 @@ async def show(
                     if invocation.as_json:
                         print_json(found)
                     else:
-                        write(_CLEAR if watch and sys.stdout.isatty() else b"")
-                        write("\n".join(screen(found)))
+                        is_terminal = sys.stdout.isatty()
+                        write(_CLEAR if watch and is_terminal else b"")
+                        write("\n".join(screen(found, is_whole=not is_terminal)))
                     if not watch:
                         return
                     await asyncio.sleep(_WATCH_SECONDS)
@@ -86,29 +89,30 @@ def _rows(finding: Finding) -> Iterator[tuple[str, str, str]]:
         yield "", "", f"-> {finding.advice}"
 
 
-def screen(found: Status) -> list[str]:
-    """Return lines for a screen of 80 columns and 24 lines."""
+def screen(found: Status, *, is_whole: bool = False) -> list[str]:
+    """Return lines for a screen of 80 columns and 24 lines, or all, uncut, if it `is_whole`."""
     lines = [f"{found.service}  {format_time(found.at)}"]
-    stops = one_line("; ".join(map(_stop, found.stops)))
-    lines.append(f"{'paused':<10} {stops}" if stops else "")
-    lines += _lines("reads", [_topic(found, one) for one in found.of("reads")], 5)
-    lines += _lines("backlog", [_consumer(found, one) for one in found.of("backlog", "calls")], 5)
+    for name, texts, at_most in _blocks(found):
+        shown = texts if is_whole or len(texts) <= at_most else texts[: at_most - 1]
+        lines += [f"{name:<10} {one_line(text)}".rstrip() for text in shown]
+        if left := len(texts) - len(shown):
+            lines.append(f"{'':10} and {left} more: see --json")
+    cut = [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines]
+    return lines if is_whole else cut
+
+
+def _blocks(found: Status) -> Iterator[tuple[str, list[str], int]]:
+    """Yield the name of some lines, what they say, and how many of them a screen has at most."""
+    yield ("paused", [*map(_stop, found.stops)], 3) if found.stops else ("", [""], 1)
+    yield "reads", [_topic(found, one) for one in found.of("reads")], 4
+    yield "backlog", [_consumer(found, one) for one in found.of("backlog", "calls")], 4
     for name, part, text in _parts(found):
-        lines += _lines(name, ["not known, see below" if part in found.unknown else text], 1)
+        yield name, ["not known, see below" if part in found.unknown else text], 1
     shown = found.unknown.keys() | {"paused", "processes"}  # other lines say it
     findings = [one for one in judge(found) if one.check not in shown]
     for level in ("wrong", "warning"):
-        texts = [f"{one.check}: {one.found}" for one in findings if one.level == level]
-        lines += _lines(level, texts, 2)
-    lines += _lines("unknown", [f"{part}: {why}" for part, why in found.unknown.items()], 2)
-    return [line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines]
-
-
-def _lines(name: str, texts: list[str], at_most: int) -> list[str]:
-    lines = [f"{name:<10} {text}" for text in texts]
-    if len(lines) <= at_most:
-        return lines
-    return [*lines[: at_most - 1], f"{'':10} and {len(lines) - at_most + 1} more: see --json"]
+        yield level, [f"{one.check}: {one.found}" for one in findings if one.level == level], 2
+    yield "unknown", [f"{part}: {why}" for part, why in found.unknown.items()], 2
 
 
 def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
@@ -131,7 +135,10 @@ def _parts(found: Status) -> Iterator[tuple[str, str, str]]:
 
 
 def _age(found: Status, kind: Kind) -> str:
-    return f", oldest {format_span(found.oldest(kind))}" if found.waiting(kind) else ""
+    if not found.waiting(kind):
+        return ""
+    topic = found.slowest_topic(kind)
+    return f", oldest {format_span(found.oldest(kind))}{f' for {topic}' if topic else ''}"
 
 
 def _topic(found: Status, stage: Stage) -> str:
@@ -150,14 +157,17 @@ def _topic(found: Status, stage: Stage) -> str:
 
 
 def _consumer(found: Status, stage: Stage) -> str:
-    # Only some were counted, if there are more of all consumers together.
-    more, least = ("+", "at least ") if found.is_cut_off else ("", "")
+    # Only some were counted, if there are more of all consumers together. A consumer has none if
+    # none is due: the first of a key is, except behind a dead letter.
+    more_dead = "+" if (found.dead("backlog", "calls") or 0) > AT_MOST else ""
+    is_part = found.is_cut_off and (stage.waiting or stage.dead or more_dead)
+    more, least = ("+", "at least ") if is_part else ("", "")
     what = "calls: " if stage.kind == "calls" else ""
     waiting = f"{what}{min(stage.waiting or 0, AT_MOST):,}{more} waiting"
     failing = f", {stage.failing:,}{more} failing" if stage.failing else ""
-    more_dead = "+" if (found.dead("backlog", "calls") or 0) > AT_MOST else ""
     dead = f"{min(stage.dead, AT_MOST):,}{more_dead} dead"
-    age = f", oldest {least}{format_span(stage.oldest)}" if stage.waiting else ""
+    of_topic = f" for {stage.slowest_topic}" if stage.slowest_topic else ""
+    age = f", oldest {least}{format_span(stage.oldest)}{of_topic}" if stage.waiting else ""
     return f"{stage.subject or '(none)'}  {waiting}{failing}, {dead}{age}"
 
 

@@ -1,7 +1,6 @@
 """What commands share: settings, event loop, connection, and errors as one sentence."""
 
 import asyncio
-import getpass
 import inspect
 import logging
 import os
@@ -10,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from inspect import Parameter
 from typing import Annotated, Any, TypeVar, cast
@@ -44,7 +43,7 @@ from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
 from .errors import ACCESS_DENIED, OutputFailed, Refused
-from .output import print_json, standard_streams, write
+from .output import interruptible, print_json, standard_streams, write
 
 log = logging.getLogger(__name__)
 
@@ -153,19 +152,12 @@ class Invocation:
         """Ask a question. Raises `typer.Abort` unless the answer is yes, and `Refused` without a
         terminal that gives one."""
         try:
-            typer.confirm(redaction.harmless(question), abort=True, err=True)
+            with interruptible():
+                typer.confirm(redaction.harmless(question), abort=True, err=True)
         except typer.Abort:
             if sys.stdin.isatty():
                 raise
             raise Refused("nothing was done: without a terminal, give --yes") from None
-
-
-def user_name() -> str:
-    """Return the name of the process's user; empty in a container whose user has none."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return ""
 
 
 def service_of(context: typer.Context) -> Service:
@@ -204,7 +196,12 @@ def operation(
         keyword = Parameter.KEYWORD_ONLY
         options = [one.replace(kind=keyword) for one in parameters if one.name not in given]
         options += [
-            Parameter(one.name, keyword, default=one.default, annotation=one.type)
+            Parameter(
+                one.name,
+                keyword,
+                default=Parameter.empty if one.default is MISSING else one.default,
+                annotation=one.type,
+            )
             for kind in groups.values()
             for one in fields(kind)
         ]

@@ -10,8 +10,9 @@ import typer
 from pipeline.apply import stopping
 from pipeline.apply.stopping import Subject
 
-from .dead_commands import Because, Operator, signed, span
+from .dead_commands import span
 from .errors import Refused
+from .signing import Explained, Signed
 from .terminal import Invocation, Yes, operation
 
 app = typer.Typer()
@@ -32,12 +33,11 @@ class Terms:
     topic: _Only = None
     consumer: _Only = None
     lasts: _Time = None
-    operator: Operator = None
     yes: Yes = False
 
 
 async def stop(
-    invocation: Invocation, kind: _Kind, name: _Name, rate: _Rate, because: Because, terms: Terms
+    invocation: Invocation, kind: _Kind, name: _Name, rate: _Rate, by: Explained, terms: Terms
 ) -> None:
     """Take nothing, or no more than so many in a second, until it is resumed.
 
@@ -46,7 +46,7 @@ async def stop(
     """
     if rate and kind is Kind.KEY:
         raise typer.BadParameter("a key can only be paused: throttle its consumer")
-    by, service = signed(because, terms.operator), invocation.service
+    who, service = by.to("pause").who, invocation.service
     async with invocation.connected() as connection:
         known = stopping.pausable(service.handlers, service.declared_topics, name)
         found = [one for some in known.values() for one in some if one.kind == kind]
@@ -60,35 +60,34 @@ async def stop(
             more = stopping.consequence(service.handlers, found[0])
             invocation.confirm(" ".join(filter(None, [will, more, "Go on?"])))
         await stopping.ask(
-            connection, found, per_second=rate, lasts=terms.lasts, who=by, why=because
+            connection, found, per_second=rate, lasts=terms.lasts, who=who, why=by.because
         )
     _print(invocation, done, found)
 
 
 _SCANS = 'service pause topic scans --for 30m --because "wrong prices"'
-operation(app, "pause", example=_SCANS, terms=Terms, rate=0.0)(stop)
+operation(app, "pause", example=_SCANS, by=Explained, terms=Terms, rate=0.0)(stop)
 _TRACK = 'service throttle consumer record-scan 20 --because "a slow disk"'
-operation(app, "throttle", example=_TRACK, terms=Terms)(stop)
+operation(app, "throttle", example=_TRACK, by=Explained, terms=Terms)(stop)
 
 
-@operation(app, example="service resume topic scans")
+@operation(app, example="service resume topic scans", by=Signed)
 async def resume(
     invocation: Invocation,
     kind: _Kind,
     name: _Name,
-    because: Annotated[str | None, typer.Option(help="reason to store")] = None,
+    by: Signed,
     topic: _Only = None,
     consumer: _Only = None,
-    operator: Operator = None,
 ) -> None:
     """Take something as before. The exit code is 1 if it is not paused and not throttled."""
-    by = signed("-" if because is None else because, operator)
+    who, _, why = by.to("resume")
     async with invocation.connected() as connection:
         found = [Subject(kind.value, name)]
         if kind is Kind.KEY:
             paused = await stopping.of_key(connection, name.encode())
             found = _only(paused, topic, consumer)
-        if not (found and await stopping.resume(connection, found, who=by, why=because)):
+        if not (found and await stopping.resume(connection, found, who=who, why=why)):
             raise Refused(f"{kind} {name} is not paused: `service status` lists what is")
     _print(invocation, "resumed", found)
 

@@ -14,24 +14,27 @@ from . import doctor, moves
 from .errors import Refused
 from .moves import Move, Place, Replay
 from .output import print_json, write
-from .terminal import DryRun, Invocation, naming_servers, operation, user_name
+from .signing import Signed
+from .terminal import DryRun, Invocation, naming_servers, operation
 
 _REPLICAS = 3
 """Replicas with as many brokers: acknowledged records survive the loss of one."""
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
+_MOST_DIGITS = 19
+"""Digits of the largest offset. Python refuses to read a number of thousands of digits."""
 
 app = typer.Typer(help="Kafka topics of the service.", no_args_is_help=True)
 replay_app = typer.Typer()
 
 
-def _place(text: str) -> Place:
-    """Return the place in a topic that a text names."""
+def place(text: str) -> Place:
+    """Return the place in a topic that a text names. Raises `typer.BadParameter`."""
     if text == "earliest":
         return "earliest"
     if text == "latest":
         return "latest"
-    if text.isdecimal():
+    if text.isdecimal() and len(text) <= _MOST_DIGITS:
         return int(text)
     try:
         time = datetime.fromisoformat(text)
@@ -80,28 +83,30 @@ async def create(
     invocation.answer(done | {"partitions": partitions, "replicas": replicas})
 
 
-@operation(app, example="service topics seek scans --partition 3 --to earliest --dry-run")
+@operation(app, example="service topics seek scans --to earliest --dry-run", by=Signed)
 async def seek(
     invocation: Invocation,
+    by: Signed,
     topic: _Topic,
     to: Annotated[str, typer.Option(metavar=_METAVAR, help="new position")],
     partition: _Partition = None,
     dry_run: DryRun = False,
 ) -> None:
     """Change positions in a topic: what took effect before is still skipped."""
-    place = _place(to)
+    to_place, change = place(to), by.to("seek")
     async with invocation.connected() as connection:
-        found = await moves.plan_moves(connection, invocation, topic, partition, place)
+        found = await moves.plan_moves(connection, invocation, topic, partition, to_place)
         for one in found:
             if not dry_run:
-                await positions.seek(connection, one.slot, one.new, operator=user_name())
-            invocation.say(_moved(one, "would go" if dry_run else "goes"))
+                await positions.seek(connection, one.slot, one.new, change)
+            invocation.say(moved(one, "would go" if dry_run else "goes"))
     invocation.answer(*found)
 
 
-@operation(replay_app, example="service replay scans --from 2026-11-01T08:00+00:00")
+@operation(replay_app, example="service replay scans --from 2026-11-01T08:00+00:00", by=Signed)
 async def replay(
     invocation: Invocation,
+    by: Signed,
     topic: _Topic,
     since: Annotated[str, typer.Option("--from", metavar=_METAVAR, help="where to begin")],
     partition: _Partition = None,
@@ -111,14 +116,14 @@ async def replay(
     wait: Annotated[bool, typer.Option(help="report progress until it is done")] = True,
 ) -> None:
     """Read a topic again: what took effect is skipped, the rest is handled."""
-    place, became = _place(since), None
+    start, change, became = place(since), by.to("replay"), None
     async with invocation.connected() as connection:
-        planned = await moves.plan_replay(connection, invocation, topic, partition, place)
+        planned = await moves.plan_replay(connection, invocation, topic, partition, start)
         if planned.forgotten and not too_old:
-            raise Refused(_forgotten(planned))
+            raise Refused(forgotten(planned))
         for one in planned.moves:
-            await positions.rewind(connection, one.slot, one.new, operator=user_name())
-            invocation.say(_moved(one, "goes"))
+            await positions.rewind(connection, one.slot, one.new, change)
+            invocation.say(moved(one, "goes"))
         if wait:
             before = -1
             async for done in moves.follow(connection, planned):
@@ -141,7 +146,8 @@ async def replay(
             )
 
 
-def _forgotten(planned: Replay) -> str:
+def forgotten(planned: Replay) -> str:
+    """Return why a replay is refused: what it reads may be forgotten."""
     return (
         f"{planned.forgotten:,} of {planned.records:,} offsets are from before {planned.since}."
         " The inbox no longer remembers what took effect then, or soon will not:"
@@ -150,7 +156,8 @@ def _forgotten(planned: Replay) -> str:
     )
 
 
-def _moved(one: Move, verb: str) -> str:
+def moved(one: Move, verb: str) -> str:
+    """Return from where to where a partition goes, and what is skipped."""
     old = "the beginning" if one.old is None else one.old
     passed = one.new - max(one.first, one.old or one.first)
     lost = f"; skips {passed} offsets, which this service never reads" if passed > 0 else ""

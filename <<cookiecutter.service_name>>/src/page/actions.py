@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
+import asyncpg
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -13,15 +14,19 @@ from starlette.responses import RedirectResponse, Response
 from operate.dead import Selection, Store
 from operate.dead_letters import DeadLetters
 from operate.errors import Refused
+from operate.topic_commands import moved
 from pipeline import Service
-from pipeline.apply import stopping
+from pipeline.apply import positions, stopping
+from pipeline.apply.audit import Change
 from pipeline.errors import describe_error
 from pipeline.relay import scheduled
+from pipeline.retention import archive
 from pipeline.retry.copies import Copy
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
 from . import parameters
+from . import positions as planning
 from .rendering import Templates
 from .sessions import Operator
 
@@ -34,7 +39,7 @@ _FOLLOWED = 1_000
 
 
 class Actions:
-    """Redrive, discard, cancel, pause and resume."""
+    """Redrive, discard, cancel, pause, resume, move positions, and skip the archive."""
 
     def __init__(
         self, service: Service, settings: Settings, engine: AsyncEngine, templates: Templates
@@ -53,15 +58,16 @@ class Actions:
         copy: Copy | None = None,
     ) -> Response:
         """Redrive a dead letter or event, or all that a preview has counted; or a letter's copy."""
-        more = {} if copy is None else {"copy": "edited", "why": copy.why}
+        why = parameters.because(form)
+        more = {} if copy is None else {"copy": "edited"}
+        more |= {"why": why} if why else {}
+        by = Change(operator.name, "edit" if copy else "redrive", why)
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             selection, named = await _chosen(store, request, form)
             with _logged(f"redrive {store.name}s", operator, named, **more):
                 number, followed = 0, list[Any]()
-                async for some in store.redrive(
-                    store.redrivable(selection), copy, operator=operator.name
-                ):
+                async for some in store.redrive(store.redrivable(selection), by, copy):
                     number += len(some)
                     followed += some[: _FOLLOWED - len(followed)]
                 if not number:
@@ -87,12 +93,12 @@ class Actions:
         self, kind: type[Store], request: Request, operator: Operator, form: Mapping[str, str]
     ) -> Response:
         """Discard a dead letter or event, or all that a preview has counted."""
-        why = parameters.why(form)
+        why, state = parameters.why(form), parameters.discarded_from(kind, form)
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             selection, named = await _chosen(store, request, form)
             with _logged(f"discard {store.name}s", operator, named):
-                chunks = store.discard(selection, operator=operator.name, why=why)
+                chunks = store.discard(selection, Change(operator.name, "discard", why), state)
                 discarded = sum([len(some) async for some in chunks])
         return self._templates.note(operator, f"Discarded: {discarded:,}.")
 
@@ -137,6 +143,32 @@ class Actions:
                     raise Refused("not paused any more")
         return RedirectResponse("/stops", HTTPStatus.SEE_OTHER)
 
+    async def move(self, request: Request, operator: Operator, form: Mapping[str, str]) -> Response:
+        """Set positions as a preview has shown; a replay goes back only."""
+        wanted = {name: parameters.searched(form, name) for name in planning.FIELDS}
+        why, what = parameters.why(form), "replay" if wanted["what"] == "replay" else "seek"
+        change = Change(operator.name, what, why)
+        set_position = positions.rewind if what == "replay" else positions.seek
+        with _logged(what, operator, wanted["topic"][:1_000], why=why), _needing("service"):
+            async with autocommitting(self._engine) as connection:
+                planned = await planning.plan(connection, self._service, self._settings, wanted)
+                planned = planning.as_shown(planned, form.get("shown", ""))
+                for one in planned:
+                    await set_position(connection, one.slot, one.new, change)
+        return self._templates.note(operator, "\n".join(moved(one, "goes") for one in planned))
+
+    async def skip_archive(
+        self, request: Request, operator: Operator, form: Mapping[str, str]
+    ) -> Response:
+        """Let a day of the outbox be dropped without being archived."""
+        day, why = parameters.day(form), parameters.why(form)
+        change = Change(operator.name, "skip-archive", why)
+        with _logged("skip-archive", operator, str(day), why=why), _needing("retention"):
+            async with autocommitting(self._engine) as connection:
+                if not await archive.skip(connection, [day], change):
+                    raise Refused(f"{day}: the outbox has no such day that is over")
+        return RedirectResponse("/retention", HTTPStatus.SEE_OTHER)
+
 
 async def _chosen(store: Store, request: Request, form: Mapping[str, str]) -> tuple[Selection, str]:
     """Return what a form is about: the dead entry in the path, or what a preview has counted."""
@@ -145,6 +177,18 @@ async def _chosen(store: Store, request: Request, form: Mapping[str, str]) -> tu
         selection, search = parameters.previewed(form)
         return selection, search[:1_000]
     return Selection(keys=await store.chosen([id], "dead")), id
+
+
+@contextmanager
+def _needing(role: str) -> Iterator[None]:
+    """Raise `Refused`, which names the role, where roles are apart and the page's may not do it."""
+    try:
+        yield
+    except asyncpg.InsufficientPrivilegeError as error:
+        raise Refused(
+            f"{describe_error(error)}. This takes the {role}'s role of the database: use the"
+            " command, see docs/security.md"
+        ) from error
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class Page:
         self._page = page
         self._auth = Auth(settings, page, templates, sessions)
         self._watch = Watch(service, settings, page, engine, templates, sessions)
-        self._reading = Reading(service, settings, page, engine, templates, self._watch)
+        self._reading = Reading(service, settings, engine, templates, self._watch)
         self._actions = Actions(service, settings, engine, templates)
         self._more = [one.Views(service, settings, engine, templates) for one in modules]
 
@@ -69,6 +69,7 @@ class Page:
             "/backlog": reading.backlog,
             "/scheduled": reading.scheduled,
             "/stops": reading.stops,
+            "/positions": reading.positions,
             "/retention": reading.retention,
             "/doctor": reading.doctor,
             "/words": reading.words,
@@ -86,6 +87,8 @@ class Page:
             "/scheduled/cancel": actions.cancel,
             "/stops/pause": actions.pause,
             "/stops/resume": actions.resume,
+            "/positions/move": actions.move,
+            "/retention/skip-archive": actions.skip_archive,
             "/logout": auth.log_out,
         }
         for one in self._more:

@@ -107,3 +107,8 @@ def ranges(numbers: Sequence[int]) -> list[str]:
 def moment(time: datetime | None) -> str:
     """Return a time in UTC, to the second; empty for None."""
     return "" if time is None else format_time(time)
+
+
+def trace_url(pattern: str | None, id: str | None) -> str | None:
+    """Return the URL of a trace, with its id in the pattern; None if one of both is missing."""
+    return pattern.replace("{trace_id}", id) if pattern and id else None

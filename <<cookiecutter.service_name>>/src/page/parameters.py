@@ -1,20 +1,28 @@
 """The parameters of requests and forms, validated: they may have any content."""
 
 import json
+import re
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from urllib.parse import parse_qs, urlencode
 
+import typer
 from starlette.requests import ClientDisconnect, Request
 
-from operate.dead import STATES, Selection, State
+from operate import dead_commands
+from operate.dead import STATES, Selection, State, Store
+from operate.dead_events import DeadEvents
 from operate.errors import Refused
 from operate.output import Content
 from pipeline.apply.stopping import Subject
 
-SEARCHED = ("reason", "consumer", "event", "type", "topic", "key", "release")
+SEARCHED = ("reason", "consumer", "event", "type", "topic", "key", "release", "older", "newer")
+NO_CONSUMER = "(none)"
+"""Searches for messages that belong to no consumer."""
 _LARGEST_FORM = 200_000
 _LONGEST_KEY = 1_000
+_KEY = re.compile("(?:[0-9a-f]{2}){1,32}")
+_NUMBER = re.compile("[0-9]{1,18}")
 
 
 async def form(request: Request) -> Mapping[str, str] | None:
@@ -43,6 +51,11 @@ def why(given: Mapping[str, str]) -> str:
     return text[:1_000]
 
 
+def because(given: Mapping[str, str]) -> str | None:
+    """Return the operator's reason for a change that needs none; None if it is empty."""
+    return given.get("why", "").strip()[:1_000] or None
+
+
 def lasts(given: Mapping[str, str]) -> timedelta | None:
     """Return the time of a form, in minutes; None if it is empty. Raises `Refused`."""
     text = given.get("minutes", "").strip()
@@ -62,6 +75,41 @@ def rate(given: Mapping[str, str]) -> float:
         found = 0.0
     if text and not found:
         raise Refused("the rate is a number of messages in a second, or empty: nothing is taken")
+    return found
+
+
+def partition(given: Mapping[str, str]) -> int | None:
+    """Return the number of a partition; None if it is empty. Raises `Refused`."""
+    text = given.get("partition", "").strip()
+    if text and not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise Refused("the partition is a number, or empty: all")
+    return int(text) if text else None
+
+
+def day(given: Mapping[str, str]) -> date:
+    """Return the day of a form. Raises `Refused`."""
+    try:
+        return date.fromisoformat(given.get("day", ""))
+    except ValueError:
+        raise Refused("the day is as in 2026-11-20") from None
+
+
+def span(text: str) -> timedelta:
+    """Return a time such as 90s, 15m, 2h or 7d. Raises `Refused`."""
+    try:
+        return dead_commands.span(text)
+    except typer.BadParameter as error:
+        raise Refused(error.message) from None
+
+
+def seconds(text: str, most: float) -> float:
+    """Return seconds, at most so many. Raises `Refused`."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= most:
+        raise Refused(f"{text!r} is not a number of seconds, at most {most:g}")
     return found
 
 
@@ -103,35 +151,56 @@ def searched(given: Mapping[str, str], name: str) -> str:
     return text
 
 
-def selection(wanted: Mapping[str, str], until: datetime | None = None) -> Selection:
-    """Return the selection for a search; with `until`, without entries that are newer."""
-    key = wanted["key"]
+def age(given: Mapping[str, str], name: str) -> timedelta | None:
+    """Return the time of a field such as 90s, 15m, 2h or 7d; None if it is empty.
+
+    Raises `Refused`.
+    """
+    text = given.get(name, "").strip()
+    return span(text) if text else None
+
+
+def selection(wanted: Mapping[str, str], at: datetime | None = None) -> Selection:
+    """Return the selection for a search as of a time, without entries that are newer.
+
+    None: as of now, also with those that get into their state from now on. Raises `Refused`.
+    """
+    key, consumer = wanted["key"], wanted["consumer"]
+    older, newer, now = age(wanted, "older"), age(wanted, "newer"), at or datetime.now(UTC)
+    until = at if older is None else now - older
     return Selection(
         reasons=[wanted["reason"]] if wanted["reason"] else None,
-        consumers=[wanted["consumer"]] if wanted["consumer"] else None,
+        consumers=["" if consumer == NO_CONSUMER else consumer] if consumer else None,
         event_id=wanted["event"] or None,
         type=wanted["type"] or None,
         topic=wanted["topic"] or None,
         record_key=key.encode() if key else None,
         release=wanted["release"] or None,
+        since=None if newer is None else now - newer,
         until=until,
     )
+
+
+def discarded_from(kind: type[Store], given: Mapping[str, str]) -> State:
+    """Return the state whose entries are meant: events can also be discarded while they wait."""
+    return "waiting" if kind is DeadEvents and given.get("state") == "waiting" else "dead"
 
 
 def until(given: Mapping[str, str]) -> datetime | None:
     """Return the time until which entries are meant; None if there is none with a time zone."""
     try:
         time = datetime.fromisoformat(given.get("until", ""))
-    except ValueError:
+        return time.astimezone(UTC) if time.tzinfo else None
+    except (ValueError, OverflowError):  # the first and last hours of the calendar have none
         return None
-    return time if time.tzinfo else None
 
 
-def older(given: Mapping[str, str]) -> tuple[datetime | None, int]:
-    """Return the time until which entries are listed, and how many of that time were listed."""
-    skipped = given.get("skip", "")
-    is_number = skipped.isascii() and skipped.isdigit() and len(skipped) <= 5
-    return until(given), int(skipped) if is_number else 0
+def after(given: Mapping[str, str], kind: type[Store]) -> bytes | int | None:
+    """Return the key of the last entry that was listed; None if there is none that can be one."""
+    text = given.get("after", "")
+    if kind.key_type == "bytea":
+        return bytes.fromhex(text) if _KEY.fullmatch(text) else None
+    return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def previewed(form: Mapping[str, str]) -> tuple[Selection, str]:

@@ -1,29 +1,32 @@
 """The pages that change nothing."""
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.requests import Request
 from starlette.responses import Response
 
 from operate import doctor
-from operate.dead import STATES, Entry, Store
+from operate.dead import STATES, Store
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from operate.health import Finding
+from operate.moves import Move
 from operate.output import content_of
+from operate.topic_commands import moved
 from pipeline import Service
 from pipeline.apply import stopping
 from pipeline.relay import scheduled
-from pipeline.retention import maintenance
+from pipeline.retention import days, maintenance
 from pipeline.servers.database import autocommitting
 from pipeline.settings import Settings
 
-from . import errors, overview, parameters
+from . import errors, overview, parameters, positions
 from .rendering import Templates
 from .sessions import Operator
-from .settings import PageSettings
 from .watching import Watch
 
 _LISTED = 100
@@ -36,14 +39,12 @@ class Reading:
         self,
         service: Service,
         settings: Settings,
-        page: PageSettings,
         engine: AsyncEngine,
         templates: Templates,
         watch: Watch,
     ) -> None:
         self._service = service
         self._settings = settings
-        self._page = page
         self._engine = engine
         self._templates = templates
         self._watch = watch
@@ -58,26 +59,25 @@ class Reading:
         """Show the newest dead letters or events that a search finds."""
         wanted = parameters.search(request.query_params)
         state = parameters.state(request)
-        until, skipped = parameters.older(request.query_params)
-        selection = parameters.selection(wanted, until)
+        until = parameters.until(request.query_params)
+        selection = parameters.selection(wanted)
+        if until is not None:
+            before = until if selection.until is None else min(until, selection.until)
+            selection = replace(selection, until=before)
+        after = parameters.after(request.query_params, kind) if until else None
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
-            chunks = store.chunks(state, selection, skipped + _LISTED + 1)
-            found, left = list[Entry](), skipped
-            async for some in chunks:
-                found += some[left:]
-                left = max(0, left - len(some))
+            entries, last = await store.page(state, selection, _LISTED, after)
             groups = Counter[tuple[str, str | None]]()
             if state == "dead" and until is None:
                 with suppress(TimeoutError):  # the list is shown without them
                     for one in await store.count(state, selection):
                         groups[one["reason"], one["consumer"]] += one["count"]
-        entries, older = found[:_LISTED], None
-        if len(found) > _LISTED:
+        older = None
+        if last is not None:
             # Many may have got into this state at one time.
-            last = entries[-1]["since"]
-            same = sum(one["since"] == last for one in entries) + skipped * (until == last)
-            older = {"state": state, "until": last.isoformat(), "skip": same}
+            key = last.hex() if isinstance(last, bytes) else last
+            older = {"state": state, "until": entries[-1]["since"].isoformat(), "after": key}
         return self._templates.page(
             template,
             operator,
@@ -93,10 +93,16 @@ class Reading:
     async def preview(self, kind: type[Store], request: Request, operator: Operator) -> Response:
         """Count the dead letters or events that a search finds, before a redrive or discard."""
         wanted = parameters.search(request.query_params)
+        state = parameters.discarded_from(kind, request.query_params)
         async with autocommitting(self._engine) as connection:
             until = await connection.fetchval("SELECT clock_timestamp()")
             store = kind(connection, self._service, self._settings)
-            groups = await store.preview(parameters.selection(wanted, until))
+            selection = parameters.selection(wanted, until)
+            if state == "dead":
+                groups = await store.preview(selection)
+            else:
+                waiting = await store.count(state, selection)
+                groups = [(one, "it is published by itself") for one in waiting]
         return self._templates.page(
             "preview.html",
             operator,
@@ -105,6 +111,7 @@ class Reading:
             redriven=sum(one["count"] for one, why in groups if not why),
             parameters=wanted,
             until=until,
+            state=state,
             at=request.url.path.rpartition("/")[0],
         )
 
@@ -115,15 +122,7 @@ class Reading:
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             entry = await store.show(request.path_params["id"])
-        trace = self._trace(entry["traceparent"])
-        return self._templates.page(template, operator, one=entry, trace=trace)
-
-    def _trace(self, traceparent: str | None) -> str | None:
-        """Return the URL of a trace; None if the header, which is untrusted, has no valid id."""
-        id = (traceparent or "").split("-")[1:2]
-        if self._page.trace_url is None or not id or len(id[0]) != 32 or not id[0].isalnum():
-            return None
-        return self._page.trace_url.replace("{trace_id}", id[0]) if id[0].isascii() else None
+        return self._templates.page(template, operator, one=entry)
 
     async def backlog(self, request: Request, operator: Operator) -> Response:
         """Show the keys of the backlog."""
@@ -132,7 +131,8 @@ class Reading:
         keys = []
         for one in found[:_LISTED]:
             key = content_of(one.record_key)
-            link = parameters.link("waiting", key, consumer=one.consumer, topic=one.topic)
+            consumer = one.consumer or parameters.NO_CONSUMER
+            link = parameters.link("waiting", key, consumer=consumer, topic=one.topic)
             keys.append((one, key, link))
         are_more = len(found) > _LISTED
         return self._templates.page("backlog.html", operator, keys=keys, are_more=are_more)
@@ -155,11 +155,28 @@ class Reading:
         choices = stopping.pausable(self._service.handlers, self._service.declared_topics)
         return self._templates.page("stops.html", operator, stops=stops, choices=choices)
 
+    async def positions(self, request: Request, operator: Operator) -> Response:
+        """Show where a seek or a replay would let partitions go on."""
+        asked = request.query_params
+        wanted = {name: parameters.searched(asked, name) for name in positions.FIELDS}
+        planned: Sequence[Move] = []
+        if wanted["topic"]:
+            async with autocommitting(self._engine) as connection:
+                planned = await positions.plan(connection, self._service, self._settings, wanted)
+        return self._templates.page(
+            "positions.html",
+            operator,
+            topics=sorted(self._service.handlers.topics),
+            wanted=wanted,
+            shown=positions.shown(planned),
+            lines=[moved(one, "would go") for one in planned],
+        )
+
     async def retention(self, request: Request, operator: Operator) -> Response:
         """Show each partition with its end and what keeps it."""
         async with autocommitting(self._engine) as connection:
             found = [one async for one in maintenance.list_partitions(connection, self._settings)]
-        return self._templates.page("retention.html", operator, partitions=found)
+        return self._templates.page("retention.html", operator, partitions=found, day_of=days.of)
 
     async def doctor(self, request: Request, operator: Operator) -> Response:
         """Run the checks of `service doctor`, and show their findings."""

@@ -1,6 +1,7 @@
 """Rendering of templates, which escape every value."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -8,6 +9,7 @@ from starlette.responses import HTMLResponse, Response
 
 from operate.output import format_span
 from operate.status import format_count
+from pipeline.observe.traces import trace_id
 
 from . import formatting, overview
 from .sessions import Operator
@@ -37,6 +39,8 @@ class Templates:
             moment=formatting.moment,
             ago=format_span,
             ranges=formatting.ranges,
+            trace_id=trace_id,
+            trace_url=partial(formatting.trace_url, settings.trace_url),
             lines=overview.lines,
             number=format_count,
             width=overview.WIDTH,

@@ -8,7 +8,8 @@ WORDS: Mapping[str, str] = {
     "Duplicates": "Messages that were received again after they were applied. They are skipped.",
     "Backlog": "Messages that are not applied yet: a failed one is retried, the others wait behind"
     " an earlier message of their key.",
-    "Calls": "Calls to other services that are stored and not made, or repeated after a failure.",
+    "Calls": "Calls to other services that are stored and not made, or repeated after a failure."
+    " How many are under way, and how long they take, only the metrics of the processes tell.",
     "Dead letters": "Messages that are not retried any more. They stay until an operator redrives"
     " or discards them.",
     "Outbox": "Committed events that are not in Kafka yet.",

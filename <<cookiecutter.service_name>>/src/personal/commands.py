@@ -12,8 +12,10 @@ from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from operate.errors import Refused
 from operate.output import format_time, print_json, print_table, write
-from operate.terminal import Invocation, Limit, Yes, operation, user_name
+from operate.signing import Signed
+from operate.terminal import Invocation, Limit, Yes, operation
 from pipeline import Service
+from pipeline.apply import audit
 from pipeline.errors import StoreUnavailable
 from pipeline.servers.revisions import check_database
 from pipeline.service import Misconfigured
@@ -32,14 +34,15 @@ def group(personal: PersonalData) -> typer.Typer:
     """Return the commands for a service."""
     app = typer.Typer(help="Personal data, encrypted by a key per subject.", no_args_is_help=True)
 
-    @operation(app, example="service personal forget 17 --yes")
+    @operation(app, example="service personal forget 17 --yes", signed=Signed)
     async def forget(
         invocation: Invocation,
+        signed: Signed,
         subject: Annotated[str, typer.Argument(help="id as in events")],
         kind: Annotated[
             str | None, typer.Option(help="of ids that need one", show_default="none")
         ] = None,
-        by: Annotated[str | None, typer.Option(help="name to keep", show_default="you")] = None,
+        by: Annotated[str | None, typer.Option(help="as --operator", hidden=True)] = None,
         wait: Annotated[
             float, typer.Option(min=0, help="seconds to wait for running transactions")
         ] = 60.0,
@@ -51,10 +54,14 @@ def group(personal: PersonalData) -> typer.Typer:
         name = Subject.of(subject, kind or "").name
         if not yes:
             invocation.confirm(f"Make everything stored of {name!r} unreadable, for ever?")
-        by = by or user_name() or "unknown"
+        if signed.operator is None:
+            signed = Signed(signed.because, by or None)
+        change = signed.to("forget")
         async with invocation.connected() as connection:
             try:
-                done = await forget_now(connection, subject, by=by, wait=wait, kind=kind)
+                done = await forget_now(
+                    connection, subject, by=change.who, why=change.why, wait=wait, kind=kind
+                )
             except NoSubject as error:
                 raise Refused(str(error)) from None
         left = list(_not_erased(invocation.service, done))
@@ -85,10 +92,12 @@ def group(personal: PersonalData) -> typer.Typer:
         )
         print_table(("forgotten", "subject", "kind", "keys", "by"), rows, right=("keys",))
 
-    @operation(app, example="service personal rewrap")
-    async def rewrap(invocation: Invocation) -> None:
+    @operation(app, example="service personal rewrap", by=Signed)
+    async def rewrap(invocation: Invocation, by: Signed) -> None:
         """Encrypt all keys by the first master key, so that the others can be taken out."""
+        change = by.to("rewrap")
         async with invocation.connected() as connection:
+            await audit.note(connection, change, "keys of personal data")
             with _in_words():
                 count = await personal.keys.rewrap(connection)
         if invocation.as_json:

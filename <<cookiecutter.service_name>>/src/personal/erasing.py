@@ -14,6 +14,8 @@ import asyncpg
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from pipeline.apply import audit
+from pipeline.apply.audit import Change
 from pipeline.handlers.policy import FORGOTTEN
 
 from .keys import THE_SERVICE
@@ -136,16 +138,24 @@ async def forget(session: AsyncSession, subject: str, *, by: str, kind: str | No
 
 
 async def forget_now(
-    connection: asyncpg.Connection, subject: str, *, by: str, wait: float, kind: str | None = None
+    connection: asyncpg.Connection,
+    subject: str,
+    *,
+    by: str,
+    why: str | None = None,
+    wait: float,
+    kind: str | None = None,
 ) -> Forgotten:
-    """Delete the keys of a subject, and find what can't be read any more.
+    """Delete the keys of a subject, and find what can't be read any more; the audit has it.
 
     Waits up to `wait` seconds for the transactions that are running. Raises `NoSubject`.
     """
     one = _named(subject, kind)
     _demand_one(one, kind, await connection.fetchval(_OF_A_KIND.format(name="$1"), one.name))
     statement = _FORGET.format(name="$1", kind="$2::text", by="$3")
-    rows = await connection.fetch(statement, *one, by)
+    async with audit.changing(connection, Change(by, "forget", why)) as subjects:
+        rows = await connection.fetch(statement, *one, by)
+        subjects.append(f"subject {one.name}")
     ids = [row["id"] for row in rows]
     running = [row[0] for row in await connection.fetch(_RUNNING)]
     deadline = monotonic() + wait

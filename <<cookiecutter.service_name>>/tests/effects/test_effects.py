@@ -16,6 +16,7 @@ from operate.dead import Selection
 from operate.dead_letters import DeadLetters
 from pipeline import Event, Handlers, Park, Policy, Reject, Retry, Transaction
 from pipeline.apply import backlog, stopping
+from pipeline.apply.audit import Change
 from pipeline.apply.item import Item, _digest
 from pipeline.apply.stopping import Subject
 from pipeline.handlers.policy import UNKNOWN
@@ -818,7 +819,8 @@ async def redriven(desk: Desk, which: Selection) -> int:
     """Have dead letters tried again, and return how many they were."""
     async with autocommitting(desk.engine) as driver:
         store = store_of(DeadLetters, driver, desk.handlers, patience=5)
-        chunks = [one async for one in store.redrive(store.redrivable(which))]
+        by = Change("ann", "redrive")
+        chunks = [one async for one in store.redrive(store.redrivable(which), by)]
     return sum(map(len, chunks))
 
 

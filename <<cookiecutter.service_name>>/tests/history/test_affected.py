@@ -8,7 +8,7 @@ import asyncpg
 import pytest
 
 from history import released
-from history.released import Wanted
+from history.released import AGGREGATES, Wanted
 from operate.dead import CHUNK
 from pipeline import Reject
 
@@ -21,6 +21,12 @@ from tests.pipeline.integration.desk import NewDesk
 RELEASES = "1.4.1", "1.4.2", "1.4.3"
 NUMBER = 30
 """Messages of each release."""
+_OTHERS = """
+INSERT INTO pipeline.outbox (topic, key, event_id, source, type, content_type, sequence, release)
+SELECT 'another', CASE WHEN n < 3 THEN n::text::bytea END, n, '/s', 'x', 'y', 1, '1.4.2'
+  FROM generate_series(0, 3) AS n
+"""
+"""Events for another topic; an aggregate has a key."""
 
 
 @pytest.fixture
@@ -123,3 +129,23 @@ async def test_lists_are_read_in_chunks_without_a_gap_over_any_number_of_minutes
     since = await db.fetchval("SELECT clock_timestamp()") + timedelta(days=1)
     later = Wanted(release="1.4.2", since=since)
     assert [rows async for rows in released.markers(db, later)] == []
+
+
+@pytest.mark.usefixtures("three")
+async def test_all_aggregates_are_listed_each_once_and_are_as_many_as_are_counted(
+    bank: Bank, db: asyncpg.Connection, tells: Tells, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statement = released._LIST_AGGREGATES.replace(f"LIMIT {AGGREGATES}", "LIMIT 4")
+    monkeypatch.setattr(released, "_LIST_AGGREGATES", statement)
+    monkeypatch.setattr(released, "AGGREGATES", 4)
+    await db.execute(_OTHERS)
+    wanted = Wanted(release="1.4.2")
+    chunks: list[Any] = [rows async for rows in released.aggregates(db, wanted)]
+    assert [len(rows) for rows in chunks] == [4, 4, 4, 1]
+    found = [(row["topic"], row["key"].decode()) for rows in chunks for row in rows]
+    of_bank = {(bank.balances, str(number)) for number in range(10)}
+    assert {*found} == of_bank | {("another", str(number)) for number in range(3)}
+    listed = await tells("affected", "aggregates", "--release", "1.4.2")
+    assert [(one["topic"], one["key"]["text"]) for one in listed] == found
+    counts = await tells("affected", "--release", "1.4.2")
+    assert sum(one["count"] for one in counts if one["what"] == "aggregate") == len(found)

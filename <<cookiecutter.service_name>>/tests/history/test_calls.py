@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import asyncpg
@@ -61,3 +62,23 @@ async def test_calls_that_wait_or_are_dead_are_listed_with_those_that_were_made(
     monkeypatch.setattr(released, "_LIST_MARKERS", statement)
     chunks: list[Any] = [rows async for rows in released.calls(db, Wanted(release="1.4.2"))]
     assert sorted(len(rows) for rows in chunks) == [1] * 5
+
+
+async def test_a_call_that_was_made_is_in_the_timeline_of_its_key(
+    new_calling_desk: NewDesk,  # noqa: F811
+    commands: Callable[..., Command],
+) -> None:
+    outside = Outside()
+    desk = await new_calling_desk(outside.handlers, topic=TOPIC, release="1.4.2")
+    await desk.apply(Deposit(1), Deposit(2, "bob"))
+    await desk.call()
+    service = Service("desk", outside.handlers, Base.metadata, workers=[EffectWorkers])
+    done = await commands(command_line(service, app))("timeline", "ada", "--json")
+    assert done.exit_code == 0, done.output
+    *found, _ = (json.loads(line) for line in done.stdout.splitlines())
+    by = {one["what"]: one for one in found if one["release"]}
+    assert by.keys() == {"applied", "called"}
+    called = by["called"]
+    assert (called["where"], called["release"]) == ("tell", "1.4.2")
+    assert called["event"].startswith("received ")
+    assert datetime.fromisoformat(by["applied"]["at"]) <= datetime.fromisoformat(called["at"])

@@ -27,7 +27,20 @@ from tests.pipeline.integration.test_bombs import send_bomb
 from tests.servers.waiting import PATIENCE
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+TRACED = (("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01".encode()),)
+"""Headers of a record."""
 HOSTILE = "<script>\u202e\nkey"
+_LATER = """
+INSERT INTO pipeline.scheduled
+       (name, due_at, topic, key, event_id, source, type, content_type, traceparent)
+VALUES ('later', '2030-01-02 03:04+00', 't', 'ada', 'a', '/s', 'x', 'y', $1)
+"""
+_REJECTED = """
+INSERT INTO pipeline.outbox_rejected
+       (id, created_at, topic, key, event_id, source, type, content_type, traceparent, died_at,
+        reason)
+VALUES (1, now(), 't', 'ada', 'b', '/s', 'x', 'y', $1, now(), 'too large')
+"""
 
 
 class Noticed(Event, type="timeline.noticed", topic="notices"):
@@ -36,21 +49,32 @@ class Noticed(Event, type="timeline.noticed", topic="notices"):
     what: int
 
 
+@pytest.fixture
+def entries(tells: Tells) -> Tells:
+    """Call `service timeline` with `--json`, and return what it says without its last line."""
+
+    async def call(*arguments: str) -> list[Any]:
+        *found, last = await tells("timeline", *arguments)
+        assert last.keys() == {"unknown", "not_searched"}
+        return found
+
+    return call
+
+
 def minutes_ago(minutes: float) -> int:
     """Return a timestamp of a record."""
     return int((time() - 60 * minutes) * 1_000)
 
 
 async def test_it_has_what_arrived_was_applied_staged_waits_and_is_dead(
-    bank: Bank, desk: Desk, take: Take, producer: AIOKafkaProducer, tells: Tells
+    bank: Bank, desk: Desk, take: Take, producer: AIOKafkaProducer, entries: Tells
 ) -> None:
-    traced = (("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01".encode()),)
     bank.errors = {2: Reject("no"), 4: ValueError("later")}
-    await take(desk, Deposit(1, headers=traced))
+    await take(desk, Deposit(1, headers=TRACED))
     await take(desk, Deposit(2), Deposit(3, "bob"), Deposit(4))
     for one in (Deposit(5, "bob"), Deposit(6)):
         await one.send(producer, bank.deposits)
-    found = await tells("timeline", "ada", "--seconds", str(PATIENCE))
+    found = await entries("ada", "--seconds", str(PATIENCE))
     assert sorted((one["what"], one["place"] and one["place"][2]) for one in found) == [
         ("applied", 0),
         ("arrived", 0),
@@ -74,6 +98,22 @@ async def test_it_has_what_arrived_was_applied_staged_waits_and_is_dead(
     assert by["not read", 5]["more"] == "1 offsets are before it"
 
 
+async def test_what_is_stored_has_its_trace_though_no_record_is_in_kafka(
+    bank: Bank, desk: Desk, db: asyncpg.Connection, entries: Tells
+) -> None:
+    bank.errors = {2: Reject("no"), 3: ValueError("later")}
+    await desk.apply(*(Deposit(number, headers=TRACED) for number in (1, 2, 3)))
+    for statement in (_LATER, _REJECTED):
+        await db.execute(statement, TRACED[0][1].decode())
+    found = await entries("ada")
+    whats = ["applied", "dead", "dead", "scheduled", "staged", "waits"]
+    assert sorted(one["what"] for one in found) == whats
+    assert {one["trace"] for one in found} == {TRACE}
+    await db.execute("UPDATE pipeline.scheduled SET traceparent = 'nonsense'")
+    (later,) = (one for one in await entries("ada") if one["what"] == "scheduled")
+    assert later["trace"] is None
+
+
 async def test_an_event_leads_to_the_message_of_another_key_that_has_caused_it(
     bank: Bank, new_desk: NewDesk, commands: Callable[..., Command]
 ) -> None:
@@ -85,14 +125,18 @@ async def test_an_event_leads_to_the_message_of_another_key_that_has_caused_it(
         tx.publish(Noticed(what=event.amount), key=f"of {event.account}")
 
     desk = await new_desk(handlers, topic=bank.deposits)
-    await desk.apply(Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "cy"))
+    await desk.apply(Deposit(1, "ada"), Deposit(2, "bob", headers=TRACED), Deposit(3, "cy"))
     service = Service("desk", handlers=handlers, metadata=Base.metadata)
-    done = await commands(command_line(service, app))("timeline", "of bob")
+    command = commands(command_line(service, app))
+    done = await command("timeline", "of bob")
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert [re.split("  +", line)[1] for line in lines] == ["what", "applied", "staged"]
     assert "deposited 2" in lines[1]
     assert "notices" in lines[2]
+    _, *lines = (await command("timeline", "bob")).stdout.splitlines()
+    assert [re.split("  +", line)[1] for line in lines] == ["applied", "staged", "staged"]
+    assert all(f"trace {TRACE}" in line for line in lines)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, PATIENCE])
@@ -113,7 +157,7 @@ async def test_a_record_that_is_not_read_yet_is_found_or_it_is_said_where_was_no
 
 
 async def test_records_of_an_aborted_transaction_are_not_there(
-    bank: Bank, kafka: str, tells: Tells
+    bank: Bank, kafka: str, entries: Tells
 ) -> None:
     for commits in (False, True):
         id = uuid4().hex
@@ -122,17 +166,17 @@ async def test_records_of_an_aborted_transaction_are_not_there(
             for amount in range(3):
                 await Deposit(amount + 10 * commits).send(one, bank.deposits)
             await (one.commit_transaction() if commits else one.abort_transaction())
-    found = await tells("timeline", "ada", "--seconds", str(PATIENCE))
+    found = await entries("ada", "--seconds", str(PATIENCE))
     assert [one["event"] for one in found] == [f"deposited {10 + n}" for n in range(3)]
 
 
 async def test_the_longest_wait_is_marked_and_no_other(
-    bank: Bank, desk: Desk, take: Take, tells: Tells, command: Command
+    bank: Bank, desk: Desk, take: Take, entries: Tells, command: Command
 ) -> None:
     bank.errors = {2: ValueError("later")}
     await take(desk, Deposit(1, timestamp=minutes_ago(3)), Deposit(3, timestamp=minutes_ago(1)))
     await take(desk, Deposit(2, timestamp=minutes_ago(14)))
-    found = await tells("timeline", "ada", "--since", "2h")
+    found = await entries("ada", "--since", "2h")
     (longest,) = (one for one in found if one["is_longest"])
     assert (longest["what"], longest["event"]) == ("waits", "deposited 2")
     assert 13.9 * 60 < longest["waited"] < 14 * 60 + PATIENCE
@@ -140,7 +184,7 @@ async def test_the_longest_wait_is_marked_and_no_other(
 
 
 async def test_what_people_have_asked_is_in_it_with_who_and_why(
-    bank: Bank, desk: Desk, take: Take, db: asyncpg.Connection, tells: Tells
+    bank: Bank, desk: Desk, take: Take, db: asyncpg.Connection, entries: Tells
 ) -> None:
     await take(desk, Deposit(1))
     subjects = [
@@ -151,18 +195,18 @@ async def test_what_people_have_asked_is_in_it_with_who_and_why(
     ]
     for one in subjects:
         await stopping.ask(db, [one], lasts=None, who="ann", why="a test")
-    found = [one for one in await tells("timeline", "ada") if one["what"] == "pause"]
+    found = [one for one in await entries("ada") if one["what"] == "pause"]
     assert [one["where"] for one in found] == [str(subjects[0]), str(subjects[2])]
     assert {one["more"] for one in found} == {"ann: a test"}
     id = await db.fetchval("SELECT left(encode(key, 'hex'), 16) FROM pipeline.inbox")
     for subject in (f"dead letter 0123456789abcdef, {id}", "dead letter 0123456789abcdef"):
         note = "INSERT INTO pipeline.audit (who, action, subject) VALUES ('bob', 'redrive', $1)"
         await db.execute(note, subject)
-    (redriven,) = (one for one in await tells("timeline", "ada") if one["what"] == "redrive")
-    assert (redriven["where"].endswith(id), redriven["more"]) == (True, "bob")
+    (redriven,) = (one for one in await entries("ada") if one["what"] == "redrive")
+    assert (redriven["where"], redriven["more"]) == (f"dead letter {id} and 1 more", "bob")
     await db.execute("UPDATE pipeline.throttle SET since = now() - interval '2 days'")
     await db.execute("DELETE FROM pipeline.audit")
-    still = [one for one in await tells("timeline", "ada") if one["what"] == "paused"]
+    still = [one for one in await entries("ada") if one["what"] == "paused"]
     assert {one["where"] for one in still} == {str(subjects[0]), str(subjects[2])}
 
 
@@ -171,6 +215,7 @@ async def test_a_part_that_can_not_be_read_is_named_and_the_others_are_shown(
     take: Take,
     db: asyncpg.Connection,
     command: Command,
+    tells: Tells,
     monkeypatch: pytest.MonkeyPatch,
     unused_tcp_port: int,
 ) -> None:
@@ -184,6 +229,10 @@ async def test_a_part_that_can_not_be_read_is_named_and_the_others_are_shown(
     assert "applied" in done.stdout
     unknown = re.findall(r"^not known: (\w+): ", done.stderr, re.MULTILINE)
     assert unknown == ["scheduled", "kafka"]
+    monkeypatch.setattr(timeline, "_PART_SECONDS", PATIENCE)
+    *found, last = await tells("timeline", "ada", "--seconds", "5")
+    assert {one["what"] for one in found} == {"applied", "staged"}
+    assert (last["unknown"].keys(), last["not_searched"]) == ({"kafka"}, [])
 
 
 async def test_nothing_that_is_found_is_an_error(command: Command, bank: Bank) -> None:
@@ -194,13 +243,15 @@ async def test_nothing_that_is_found_is_an_error(command: Command, bank: Bank) -
 
 
 async def test_what_was_read_is_not_named_as_not_searched_and_the_rest_is(
-    bank: Bank, desk: Desk, take: Take, command: Command
+    bank: Bank, desk: Desk, take: Take, command: Command, tells: Tells
 ) -> None:
     line = "--seconds", str(PATIENCE)
     await take(desk, Deposit(1))
     done = await command("timeline", "ada", *line)
     assert "arrived" in done.stdout
     assert "not searched" not in done.stderr, done.stderr
+    *_, last = await tells("timeline", "ada", *line)
+    assert last == {"unknown": {}, "not_searched": []}
     for amount in range(2, 5):
         await take(desk, Deposit(amount, "bob"))
     await take(desk, Deposit(5))
@@ -211,6 +262,8 @@ async def test_what_was_read_is_not_named_as_not_searched_and_the_rest_is(
     assert found == [f"{where} 5, but for the records of what is listed"]
     done = await command("timeline", "nobody", *line)
     assert re.findall(r"^not searched: .*", done.stderr, re.MULTILINE) == [f"{where} 5"]
+    (last,) = await tells("timeline", "nobody", *line, code=1)
+    assert last == {"unknown": {}, "not_searched": [f"before {bank.deposits}/0 at offset 5"]}
 
 
 async def test_a_batch_that_can_not_be_read_was_not_searched(
@@ -249,7 +302,7 @@ async def test_a_record_that_time_did_not_suffice_for_is_named(
 
 
 async def test_a_hostile_key_is_one_line(
-    bank: Bank, desk: Desk, take: Take, command: Command, tells: Tells
+    bank: Bank, desk: Desk, take: Take, command: Command, entries: Tells
 ) -> None:
     bank.errors = {1: ValueError(HOSTILE)}
     await take(desk, Deposit(1, HOSTILE, id=HOSTILE))
@@ -257,5 +310,5 @@ async def test_a_hostile_key_is_one_line(
     lines = done.stdout.splitlines()
     assert (done.exit_code, len(lines)) == (0, 3)
     assert "\u202e" not in done.stdout
-    found: list[Any] = await tells("timeline", HOSTILE)
+    found: list[Any] = await entries(HOSTILE)
     assert {one["event"] for one in found} == {f"deposited {HOSTILE}"}

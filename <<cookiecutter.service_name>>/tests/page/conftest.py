@@ -1,9 +1,10 @@
 """A page on the test's own database, and a browser's way of asking it."""
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 
 import asyncpg
 import httpx2
@@ -23,7 +24,7 @@ from tests.pipeline.integration.test_dead import bury
 TOKEN = "a token of the tests"
 ORIGIN = "http://localhost:8081"
 PAGES = [
-    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops"),
+    *("/", "/dead", "/events", "/backlog", "/scheduled", "/stops", "/positions"),
     *("/retention", "/doctor", "/words"),
 ]
 
@@ -42,6 +43,7 @@ def opened(
     bank: Bank,  # noqa: F811
     settings: Callable[..., Settings],
     database_url: str,
+    kafka: str,
 ) -> Opened:
     """Open a page to somebody who is not logged in, and comes from an address."""
 
@@ -49,13 +51,17 @@ def opened(
     async def open_one(
         address: str = "127.0.0.1",
         url: str = database_url,
+        brokers: str = kafka,
         backlog_lease: float = 120.0,
+        modules: Sequence[ModuleType] = (),
         **chosen: object,
     ) -> AsyncIterator[httpx2.AsyncClient]:
-        of_service = settings(database_url=url, backlog_lease=backlog_lease)
+        of_service = settings(
+            database_url=url, kafka_bootstrap_servers=brokers, backlog_lease=backlog_lease
+        )
         engine = create_engine(of_service, name=bank.service.name)
         how = PageSettings.model_validate(chosen or {"token": TOKEN})
-        page = Page(bank.service, of_service, how, engine)
+        page = Page(bank.service, of_service, how, engine, modules)
         transport = httpx2.ASGITransport(page.app(), client=(address, 1))
         try:
             async with httpx2.AsyncClient(

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,12 +28,37 @@ from tests.pipeline.integration.desk import Desk
 from tests.pipeline.integration.outgoing import event, stage
 from tests.pipeline.integration.test_dead import bury
 from tests.servers.databases import HOME
+from tests.servers.waiting import eventually
 
 HOSTILE = "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
+RELEASE = "1.4.2"
+"""What has applied the first messages. The processes here have no release: they may correct it."""
+REASONS = """
+UPDATE pipeline.backlog SET reason = 'attempts used up' WHERE record_key = 'account 6';
+UPDATE pipeline.backlog SET reason = 'missing type', consumer = '' WHERE record_key = 'account 1'
+"""
+"""So that there are several groups of dead letters, of which one has no consumer."""
+SCHEDULED = """
+INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)
+SELECT 'reminder of ' || name, timestamptz '2030-01-02 03:04+00', 'reminders', name, '/s', 'r', 'y'
+  FROM unnest('{ada,eve}'::text[]) AS name
+"""
+DEAD_EVENTS = """
+INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type, content_type,
+       died_at, reason)
+SELECT id, now(), 'balances', event_id, '/s', 'balance.changed', 'y', now(), reason
+  FROM (VALUES (1, 'b', 'too large'), (100001, 'c', 'too large'), (100002, 'd', 'not valid'))
+       AS dead (id, event_id, reason)
+"""
+AGE = """
+UPDATE pipeline.inbox SET release = $1, created_at = created_at - interval '1 hour'
+ WHERE id = ANY ($2)
+"""
+
 
 async def furnish(settings: Settings) -> None:
-    """Store dead letters, events to publish, one scheduled, one dead; send what is to be read."""
+    """Store dead letters, events to publish, scheduled and dead ones; send what is to be read."""
     engine = create_engine(settings, name="exhibit")
     nobody: Any = None
     slot = Slot(bank.name, bank.deposits, 0)
@@ -41,18 +67,10 @@ async def furnish(settings: Settings) -> None:
     dead = [Deposit(1, HOSTILE, id=HOSTILE), *others]
     await bury(desk, *dead)
     await engine.dispose()
-    db = await asyncpg.connect(os.environ["PIPELINE_DATABASE_URL"].replace("+asyncpg", ""))
+    db = await connect()
     await stage(db, [event(bank.balances, n) for n in range(3)])
-    await db.execute(
-        "INSERT INTO pipeline.scheduled (name, due_at, topic, event_id, source, type, content_type)"
-        " VALUES ('reminder of ada', '2030-01-02 03:04+00', 'reminders', 'a', '/s', 'r', 'y')"
-    )
-    await db.execute(
-        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
-        " content_type, died_at, reason)"
-        " VALUES (1, now(), 'balances', 'b', '/s', 'balance.changed', 'y', now(),"
-        " 'too large')"
-    )
+    for statement in (REASONS, SCHEDULED, DEAD_EVENTS):
+        await db.execute(statement)
     await db.close()
     admin = AIOKafkaAdminClient(bootstrap_servers=settings.kafka_bootstrap_servers)
     await admin.start()
@@ -61,10 +79,26 @@ async def furnish(settings: Settings) -> None:
     await send(settings, *dead)
 
 
+async def connect() -> asyncpg.Connection:
+    """Open a connection to the database."""
+    url = os.environ["PIPELINE_DATABASE_URL"].replace("+asyncpg", "")
+    connection: asyncpg.Connection = await asyncpg.connect(url)
+    return connection
+
+
 async def send(settings: Settings, *deposits: Deposit) -> None:
     """Send deposits to the bank."""
     async with AIOKafkaProducer(bootstrap_servers=settings.kafka_bootstrap_servers) as producer:
         await asyncio.gather(*(one.send(producer, bank.deposits) for one in deposits))
+
+
+async def let_a_release_have_applied(ids: Sequence[str]) -> None:
+    """Wait until the messages are applied, and let that have been an hour ago, by a release."""
+    db = await connect()
+    count = "SELECT count(*) = $2 FROM pipeline.inbox WHERE id = ANY ($1)"
+    await eventually(lambda: db.fetchval(count, ids, len(ids)))
+    await db.execute(AGE, RELEASE, ids)
+    await db.close()
 
 
 async def send_waves(settings: Settings) -> None:
@@ -74,6 +108,8 @@ async def send_waves(settings: Settings) -> None:
         deposits = [Deposit(first + n, f"account {n % 7}") for n in range(count)]
         again = deposits[:: 1 + wave % 5] if wave % 3 else []
         await send(settings, *deposits, *again)
+        if not wave:
+            await let_a_release_have_applied([str(one.amount) for one in deposits])
         await asyncio.sleep(1.5)
 
 

@@ -2,7 +2,9 @@
 
 import html
 import re
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
+from itertools import chain
 from urllib.parse import parse_qsl
 
 import asyncpg
@@ -90,6 +92,12 @@ async def test_a_key_of_the_backlog_leads_to_its_messages(
     path, _, query = html.unescape(link).partition("?")
     found = await rows(ann, path, **dict(parse_qsl(query)))
     assert [cells[4] for cells in found] == ["a &amp; b"] * 2
+    await db.execute("UPDATE pipeline.backlog SET consumer = '' WHERE \"offset\" = 0")
+    links = re.findall('href="([^"]+)">a &amp; b', (await ann.get("/backlog")).text)
+    assert len(links) == 2, "one is of no consumer"
+    for link in links:
+        path, _, query = html.unescape(link).partition("?")
+        assert len(await rows(ann, path, **dict(parse_qsl(query)))) == 1, link
     # A search can't ask for these.
     for key in (b"\xff", b" ", b"\0", b"x" * 5_000, None):
         await db.execute("UPDATE pipeline.backlog SET record_key = $1", key)
@@ -159,29 +167,68 @@ async def test_a_search_finds_by_state(
     assert await ids(ann, state="discarded") == {"eve"}
 
 
+async def pages(client: httpx2.AsyncClient, path: str, cell: str) -> AsyncIterator[list[str]]:
+    """Yield what each page of a list has of this pattern, at most ten pages."""
+    for _ in range(10):
+        text = (await client.get(path)).text
+        yield re.findall(cell, text)
+        older = re.search('<a href="([^"]+)">older ones', text)
+        if older is None:
+            return
+        path = html.unescape(older[1])
+
+
 @pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("are_discarded", [False, True])
 async def test_older_entries_are_found_page_by_page_each_once(
     ann: httpx2.AsyncClient,
     db: asyncpg.Connection,
     desk: Desk,
     monkeypatch: pytest.MonkeyPatch,
     at_once: bool,
+    are_discarded: bool,
 ) -> None:
+    """Also if those of a page are discarded before the next one is asked for."""
     monkeypatch.setattr(reading, "_LISTED", 2)
     names = ["ada", "bob", "eve", "joe", "sue"]
     for number, name in enumerate(names):
         await buried(desk, db, Deposit(number, name))
     if at_once:
         await db.execute("UPDATE pipeline.backlog SET died_at = now()")
-    found, pages, path = list[str](), 0, "/dead?state=dead"
-    while path:
-        text = (await ann.get(path)).text
-        found += re.findall('data-label="Key">([^<]*)<', text)
-        older = re.search('<a href="([^"]+)">older ones', text)
-        pages, path = pages + 1, html.unescape(older[1]) if older else ""
-        assert pages < 10
-    assert sorted(found) == names
-    assert pages == 3
+    found = list[list[str]]()
+    async for keys in pages(ann, "/dead?state=dead", 'data-label="Key">([^<]*)<'):
+        found.append(keys)
+        if are_discarded:
+            await db.execute(
+                "UPDATE pipeline.backlog SET discarded_at = now() WHERE record_key = ANY ($1)",
+                [one.encode() for one in keys],
+            )
+    assert [len(keys) for keys in found] == [2, 2, 1]
+    assert sorted(chain(*found)) == names
+
+
+async def test_older_events_are_found_page_by_page_by_their_numbers(
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_LISTED", 2)
+    await db.execute(
+        "INSERT INTO pipeline.outbox_rejected (id, created_at, topic, event_id, source, type,"
+        " content_type, died_at, reason)"
+        " SELECT n, now(), 't', n, '/s', 'x', 'y', now(), 'too large'"
+        " FROM generate_series(8, 12) AS n"
+    )
+    found = [some async for some in pages(ann, "/events", 'href="/events/([0-9]+)"')]
+    assert found == [["12", "11"], ["10", "9"], ["8"]]
+
+
+@pytest.mark.parametrize("given", ["", "x", "0", "-1", "é", "9" * 30])
+async def test_a_place_that_is_none_is_at_the_newest(
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk, given: str
+) -> None:
+    await buried(desk, db, Deposit(1, "ada"))
+    wanted = {"until": "2100-01-01T00:00:00+00:00", "after": given}
+    assert [cells[4] for cells in await rows(ann, "/dead", **wanted)] == ["ada"]
+    assert (await ann.get("/events", params=wanted)).status_code == 200
 
 
 async def test_a_dead_letter_shows_its_headers_error_and_traceback(

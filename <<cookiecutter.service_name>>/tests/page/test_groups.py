@@ -10,7 +10,7 @@ import pytest
 from page import actions
 
 from .conftest import buried
-from .test_many import preview
+from .test_many import hidden, preview
 from tests.contract.bank import Deposit
 from tests.pipeline.integration.bank import Bank
 from tests.pipeline.integration.desk import Desk
@@ -52,6 +52,21 @@ async def test_letters_are_grouped_by_reason_and_consumer_and_each_group_leads_t
     assert "Discard 1<" in (await ann.get(found["1 too old, gone"])).text
 
 
+async def test_the_group_of_no_consumer_leads_to_a_preview_of_it_alone(
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+) -> None:
+    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
+    await db.execute("UPDATE pipeline.backlog SET consumer = '' WHERE \"offset\" = 1")
+    found = groups((await ann.get("/dead")).text)
+    assert list(found) == ["2 rejected, deposit", "1 rejected, (none)"]
+    preview_path = found["1 rejected, (none)"]
+    assert "Discard 1<" in (await ann.get(preview_path)).text
+    form = hidden((await ann.get(preview_path)).text) | {"why": "no more"}
+    assert "Discarded: 1." in (await ann.post("/dead/discard", data=form)).text
+    left = await db.fetch("SELECT consumer FROM pipeline.backlog WHERE discarded_at IS NULL")
+    assert [row["consumer"] for row in left] == ["deposit"] * 2
+
+
 async def test_a_letter_says_whether_it_holds_its_key_and_how_many_messages(
     ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
 ) -> None:
@@ -73,3 +88,5 @@ async def test_the_result_of_many_is_that_of_the_first(
     await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
     text = (await ann.post("/dead/redrive", data=await preview(ann))).text
     assert "Redriven: 3. Result so far of the first 2: waiting: 2." in text
+    audited = await db.fetch("SELECT who, action, why FROM pipeline.audit")
+    assert {tuple(row) for row in audited} == {("ann", "redrive", "no more")}

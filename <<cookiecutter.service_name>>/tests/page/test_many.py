@@ -99,7 +99,9 @@ async def test_what_is_redriven_is_handled_in_order_and_the_rest_stays_dead(
     assert (await ann.post("/dead/redrive", data=await preview(ann, key="ada"))).status_code == 409
 
 
-@pytest.mark.parametrize("until", [None, "", "yesterday", "2026-01-01T00:00:00"])
+@pytest.mark.parametrize(
+    "until", [None, "", "yesterday", "2026-01-01T00:00:00", "0001-01-01T00:00:00+14:00"]
+)
 @pytest.mark.parametrize("what", ["redrive", "discard"])
 async def test_a_form_without_a_preview_changes_nothing(
     ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection, until: str | None, what: str
@@ -132,6 +134,45 @@ async def test_dead_events_are_searched_redriven_and_discarded_together(
         "SELECT died_at IS NULL, discarded_by FROM pipeline.outbox_rejected ORDER BY id"
     )
     assert [tuple(one) for one in found] == [(True, None), (False, "ann")] * 2
+
+
+async def test_a_search_is_for_what_is_older_or_newer_than_a_time(
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+) -> None:
+    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
+    await db.execute("UPDATE pipeline.backlog SET died_at = now() - \"offset\" * interval '2 h'")
+    for search, keys in (
+        ({"newer": "1h"}, {"ada"}),
+        ({"older": "1h"}, {"bob", "eve"}),
+        ({"older": "1h", "newer": "3h"}, {"bob"}),
+    ):
+        assert {cells[4] for cells in await rows(ann, "/dead", **search)} == keys
+        form = await preview(ann, **search)
+        assert f"Discard {len(keys)}<" in (await ann.get("/dead/preview", params=search)).text
+    assert "Discarded: 1." in (await ann.post("/dead/discard", data=form)).text
+    left = await db.fetch("SELECT record_key FROM pipeline.backlog WHERE discarded_at IS NULL")
+    assert {row["record_key"] for row in left} == {b"ada", b"eve"}
+    for wrong in ("soon", "-1h", "1"):
+        assert (await ann.get("/dead", params={"newer": wrong})).status_code == 409
+
+
+async def test_events_are_discarded_while_they_wait_and_letters_are_not(
+    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+) -> None:
+    await db.execute(_REJECTED)
+    await db.execute("UPDATE pipeline.outbox_rejected SET died_at = NULL WHERE topic = 't1'")
+    assert 'href="/events/preview?' in (await ann.get("/events?state=waiting")).text
+    text = (await ann.get("/events/preview?state=waiting")).text
+    assert "Discard 2<" in text
+    assert "/events/redrive" not in text
+    form = hidden(text) | {"why": "no such topic"}
+    assert "Discarded: 2." in (await ann.post("/events/discard", data=form)).text
+    found = await db.fetch("SELECT topic, discarded_why FROM pipeline.outbox_rejected ORDER BY id")
+    assert [tuple(one) for one in found] == [("t1", "no such topic"), ("t0", None)] * 2
+    await buried(desk, db, Deposit(1))
+    await db.execute("UPDATE pipeline.backlog SET died_at = NULL")
+    sent = await preview(ann, "events") | {"state": "waiting"}
+    assert "Discarded: 0." in (await ann.post("/dead/discard", data=sent)).text
 
 
 async def test_what_is_hostile_in_a_preview_is_shown_as_text(

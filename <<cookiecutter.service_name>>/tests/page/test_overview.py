@@ -2,10 +2,11 @@
 
 from datetime import UTC, datetime, timedelta
 
-from operate.status import Reading, Relay, Status
+from operate.status import Reading, Relay, Stage, Status
 from page.overview import HEIGHT, WIDTH, History, lines
 from page.rendering import Templates
 from page.settings import PageSettings
+from page.words import WORDS
 
 NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
 
@@ -86,3 +87,32 @@ def test_each_tile_has_the_plot_of_its_own_numbers() -> None:
         (line,) = lines(history.values(name))
         assert f'<polyline points="{line}"/>' in tiles[tile]
     assert "<polyline" not in tiles["Kafka lag"], "it is not known"
+
+
+def test_the_tile_of_calls_names_the_consumers_for_which_most_wait() -> None:
+    history, status = History(), at(0)
+    for name, waiting, failing in (("few", 3, 0), ("<b>", 7, 2), ("none", 0, 0)):
+        status.stages.append(Stage("calls", name, waiting, failing=failing, oldest=180))
+    history.add(status)
+    (snapshot,) = history.snapshots
+    templates = Templates("bank", PageSettings.model_validate({"token": "a token of the tests"}))
+    text = templates.text("now.html", now=snapshot, history=history)
+    tile = text.partition(">Calls</a></h2>")[2].partition("</section>")[0]
+    note = " ".join(tile.partition('<p class="note">')[2].partition("</p>")[0].split())
+    assert note == "&lt;b&gt;: 7, 2 failing, oldest 3 min; few: 3, 0 failing, oldest 3 min"
+    assert "metrics of the processes" in WORDS["Calls"]
+
+
+def test_the_tile_of_the_outbox_names_the_topic_that_is_most_late() -> None:
+    templates = Templates("bank", PageSettings.model_validate({"token": "a token of the tests"}))
+    for ages, expected in (
+        ({"routes": 300.0, "<b>": 600.0}, "oldest 10 min of &lt;b&gt;"),
+        ({"routes": 600.0}, "oldest 10 min"),
+    ):
+        history, status = History(), at(0)
+        oldest = max(ages.values())
+        status.stages.append(Stage("outbox", "", 9, oldest=oldest, oldest_by_topic=ages))
+        history.add(status)
+        text = templates.text("now.html", now=history.snapshots[-1], history=history)
+        tile = text.partition(">Outbox</h2>")[2].partition("</section>")[0]
+        assert f'<p class="note">{expected}</p>' in tile

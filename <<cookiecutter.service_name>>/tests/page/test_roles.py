@@ -70,6 +70,13 @@ async def test_the_operators_role_is_enough(
             assert answer.status_code == status, answer.text
         answer = await client.post("/stops/pause", data=form | {"key": ""})
         assert answer.status_code == 303, answer.text
+        position = {"what": "seek", "topic": desk.slot.topic, "to": "earliest", "shown": "0:0"}
+        for path, given, role in (
+            ("/positions/move", position, "service"),
+            ("/retention/skip-archive", {"day": "2020-01-01"}, "retention"),
+        ):
+            answer = await client.post(path, data=form | given)
+            assert (answer.status_code, f"takes the {role}" in answer.text) == (409, True)
 
 
 @DIRECTLY

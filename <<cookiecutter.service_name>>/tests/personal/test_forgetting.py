@@ -268,7 +268,7 @@ def service(
 
 
 async def test_the_command_says_what_is_unreadable_and_what_is_not_erased(
-    new_clinic: NewClinic, service: Callable[..., Command]
+    new_clinic: NewClinic, service: Callable[..., Command], db: asyncpg.Connection
 ) -> None:
     clinic, desk = await new_clinic()
     clinic.does = {1: rejects, 2: fails, 3: parks, 4: clinic.schedules}
@@ -286,6 +286,13 @@ async def test_the_command_says_what_is_unreadable_and_what_is_not_erased(
     assert json.loads(listed.stdout)["subject"] == "p1"
     refused = await command("personal", "forget", " ", "--yes")
     assert (refused.exit_code, "the subject is empty" in refused.stderr) == (1, True)
+    done = await command("personal", "rewrap", "--operator", "bob", "--because", "a leak")
+    assert done.exit_code == 0, done.output
+    audited = await db.fetch("SELECT who, action, subject, why FROM pipeline.audit ORDER BY id")
+    assert [tuple(row) for row in audited] == [
+        ("ada", "forget", "subject p1", None),
+        ("bob", "rewrap", "keys of personal data", "a leak"),
+    ]
 
 
 async def test_a_dead_letter_that_can_not_be_read_is_not_redriven_and_can_be_discarded(

@@ -1,13 +1,12 @@
 """The audit: what people change, by a command or on the page. Its rows are only added."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import asyncpg
 
 _ADD = "INSERT INTO pipeline.audit (who, action, subject, why) VALUES ($1, $2, $3, $4)"
-_NAMED = 20
-"""Ids that a row has at most."""
 
 
 class Change(NamedTuple):
@@ -18,16 +17,29 @@ class Change(NamedTuple):
     why: str | None = None
 
 
+@asynccontextmanager
+async def changing(connection: asyncpg.Connection, change: Change) -> AsyncIterator[list[str]]:
+    """Begin the transaction of a person's change, whose block adds the names of what it changes.
+
+    The audit gets a row for each of them. So nothing is changed without a row, and no row says what
+    was rolled back.
+    """
+    subjects: list[str] = []
+    async with connection.transaction():
+        yield subjects
+        for one in subjects:
+            await note(connection, change, one)
+
+
 async def note(connection: asyncpg.Connection, change: Change, subject: str) -> None:
-    """Write down a change of the subject, in the transaction that makes it."""
+    """Write down a change of the subject: before one that takes several transactions."""
     await connection.execute(_ADD, change.who, change.action, subject, change.why)
 
 
-async def note_entries(
-    connection: asyncpg.Connection, change: Change, kind: str, keys: Sequence[bytes | int]
-) -> None:
-    """Write down a change of entries, if there are any, by the ids that commands list."""
-    ids = [one.hex()[:16] if isinstance(one, bytes) else str(one) for one in keys[:_NAMED]]
-    more = f" and {len(keys) - _NAMED:,} more" if len(keys) > _NAMED else ""
-    if ids:
-        await note(connection, change, f"{kind} {', '.join(ids)}{more}")
+def entries(kind: str, keys: Sequence[bytes | int]) -> list[str]:
+    """Return the name of some entries, with the ids that commands list: none if there are none.
+
+    It has all of them, so that the timeline of each key finds what was done to its entries.
+    """
+    ids = [one.hex()[:16] if isinstance(one, bytes) else str(one) for one in keys]
+    return [f"{kind} {', '.join(ids)}"] if ids else []

@@ -142,9 +142,14 @@ class Pace:
         self.limit = min(_FIRST, settings.batch_size)
         """Messages of the next transaction."""
 
-    def learn(self, outcomes: Sequence[BatchOutcome]) -> None:
-        """Adapt to messages that were applied in one transaction, or had to be divided."""
-        self.limit = min(self._at_most, 2 * self.limit)
+    def learn(self, outcomes: Sequence[BatchOutcome], number: int) -> None:
+        """Adapt to so many messages, which were applied in one transaction or had to be divided.
+
+        Few do not raise the limit: they may be those of another, quicker handler. More than half of
+        it count as full: of each key in the backlog as many rows are read as of any other.
+        """
+        if 2 * number > self.limit:
+            self.limit = min(self._at_most, 2 * self.limit)
         for one in outcomes:
             if one.applied:
                 fitting = math.ceil(len(one.applied) * self._seconds / one.seconds)

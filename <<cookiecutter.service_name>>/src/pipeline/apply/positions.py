@@ -14,6 +14,7 @@ from aiokafka import ConsumerRecord
 from pipeline.events.message import FIRST_MILLISECOND, time_of
 
 from . import audit
+from .audit import Change
 from .item import record_digest
 
 _NO_ANCHOR = (None, None, None)
@@ -218,28 +219,24 @@ async def forgive_start(connection: asyncpg.Connection, slot: Slot, position: in
     await connection.execute(_FORGIVE_START, *slot, position)
 
 
-async def seek(
-    connection: asyncpg.Connection, slot: Slot, offset: int, *, operator: str = ""
-) -> None:
+async def seek(connection: asyncpg.Connection, slot: Slot, offset: int, change: Change) -> None:
     """Set the position of a partition, for an operator's command; the audit has it.
 
     A batch that is under way raises `PositionMoved` and is rolled back.
     """
-    async with connection.transaction():
+    async with audit.changing(connection, change) as subjects:
         await connection.execute(_SEEK, *slot, offset)
-        await audit.note(connection, audit.Change(operator, "seek"), _goes(slot, offset))
+        subjects.append(_goes(slot, offset))
 
 
-async def rewind(
-    connection: asyncpg.Connection, slot: Slot, offset: int, *, operator: str = ""
-) -> None:
+async def rewind(connection: asyncpg.Connection, slot: Slot, offset: int, change: Change) -> None:
     """Set the position of a partition back to an offset, unless it is before that already.
 
     The audit has it.
     """
-    async with connection.transaction():
+    async with audit.changing(connection, change) as subjects:
         await connection.execute(_REWIND, *slot, offset)
-        await audit.note(connection, audit.Change(operator, "replay"), _goes(slot, offset))
+        subjects.append(_goes(slot, offset))
 
 
 def _goes(slot: Slot, offset: int) -> str:

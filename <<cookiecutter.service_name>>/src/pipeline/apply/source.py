@@ -39,10 +39,11 @@ class Source(Protocol):
     def patience(self) -> float:
         """Seconds for which the transaction may wait for its turn."""
 
-    async def check(self) -> None:
+    async def check(self, connection: asyncpg.Connection) -> None:
         """Look what is paused, when the transaction has its connection and is about to begin.
 
-        Raises `Resting` if any of the messages must not be taken now.
+        What it writes is committed at once. Raises `Resting` if any of the messages must not be
+        taken now, and `SourceLost` if another process owns it.
         """
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:

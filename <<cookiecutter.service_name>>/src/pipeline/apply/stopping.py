@@ -232,7 +232,7 @@ async def ask(
             f" instead. If the relay publishes them again: DROP PUBLICATION {name}"
         )
     action = f"throttle to {per_second:g}/s" if per_second else "pause"
-    async with connection.transaction():
+    async with audit.changing(connection, Change(who, action, why)) as named:
         await connection.execute(_TAKE_TURN, _TURN)
         await connection.execute(_END)
         try:
@@ -241,22 +241,20 @@ async def ask(
             raise Refused("a rate is between 0.001 and 1,000,000 in a second") from None
         if rows := _rows(subjects):
             await connection.execute(_HOLD, *_columns(rows), lasts, f"{who}: {why}")
-        for one in subjects:
-            await audit.note(connection, Change(who, action, why), str(one))
+        named.extend(map(str, subjects))
 
 
 async def resume(
     connection: asyncpg.Connection, subjects: Sequence[Subject], *, who: str, why: str | None
 ) -> bool:
     """Let the subjects be taken as before; return whether any was paused or throttled."""
-    async with connection.transaction():
+    async with audit.changing(connection, Change(who, "resume", why)) as named:
         await connection.execute(_TAKE_TURN, _TURN)
         await connection.execute(_END)
         if await connection.execute(_RESUME, *_columns(subjects)) == "DELETE 0":
             return False
         await connection.execute(_LET_GO, [key for key, *_ in _rows(subjects)])
-        for one in subjects:
-            await audit.note(connection, Change(who, "resume", why), str(one))
+        named.extend(map(str, subjects))
     return True
 
 

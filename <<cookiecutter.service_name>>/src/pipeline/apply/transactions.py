@@ -21,7 +21,7 @@ from pipeline.errors import Repeat, describe_error
 from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import UNDECIDED, Decision, undecided
 from pipeline.handlers.registry import Handlers
-from pipeline.handlers.sessions import AT_WORK, DONE
+from pipeline.handlers.sessions import AT_WORK, DONE, GUARD_COMMIT
 from pipeline.handlers.staging import Outbox
 from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
@@ -52,6 +52,7 @@ from .positions import SourceLost
 from .runs import apply_run, apply_runs, write_staged
 from .slots import Slots
 from .source import Source, without_decision
+from .throttles import Resting
 from .turns import Turns
 
 log = logging.getLogger(__name__)
@@ -237,11 +238,18 @@ class ConsumeTransactions:
         turn, slot = self.turns.take(source, decisions), self._slots.one(waits=not source.has_lease)
         async with turn, slot, self.engine.connect() as connection:
             await self.signals.wait_for_relay()
-            # All that it has waited for may have taken long.
-            await source.check()
+            driver = await driver_of(connection)
+            try:
+                # All that it has waited for may have taken long.
+                await source.check(driver)
+            except (Resting, SourceLost):
+                raise
+            except BaseException:
+                await connection.invalidate()  # a statement may be under way
+                raise
             attempt = Attempt(
                 connection,
-                await driver_of(connection),
+                driver,
                 self._new_outbox(),
                 ProcessSpans(self.group),
                 own,
@@ -300,8 +308,10 @@ class ConsumeTransactions:
         """Execute all statements of the transaction except the commit."""
         driver, outbox = attempt.driver, attempt.outbox
         outcome = BatchOutcome(encryption=self.encryption)
-        # Time limits, and the lock that keeps generations from being closed.
-        await limits.begin(attempt.connection, attempt.limits)
+        # Time limits, and the lock that keeps generations from being closed. A transaction of lanes
+        # updates no row whose trigger would reject a handler's COMMIT.
+        guard = f"; {GUARD_COMMIT}" if attempt.own and source.has_lease else ""
+        await limits.begin(attempt.connection, attempt.limits + guard)
         # Moves the position, or holds the lane; raises if another process owns it.
         generations = await source.begin(driver)
         # Inserts markers: a message that has one already is a duplicate.

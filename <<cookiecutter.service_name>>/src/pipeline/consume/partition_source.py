@@ -112,7 +112,7 @@ class PartitionSource:
         """A minute: a revocation of the partition ends the wait."""
         return 60.0
 
-    async def check(self) -> None:
+    async def check(self, connection: asyncpg.Connection) -> None:
         """Raise `Resting` if a topic is paused, or a consumer whose messages are not parked."""
         for part in self.parts:
             if part.limits:

@@ -192,7 +192,7 @@ class Reader:
                     attempts = self._attempts("the consume transaction")
                     results = await self._consume.apply(source, attempts, memory)
                     self._gatherer.learn(part, results)
-                    self._pace.learn(results)
+                    self._pace.learn(results, len(part.batch.records))
         finally:
             self._is_applying = False
         if records:

@@ -133,6 +133,11 @@ _lag_events = OfOutbox("pipeline.outbox.lag.events", "{event}", "Events not yet 
 _lag_duration = OfOutbox(
     "pipeline.outbox.lag.duration", "s", "Age of the oldest event not yet sent."
 )
+_outbox_delay = OfOutbox(
+    "pipeline.outbox.delay", "s", "Age of a topic's oldest event among those that are sent next."
+)
+_outbox_topics: set[str] = set()
+"""Topics for which events have waited since the process was started."""
 _rejected = OfOutbox("pipeline.outbox.rejected", "{event}", "Rejected by Kafka, by state.")
 _ahead = Computed("pipeline.outbox.ahead", "s", "Time until there is no partition for new events.")
 _coverage = Computed(
@@ -265,13 +270,15 @@ def set_breaker(consumer: str, *, is_open: bool) -> None:
 
 
 def observe_backlog(
-    consumer: str, waiting: int, dead: int, oldest_seconds: float, *, has_calls: bool
+    consumer: str, waiting: int, dead: int, oldest: Mapping[str, float], *, has_calls: bool
 ) -> None:
-    """Set what the backlog holds for a consumer: messages, or calls."""
+    """Set what the backlog holds for a consumer: messages, or calls; `oldest` is the age of the
+    first that waits, in seconds by topic."""
     attributes = {CONSUMER: consumer, MODE: "call" if has_calls else "message"}
     _backlog.set(waiting, attributes)
     _dead.set(dead, attributes)
-    _backlog_age.set(max(0.0, oldest_seconds), attributes)  # a paused key is in the future
+    for topic, seconds in oldest.items():  # a paused key is in the future
+        _backlog_age.set(max(0.0, seconds), {**attributes, names.MESSAGING_DESTINATION_NAME: topic})
 
 
 def backlog_applied(consumer: str, seconds: float) -> None:
@@ -284,11 +291,28 @@ def lease_extended(until: float) -> None:
     OfOutbox.leased_until = until
 
 
-def observe_outbox(lag_events: int, oldest: datetime | None) -> None:
-    """Set how many events wait to be published, and since when the oldest one does."""
+def observe_outbox(lag_events: int, oldest: Mapping[str, datetime], *, is_all: bool = True) -> None:
+    """Set how many events wait to be published, and since when the oldest one of each topic does.
+
+    Without `is_all` these are the topics of the events that are sent next, and others wait behind
+    them: the delay of other topics is not known, and not reported. Otherwise it is 0.
+    """
+    _outbox_topics.update(oldest)
+    topics = [*(_outbox_topics if is_all else oldest)]
+
+    def seconds(*moments: datetime) -> float:  # the database's clock may be ahead
+        return max([0.0, *map(_since, moments)])
+
+    def by_topic() -> list[Observation]:
+        waited = {topic: seconds(moment) for topic, moment in oldest.items()}
+        return [
+            Observation(waited.get(topic, 0.0), {names.MESSAGING_DESTINATION_NAME: topic})
+            for topic in topics
+        ]
+
     _lag_events.read = lambda: lag_events
-    # The database's clock may be ahead.
-    _lag_duration.read = lambda: max(0.0, _since(oldest)) if oldest else 0.0
+    _lag_duration.read = lambda: seconds(*oldest.values())
+    _outbox_delay.read = by_topic
 
 
 def observe_rejected(waiting: int, dead: int, paused: int = 0) -> None:
@@ -300,7 +324,7 @@ def observe_rejected(waiting: int, dead: int, paused: int = 0) -> None:
 
 def forget_outbox() -> None:
     """Drop what was observed of the outbox, until the relay observes it again."""
-    for gauge in (_lag_events, _lag_duration, _rejected):
+    for gauge in (_lag_events, _lag_duration, _outbox_delay, _rejected):
         gauge.read = lambda: None
 
 

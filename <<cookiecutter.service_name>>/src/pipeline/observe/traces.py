@@ -35,6 +35,7 @@ TraceHeaders = tuple[str | None, str | None, str | None]
 _MAX_LINKS = 128
 """The SDK keeps no more links of a span."""
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+_TRACE_ID = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-")
 _RECORDED = frozenset("13579bdf")
 """Last digits of a `traceparent` whose trace is recorded."""
 _FLAGS = [trace.TraceFlags(flags) for flags in range(256)]
@@ -212,6 +213,12 @@ def creation_context(context: otel.Context | None = None) -> TraceHeaders:
 def traceparent(context: otel.Context | None) -> str | None:
     """Return the header that names the context's span; None if there is none."""
     return None if context is None else creation_context(context)[0]
+
+
+def trace_id(traceparent: str | None) -> str | None:
+    """Return the trace's id in a header, which is untrusted; None if there is none in it."""
+    found = _TRACE_ID.match(traceparent or "")
+    return found[1] if found else None
 
 
 def within(traceparent: str | None) -> AbstractContextManager[object]:

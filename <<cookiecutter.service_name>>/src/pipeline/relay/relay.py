@@ -6,6 +6,7 @@ import math
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from datetime import datetime
 from time import monotonic
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -228,7 +229,7 @@ class Relay:
         return is_draining or bool(events), is_more
 
     def _observe(self, pages: Sequence[Page]) -> None:
-        """Report how many events are still to be sent, and when the oldest one was created."""
+        """Report how many events are still to be sent, and when a topic's oldest was created."""
         events = [event for one in pages for event in one.events]
         # The windows of the groups overlap in their ids, so the widest one approximates the rest.
         beyond = max((one.then.high_id - one.then.last_id for one in pages), default=0)
@@ -236,8 +237,12 @@ class Relay:
         is_all = not any(one.target for one in self._cursor.progress.values())
         self.backpressure.left(len(events) + beyond, is_all=is_all)
         if events or beyond or self._lags:  # an idle poll reports nothing, which saves its cost
-            oldest = min((event["created_at"] for event in events), default=None)
-            metrics.observe_outbox(len(events) + beyond, oldest)
+            oldest: dict[str, datetime] = {}
+            for event in events:
+                topic, created_at = event["topic"], event["created_at"]
+                if created_at <= oldest.get(topic, created_at):
+                    oldest[topic] = created_at
+            metrics.observe_outbox(len(events) + beyond, oldest, is_all=not beyond)
         self._lags = bool(events or beyond)
 
     async def _read(

@@ -108,9 +108,7 @@ async def cancel(
     connection: asyncpg.Connection, names: list[str], *, operator: str, why: str | None = None
 ) -> list[str]:
     """Cancel scheduled events; returns the names of those that were still waiting."""
-    async with connection.transaction():
+    async with audit.changing(connection, Change(operator, "cancel", why)) as subjects:
         cancelled = sorted([row["name"] for row in await connection.fetch(CANCEL, names)])
-        for name in cancelled:
-            change = Change(operator, "cancel", why)
-            await audit.note(connection, change, f"scheduled event {name}")
+        subjects.extend(f"scheduled event {name}" for name in cancelled)
     return cancelled

@@ -113,15 +113,16 @@ SELECT {COLUMNS}
 
 # Also counts what a relay has published in the quarter of a second since it wrote its cursor.
 _COUNT = """
-SELECT count(*) AS count,
-       COALESCE(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest
-  FROM (SELECT created_at
+SELECT topic, count(*) AS count,
+       GREATEST(extract(epoch FROM clock_timestamp() - min(created_at)), 0)::float AS oldest
+  FROM (SELECT topic, created_at
           FROM pipeline.outbox JOIN pipeline.outbox_cursor USING (shard)
          WHERE xid >= (SELECT pg_snapshot_xmin(seen) FROM pipeline.outbox_cursor
                         ORDER BY pg_snapshot_xmin(seen) LIMIT 1)
            AND NOT pg_visible_in_snapshot(xid, seen)
            AND (target IS NULL OR id > last_id OR NOT pg_visible_in_snapshot(xid, target))
          ORDER BY xid LIMIT $1) AS unpublished
+ GROUP BY topic
 """
 
 _NOW = "SELECT pg_postmaster_start_time() AS server, pg_current_snapshot() AS snapshot"
@@ -161,10 +162,11 @@ async def is_as_seen(
     )
 
 
-async def count(connection: asyncpg.Connection, most: int) -> tuple[int, float]:
-    """Return how many events are not published, up to a number, and the oldest one's seconds."""
-    found, oldest = await connection.fetchrow(_COUNT, most)
-    return found, oldest
+async def count(connection: asyncpg.Connection, most: int) -> tuple[int, dict[str, float]]:
+    """Return how many events are not published, up to a number, and the age of the oldest one of
+    each topic among these, in seconds."""
+    rows = await connection.fetch(_COUNT, most)
+    return sum(row["count"] for row in rows), {row["topic"]: row["oldest"] for row in rows}
 
 
 async def fresh(

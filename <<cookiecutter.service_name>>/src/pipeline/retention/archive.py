@@ -8,6 +8,8 @@ from typing import Protocol
 
 import asyncpg
 
+from pipeline.apply import audit
+from pipeline.apply.audit import Change
 from pipeline.errors import describe_error
 
 Report = Callable[[str], Awaitable[None]]
@@ -110,11 +112,17 @@ async def archive_day(
     return why
 
 
-async def skip(connection: asyncpg.Connection, days: Sequence[date] | None) -> list[date]:
+async def skip(
+    connection: asyncpg.Connection, days: Sequence[date] | None, change: Change
+) -> list[date]:
     """Let days be dropped without being archived; return those that are closed.
 
     None: all that are closed, and those to come too, unless a process still has an archive.
     """
-    if days is None:
-        await connection.execute(_ARCHIVES_NO_LONGER)
-    return sorted([row["day"] for row in await connection.fetch(_SKIP_ARCHIVE, days)])
+    async with audit.changing(connection, change) as subjects:
+        if days is None:
+            await connection.execute(_ARCHIVES_NO_LONGER)
+            subjects.append("all days of the outbox")
+        skipped = sorted([row["day"] for row in await connection.fetch(_SKIP_ARCHIVE, days)])
+        subjects.extend(f"day {day} of the outbox" for day in skipped)
+    return skipped

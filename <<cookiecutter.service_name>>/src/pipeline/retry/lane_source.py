@@ -95,17 +95,21 @@ class LaneSource:
 
     @property
     def patience(self) -> float:
-        """Half of the lease, which `begin` extends."""
+        """Half of the lease, which `check` extends."""
         return self.lease.seconds / 2
 
-    async def check(self) -> None:
-        """Raise `Resting` if a consumer whose handler is to be called is paused."""
+    async def check(self, connection: asyncpg.Connection) -> None:
+        """Extend the lease, whatever becomes of the transaction. Raises `LaneLost`.
+
+        Raises `Resting` if a consumer whose handler is to be called is paused.
+        """
+        await lanes.extend(connection, self.lease)
         if self.throttles:
             called = without_decision(self, self.decisions)
             await self.throttles.end_if_paused({item.consumer for item in called})
 
     async def begin(self, connection: asyncpg.Connection) -> Generations:
-        """Lock the lane and extend its lease. Raises `LaneLost`."""
+        """Lock the lane. Raises `LaneLost`."""
         return await lanes.hold(connection, self.lease)
 
     async def find(self, connection: asyncpg.Connection, items: Sequence[Item]) -> Stored:

@@ -1,5 +1,6 @@
 """Lanes of the backlog and their rows: the statements of workers, and of commands on dead rows."""
 
+import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -38,7 +39,7 @@ class Lease:
     ended_at: datetime
     """When the lease before has ended: its worker can't have read a row that was stored later."""
     seconds: float
-    """Time for which each transaction extends the lease when it begins."""
+    """Time for which the lease is extended before each transaction."""
     unavailable: dict[str, StoreUnavailable] = field(default_factory=dict)
     """Topics whose rows could not be decoded since, because a schema registry is unavailable."""
 
@@ -91,17 +92,19 @@ _LOCKED = """
 """
 
 _HOLD = f"""
-WITH locked AS MATERIALIZED ({_LOCKED}), held AS (
-    UPDATE pipeline.backlog_lane
-       SET lease_until = clock_timestamp() + make_interval(secs => $3)
-     WHERE lane IN (SELECT lane FROM locked)
-    RETURNING lane
-)
-SELECT current, oldest, since, held.lanes
-  FROM (SELECT array_agg(lane) AS lanes FROM held) AS held, pipeline.inbox_generation
+WITH locked AS MATERIALIZED ({_LOCKED})
+SELECT current, oldest, since, (SELECT array_agg(lane) FROM locked) FROM pipeline.inbox_generation
 """
 
-_EXTEND = _HOLD.replace("OF backlog_lane", "OF backlog_lane SKIP LOCKED")
+# Not in the transaction that it is for: a rollback would undo it.
+_EXTEND = f"""
+WITH locked AS MATERIALIZED ({_LOCKED})
+UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() + make_interval(secs => $3)
+ WHERE lane IN (SELECT lane FROM locked)
+RETURNING lane
+"""
+
+_EXTEND_UNLOCKED = _EXTEND.replace("OF backlog_lane", "OF backlog_lane SKIP LOCKED")
 
 # A row that was decided has no marker, as one that was not tried.
 _OVERTAKEN = """
@@ -235,16 +238,17 @@ WITH RECURSIVE of_lane AS MATERIALIZED (
              ORDER BY b.consumer LIMIT 1)
       FROM part WHERE consumer IS NOT NULL
 ), due AS (
-    SELECT part.consumer, has_calls, count(*) AS waiting, min(received_at) AS first_at,
+    SELECT part.consumer, has_calls, topic, count(*) AS waiting, min(received_at) AS first_at,
            min(due_at) FILTER (WHERE NOT is_served) AS unserved_since
       FROM part CROSS JOIN LATERAL (
-           SELECT received_at, due_at FROM pipeline.backlog b
+           SELECT topic, received_at, due_at FROM pipeline.backlog b
             WHERE b.lane = part.lane AND b.consumer = part.consumer AND due_at IS NOT NULL
             ORDER BY due_at LIMIT $4) AS first
-     GROUP BY part.consumer, has_calls
+     GROUP BY part.consumer, has_calls, topic
 ), few AS (
     (SELECT b.* FROM generate_series(0, 255) AS slice CROSS JOIN LATERAL (
-            SELECT consumer, lane, received_at, attempts, false AS is_dead FROM pipeline.backlog
+            SELECT consumer, lane, topic, received_at, attempts, false AS is_dead
+              FROM pipeline.backlog
              WHERE died_at IS NULL
                AND order_key >= CASE slice WHEN 0 THEN '' ELSE set_byte('\\x00', 0, slice) END
                AND order_key <= set_byte(decode(repeat('ff', 64), 'hex'), 0, slice)
@@ -252,23 +256,29 @@ WITH RECURSIVE of_lane AS MATERIALIZED (
       LIMIT $1)
     UNION ALL
     (SELECT d.* FROM of_lane CROSS JOIN LATERAL (
-            SELECT consumer, lane, received_at, attempts, true AS is_dead FROM pipeline.backlog b
+            SELECT consumer, lane, topic, received_at, attempts, true AS is_dead
+              FROM pipeline.backlog b
              WHERE b.lane = of_lane.lane AND died_at IS NOT NULL AND discarded_at IS NULL
              ORDER BY order_key LIMIT $1) AS d
       LIMIT $1)
 ), counted AS (
-    SELECT consumer, lane >= $2 AS has_calls, count(*) FILTER (WHERE NOT is_dead) AS waiting,
+    SELECT consumer, lane >= $2 AS has_calls, topic,
+           count(*) FILTER (WHERE NOT is_dead) AS waiting,
            count(*) FILTER (WHERE is_dead) AS dead,
            count(*) FILTER (WHERE NOT is_dead AND attempts > 0) AS failing,
            min(received_at) FILTER (WHERE NOT is_dead) AS first_at
-      FROM few GROUP BY consumer, lane >= $2
+      FROM few GROUP BY consumer, lane >= $2, topic
+), by_topic AS (
+    SELECT consumer, has_calls, topic, GREATEST(counted.waiting, due.waiting) AS waiting,
+           COALESCE(dead, 0) AS dead, COALESCE(failing, 0) AS failing,
+           GREATEST(extract(epoch FROM clock_timestamp()
+                            - LEAST(counted.first_at, due.first_at)), 0)::float AS oldest,
+           GREATEST(extract(epoch FROM clock_timestamp() - unserved_since), 0)::float AS unserved
+      FROM counted FULL JOIN due USING (consumer, has_calls, topic)
 )
-SELECT consumer, has_calls, GREATEST(counted.waiting, due.waiting) AS waiting,
-       COALESCE(dead, 0) AS dead, COALESCE(failing, 0) AS failing,
-       GREATEST(extract(epoch FROM clock_timestamp()
-                        - LEAST(counted.first_at, due.first_at)), 0)::float AS oldest,
-       GREATEST(extract(epoch FROM clock_timestamp() - unserved_since), 0)::float AS unserved
-  FROM counted FULL JOIN due USING (consumer, has_calls)
+SELECT consumer, has_calls, sum(waiting)::bigint, sum(dead)::bigint, sum(failing)::bigint,
+       max(oldest), max(unserved), array_agg(topic), array_agg(oldest)
+  FROM by_topic GROUP BY consumer, has_calls
 """
 
 
@@ -286,6 +296,8 @@ class Waiting(NamedTuple):
     """Seconds since the first of those waiting was received."""
     unserved: float
     """Seconds for which the first is due, 0 if a worker has held a lane of its kind since."""
+    oldest_by_topic: dict[str, float]
+    """`oldest` by topic; 0 if only dead messages of it were counted."""
 
 
 async def claim(
@@ -310,17 +322,27 @@ async def claim(
 
 
 async def hold(connection: asyncpg.Connection, lease: Lease) -> Generations:
-    """Lock the lanes to the end of the transaction, and extend the lease. Raises `LaneLost`."""
-    row = await connection.fetchrow(_HOLD, lease.lanes, lease.tokens, lease.seconds)
-    *generations, held = row
-    if lost := {*lease.lanes}.difference(held or ()):
-        raise LaneLost("; ".join(f"backlog lane {lane} was taken over" for lane in sorted(lost)))
+    """Lock the lanes to the end of the transaction. Raises `LaneLost`."""
+    *generations, held = await connection.fetchrow(_HOLD, lease.lanes, lease.tokens)
+    _require(lease, held or ())
     return Generations(*generations)
 
 
 async def extend(connection: asyncpg.Connection, lease: Lease) -> None:
+    """Extend the lease. Raises `LaneLost`, or `TimeoutError` if that takes as long as it lasts."""
+    async with asyncio.timeout(lease.seconds):
+        rows = await connection.fetch(_EXTEND, lease.lanes, lease.tokens, lease.seconds)
+    _require(lease, [row["lane"] for row in rows])
+
+
+async def extend_unlocked(connection: asyncpg.Connection, lease: Lease) -> None:
     """Extend the lease of those of the lanes that no transaction has locked."""
-    await connection.execute(_EXTEND, lease.lanes, lease.tokens, lease.seconds)
+    await connection.execute(_EXTEND_UNLOCKED, lease.lanes, lease.tokens, lease.seconds)
+
+
+def _require(lease: Lease, held: Collection[int]) -> None:
+    if lost := {*lease.lanes}.difference(held):
+        raise LaneLost("; ".join(f"backlog lane {lane} was taken over" for lane in sorted(lost)))
 
 
 async def overtaken(
@@ -387,12 +409,16 @@ async def settle(
 async def waiting(connection: asyncpg.Connection, most: int, idle: float) -> list[Waiting]:
     """Return what waits and what is dead, counted among so many rows of each.
 
-    If there are more, those of the first keys count, by their hashes, which is a fair sample.
+    If there are more, those of the first keys count, by their hashes, which is a fair sample, and
+    the first due ones of each consumer and lane: only a topic without any of these is missing.
     `unserved` looks `idle` seconds back.
     """
     limit = timedelta(seconds=idle)
     rows = await connection.fetch(_WAITING, most, FIRST_LANE_OF_CALLS, limit, _FIRST)
-    return [Waiting(*row) for row in rows]
+    return [
+        Waiting._make((*numbers, dict(zip(topics, ages, strict=True))))
+        for *numbers, topics, ages in rows
+    ]
 
 
 async def schedule_heads(

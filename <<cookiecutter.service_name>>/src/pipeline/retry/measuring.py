@@ -39,17 +39,21 @@ _READ = "SELECT counts::text FROM pipeline.backlog_count"
 
 async def measure(engine: AsyncEngine) -> None:
     """Set the metrics until cancelled."""
-    known: dict[tuple[str, bool], Waiting] = {}
+    known: dict[tuple[str, bool], dict[str, float]] = {}  # zeros by topic, of what had rows once
     while True:
         try:
             async with asyncio.timeout(_COUNT_SECONDS), autocommitting(engine) as driver:
                 counted = await _counted(driver)
+            now = {(one.consumer, one.has_calls): one for one in counted}
+            for place, one in now.items():
+                known.setdefault(place, {}).update(dict.fromkeys(one.oldest_by_topic, 0.0))
             # What has no rows is not among the results, and its gauges must become 0.
-            known = {place: Waiting(*place, 0, 0, 0, 0.0, 0.0) for place in known}
-            known |= {(one.consumer, one.has_calls): one for one in counted}
-            for one in known.values():
-                numbers = one.waiting, one.dead, one.oldest
-                metrics.observe_backlog(one.consumer, *numbers, has_calls=one.has_calls)
+            for place, zeros in known.items():
+                one = now.get(place) or Waiting(*place, 0, 0, 0, 0.0, 0.0, {})
+                oldest = zeros | one.oldest_by_topic
+                metrics.observe_backlog(
+                    one.consumer, one.waiting, one.dead, oldest, has_calls=one.has_calls
+                )
         except TimeoutError:
             log.warning("backlog: counting takes too long, its metrics keep their last values")
         except Exception as error:

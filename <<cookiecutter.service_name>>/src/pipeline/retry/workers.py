@@ -228,13 +228,14 @@ class BacklogWorkers:
     async def _clear(self, lease: Lease) -> None:
         """Handle one by one the rows that an earlier worker may have died over.
 
-        These were stored before its lease ended. Ends at a row that this worker has tried.
+        These were stored before its lease ended, and are the first ones: it had read no more than
+        a batch. Ends at a row that this worker has tried.
         """
         tried: set[bytes] = set()
-        while not self._stopping.is_set():
+        for _ in range(self._settings.batch_size):
             rows = await self._due(lease, 1, before=lease.ended_at)
             keys = {row["key"] for row in rows}
-            if not rows or keys & tried:
+            if self._stopping.is_set() or not rows or keys & tried:
                 return
             tried |= keys
             await self._handle(lease, rows)
@@ -395,7 +396,7 @@ class BacklogWorkers:
         async with in_background(self._extend(source.lease)):
             results = await consume.apply(source, attempts)
         if source.items and not source.assumed:  # otherwise no handler is called
-            self._pace.learn(results)
+            self._pace.learn(results, len(source.items))
         return results
 
     async def _extend(self, lease: Lease) -> None:
@@ -403,7 +404,7 @@ class BacklogWorkers:
         while True:
             await asyncio.sleep(lease.seconds / 3)
             with suppress(Exception):  # it is tried again in time
-                await self._query("extending a lease", partial(lanes.extend, lease=lease))
+                await self._query("extending a lease", partial(lanes.extend_unlocked, lease=lease))
 
     @property
     def consumers(self) -> set[str]:

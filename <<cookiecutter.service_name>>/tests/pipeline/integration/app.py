@@ -15,6 +15,7 @@ from pydantic import field_validator
 
 from operate.commands import command_line
 from pipeline import Event, Policy, Transaction
+from pipeline.apply import throttles
 from pipeline.apply.claim_check import ClaimCheck
 from pipeline.apply.item import Item
 from pipeline.consume import consumer
@@ -172,6 +173,15 @@ async def strike(event: Struck, tx: Transaction) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+if "BANK_OTHERS" in os.environ:  # a topic with other deposits
+    Bank(
+        os.environ["BANK_OTHERS"],
+        bank.balances,
+        bank.name,
+        handlers=bank.handlers,
+        options=bank.options,
+    )
+
 unpacked = record_batches._unpacked
 
 
@@ -187,6 +197,8 @@ if "BANK_MEMORY" in os.environ:
     record_batches._unpacked = unpacked_or_dead
 if "BANK_COUNTS" in os.environ:
     measuring._SAMPLE_SECONDS = consumer._MEASURE_SECONDS = float(os.environ["BANK_COUNTS"])
+if "BANK_LOOKS" in os.environ:
+    throttles.LOOK_SECONDS = float(os.environ["BANK_LOOKS"])
 if "BANK_REPEATS" in os.environ:
     logs._PERIOD = float(os.environ["BANK_REPEATS"])
 

@@ -37,4 +37,4 @@ class CallWorkers(BacklogWorkers):
 
     @property
     def consumers(self) -> set[str]:
-        return {*self._handlers.callers}
+        return {*self._handlers.callers} - self._throttles.resting("consumer")

@@ -81,6 +81,7 @@ _STATEMENTS: Mapping[object, str] = {
     measuring._READ: "backlog: read count",
     lanes._CLAIM: "backlog: claim lane",
     lane_source._TAKE: "backlog: read due rows",
+    lanes._EXTEND: "backlog: extend lease",
     lanes._HOLD: "backlog: fence lane",
     lanes._END_PAUSES: "backlog: end pauses",
     lanes._DELETE: "backlog: delete settled rows",

@@ -15,6 +15,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
+from pipeline.apply.audit import Change
 from pipeline.handlers import staging
 from pipeline.handlers.staging import StagedEvent
 from pipeline.observe.health import Health
@@ -33,6 +34,7 @@ from tests.servers.waiting import PATIENCE, eventually
 
 ALL_SHARDS = list(range(SHARDS))
 EVERYTHING = Selection()
+REDRIVES = Change("zoë", "redrive")
 SMALL, LARGE = b"x" * 10, b"x" * 9_000
 """Payloads; topics of tests that allow 4,000 bytes don't take the second one."""
 
@@ -144,7 +146,7 @@ def are_dead(db: asyncpg.Connection, ids: Sequence[object]) -> Callable[[], Awai
 
 async def redrive(db: asyncpg.Connection, which: Selection = EVERYTHING) -> list[int]:
     """Redrive dead events, as the command does."""
-    chunks = store_of(DeadEvents, db).redrive(which)
+    chunks = store_of(DeadEvents, db).redrive(which, REDRIVES)
     return [id async for ids in chunks for id in ids]
 
 
@@ -152,9 +154,8 @@ async def discard(
     db: asyncpg.Connection, which: Selection = EVERYTHING, state: State = "dead"
 ) -> list[int]:
     """Discard events, as the command does."""
-    chunks = store_of(DeadEvents, db).discard(
-        which, operator="zoë", why="sent by hand", state=state
-    )
+    by = Change("zoë", "discard", "sent by hand")
+    chunks = store_of(DeadEvents, db).discard(which, by, state)
     return [row["id"] async for rows in chunks for row in rows]
 
 

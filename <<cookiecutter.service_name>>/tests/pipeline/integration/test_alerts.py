@@ -215,6 +215,25 @@ def test_prometheus_can_read_what_the_dashboard_asks(tmp_path: Path) -> None:
     assert f"{len(rules)} rules found" in done.stdout
 
 
+def test_delays_are_shown_by_topic() -> None:
+    (panel,) = [one for one in DASHBOARD["panels"] if one["title"] == "Delay, by stage"]
+    by = {
+        metric: (grouped, re.findall(r"{{(\w+)}}", target["legendFormat"]))
+        for target in panel["targets"]
+        for grouped, metric in re.findall(r"max by \(([^)]*)\) \((\w+){", target["expr"])
+    }
+    assert len(by) == len(panel["targets"])
+    topic = "messaging_destination_name"
+    assert by == {
+        metric: (topic, [topic])
+        for metric in (
+            "pipeline_consumer_delay_seconds",
+            "pipeline_backlog_age_seconds",
+            "pipeline_outbox_delay_seconds",
+        )
+    }
+
+
 async def test_a_service_exposes_every_metric_and_label_that_rules_dashboard_and_pages_name(
     start: Start,
     bank: Bank,

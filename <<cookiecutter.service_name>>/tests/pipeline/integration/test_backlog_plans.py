@@ -315,6 +315,25 @@ async def test_the_rows_of_one_consumer_are_counted_by_index_beside_many_of_anot
 
 
 @pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
+async def test_the_age_of_the_oldest_row_of_each_topic_costs_no_further_block(
+    flooded: asyncpg.Connection, mode: str
+) -> None:
+    await flooded.execute(
+        "UPDATE pipeline.backlog SET topic = 'other', received_at = now() - interval '1 hour'"
+        ' WHERE "offset" % 8 = 0'
+    )
+    await flooded.execute("VACUUM pipeline.backlog")  # both versions of a row are in the index
+    await flooded.execute(f"SET plan_cache_mode = {mode}")
+    asked = Explaining(flooded)
+    (found,) = await lanes.waiting(asked, 1_000, 300.0)
+    assert found.waiting >= 32 * 100
+    assert found.oldest_by_topic.keys() == {"t", "other"}
+    assert found.oldest == found.oldest_by_topic["other"] > 3_500 > found.oldest_by_topic["t"]
+    assert only(asked).scanned == set()
+    assert only(asked).blocks < 2 * (32 * 100 + 1_000) + _WAYS
+
+
+@pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
 async def test_the_count_reads_as_much_beside_many_rows_that_are_kept(
     db: asyncpg.Connection, mode: str
 ) -> None:

@@ -46,7 +46,7 @@ BY_COMMANDS_TOO = (
 UNMET = (
     *(sessions.BEGIN, sessions.GUARD_COMMIT, sessions._GUARD),
     sessions.DONE,
-    *(sessions._IS_AT_WORK, lanes._LOCKED, lanes._EXTEND),
+    *(sessions._IS_AT_WORK, lanes._LOCKED, lanes._EXTEND_UNLOCKED),
     backlog._DUE,
     probe._WRITE,
     revisions._DISTRIBUTED,

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from operate.commands import command_line
 from pipeline import Service
+from pipeline.apply import audit
+from pipeline.apply.audit import Change
 from pipeline.retention.archive import Archive
 from pipeline.servers import cluster
 
@@ -361,6 +363,53 @@ async def test_every_command_leaves_a_copy_as_it_is_and_some_read_it(
     assert refused == examples.keys() - READING - {"adopt", "relay reset"}
     assert (await call_it("adopt", "--yes", "--keep-progress")).exit_code == 0
     assert (await call_it("scheduled", "cancel", "remind-ada")).exit_code == 0
+
+
+ROUTINE = {"retention run"}
+"""Commands that do what a service does by itself, beside those of `WITHOUT_DATABASE`."""
+
+
+def test_every_command_that_a_person_decides_on_takes_a_reason_and_a_name(unborn: Bank) -> None:
+    app = command_line(unborn.service)
+    assert isinstance(app, typer.Typer)
+    options = {
+        name: {one.name for one in command.params}
+        for name, command in with_parameters(typer.main.get_command(app))
+        if name not in WITHOUT_DATABASE
+    }
+    unsigned = {name for name, its in options.items() if not {"because", "operator"} <= its}
+    assert unsigned == READING | ROUTINE
+
+
+async def test_what_commands_change_is_in_the_audit_with_who_and_why(
+    bank: Bank, command: Command, db: asyncpg.Connection
+) -> None:
+    await db.execute(_WORK)
+    await db.execute("INSERT INTO pipeline.outbox_closed (day) VALUES ('2020-01-01')")
+    day = "day 2020-01-01 of the outbox"
+    changes: dict[tuple[str, ...], list[str]] = {
+        ("adopt", "--yes", "--keep-progress"): ["database, 0 events again"],
+        ("retention", "skip-archive", "2020-01-01"): [day],
+        ("retention", "skip-archive", "--all"): ["all days of the outbox", day],
+        ("scheduled", "cancel", "remind-ada"): ["scheduled event remind-ada"],
+        ("topics", "seek", bank.deposits, "--to", "earliest"): [f"{bank.deposits}/0 to 0"],
+    }
+    expected = []
+    for line, subjects in changes.items():
+        done = await command(*line, "--because", "a test", "--operator", "ann")
+        assert done.exit_code == 0, done.output
+        action = next(one for one in line if one not in ("retention", "scheduled", "topics"))
+        expected += [("ann", action, subject, "a test") for subject in subjects]
+    audited = await db.fetch("SELECT who, action, subject, why FROM pipeline.audit ORDER BY id")
+    assert [tuple(row) for row in audited] == expected
+
+
+async def test_what_is_rolled_back_is_not_in_the_audit(db: asyncpg.Connection) -> None:
+    with pytest.raises(ValueError, match="no"):
+        async with audit.changing(db, Change("ann", "seek")) as subjects:
+            subjects.append("deposits/0 to 0")
+            raise ValueError("no")
+    assert await db.fetchval("SELECT count(*) FROM pipeline.audit") == 0
 
 
 def archiving(bank: Bank) -> Service:

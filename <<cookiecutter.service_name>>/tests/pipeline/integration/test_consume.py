@@ -23,6 +23,7 @@ from pipeline import (
     Transaction,
 )
 from pipeline.apply import positions
+from pipeline.apply.audit import Change
 from pipeline.apply.positions import Slot
 from pipeline.events.event import Unpublishable
 from pipeline.events.message import headers_of
@@ -226,7 +227,7 @@ async def test_a_person_can_pass_over_a_record_while_the_service_runs(
         await Deposit(2).send(producer, bank.deposits)
         await Deposit(3).send(producer, bank.deposits)
         await eventually(lambda: f"partition {bank.deposits}/0" in health.reasons)
-        await positions.seek(db, Slot(bank.name, bank.deposits, 0), 2)
+        await positions.seek(db, Slot(bank.name, bank.deposits, 0), 2, Change("ada", "seek"))
         await eventually(position_reaches(db, bank.deposits, 3))
         await eventually(lambda: health.is_ready)
     assert await histories(db) == {"ada": [1, 3]}

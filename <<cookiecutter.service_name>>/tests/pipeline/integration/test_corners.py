@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import asyncpg
@@ -13,9 +13,11 @@ from pipeline import Park, Policy, Retry, Transaction
 from pipeline.apply import backlog, breaker
 from pipeline.apply.breaker import BreakerOpen
 from pipeline.apply.item import order_key
+from pipeline.observe import metrics
 from pipeline.retry import lanes, measuring
 from pipeline.retry.lanes import Waiting
 from pipeline.schema import LANES
+from pipeline.servers.tasks import in_background
 from pipeline.service import Misconfigured
 from pipeline.settings import Settings
 
@@ -305,6 +307,36 @@ async def test_one_process_counts_what_waits_and_all_report_its_count(
         await db.execute(later.replace("$1", f"'{passed}'"))
         await measuring._counted(db)
     assert counted == 3
+
+
+async def test_the_delay_of_a_topic_is_zero_when_nothing_of_it_waits_any_longer(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, desk = await bank_with(new_desk, mode="deferred")
+    observed: dict[str, float] = {}
+
+    def observe(
+        consumer: str, waiting: int, dead: int, oldest: Mapping[str, float], *, has_calls: bool
+    ) -> None:
+        observed.clear()
+        observed.update(oldest)
+
+    monkeypatch.setattr(metrics, "observe_backlog", observe)
+    monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 0.1)
+    await desk.apply(Deposit(1), Deposit(2, account="bob"))
+    await db.execute("UPDATE pipeline.backlog SET received_at = now() - interval '1 hour'")
+    await db.execute(
+        "UPDATE pipeline.backlog SET topic = 'other', received_at = now() - interval '2 hours'"
+        ' WHERE "offset" % 2 = 1'
+    )
+    async with in_background(measuring.measure(desk.engine)):
+        await eventually(lambda: observed.keys() == {bank.deposits, "other"})
+        assert 3_500 < observed[bank.deposits] < 7_000 < observed["other"]
+        await db.execute("DELETE FROM pipeline.backlog WHERE topic = 'other'")
+        await eventually(lambda: observed["other"] == 0)
+        assert observed[bank.deposits] > 3_500
+        await db.execute("DELETE FROM pipeline.backlog")
+        await eventually(lambda: observed == {bank.deposits: 0, "other": 0})
 
 
 async def test_a_row_that_is_not_due_waits_behind_one_that_is_redriven(

@@ -116,12 +116,19 @@ async def keep_busy(world: World, wire: Wire, let_go: LetGo) -> None:
     while not is_dead() and not wire.seen["shared: commit"]:
         await world.send_a_pair()
         await eventually(has_settled, PATIENCE)
-    while not is_dead() and any(wire.seen[one.name] < one.occurrence for one in LASTING):
-        looks = wire.seen["throttle: look"]
+
+    def has_met_all() -> bool:
+        return all(wire.seen[one.name] >= one.occurrence for one in LASTING)
+
+    while not (is_dead() or (has_met_all() and world.has_paused)):
         await world.pause_a_little()
-        await eventually(partial(has_looked, looks), PATIENCE)
+        # A process looks again only after the answer to its look.
+        await eventually(partial(has_looked, wire.seen["throttle: look"] + 1), PATIENCE)
+        if not is_dead():
+            await world.note_the_pauses()
         await world.set_back()
         await world.send_deposits()
+        await world.send_a_promise()
         await eventually(has_settled, PATIENCE)
 
 
@@ -131,6 +138,7 @@ async def test_the_list_holds_every_boundary_that_is_met_and_no_other(servers: S
     async with servers.world() as world:
         await live(world, wire)
         assert {one.name for one in LASTING} <= set(wire.seen)
+        assert world.has_paused
         await world.audit()
     async with servers.world() as world:
         await live_in_vain(world, in_vain)

@@ -16,7 +16,7 @@ from weakref import ref
 import asyncpg
 import pytest
 
-from operate import dead, dead_commands
+from operate import advice, dead, dead_commands
 from operate.commands import command_line
 from operate.dead import Selection, State
 from operate.dead_letters import REASONS, DeadLetters, Redriven
@@ -64,6 +64,8 @@ from tests.servers.waiting import eventually
 HOLDING = Policy(attempts=1, after_death="hold")
 PATIENCE = 300.0
 EVERYTHING = Selection()
+REDRIVES = Change("ann", "redrive")
+DISCARDS = Change("ann", "discard", "a test")
 
 
 @pytest.fixture
@@ -102,12 +104,12 @@ async def redrive(desk: Desk, selection: Selection = EVERYTHING) -> list[Redrive
     async with autocommitting(desk.engine) as driver:
         until = selection.until or await dead_commands.ago(driver, timedelta(0))
         chosen = store(desk, driver).redrivable(replace(selection, until=until))
-        return [one async for some in store(desk, driver).redrive(chosen) for one in some]
+        return [one async for some in store(desk, driver).redrive(chosen, REDRIVES) for one in some]
 
 
 async def discard(desk: Desk, selection: Selection = EVERYTHING) -> int:
     async with autocommitting(desk.engine) as driver:
-        done = store(desk, driver).discard(selection, operator="ann", why="a test")
+        done = store(desk, driver).discard(selection, DISCARDS)
         return len([one async for some in done for one in some])
 
 
@@ -184,7 +186,7 @@ async def test_a_key_that_is_redriven_in_parts_keeps_its_order(
     await bury(desk, *(Deposit(n) for n in range(10)))
     await db.execute("UPDATE pipeline.backlog SET died_at = now() - \"offset\" * interval '1 s'")
     async with autocommitting(desk.engine) as driver:
-        async for some in store(desk, driver).redrive(EVERYTHING):
+        async for some in store(desk, driver).redrive(EVERYTHING, REDRIVES):
             assert len(some) <= 3
             await desk.work_off()  # before the next part
     assert await histories(db) == {"ada": list(range(10))}
@@ -422,7 +424,7 @@ async def test_what_belongs_to_a_consumer_that_the_service_lost_is_left_alone(
     async with autocommitting(desk.engine) as driver:
         await driver.execute("UPDATE pipeline.backlog SET consumer = 'gone'")
         lost = store_of(DeadLetters, driver, other.handlers)
-        assert [one async for one in lost.redrive(lost.redrivable(EVERYTHING))] == []
+        assert [one async for one in lost.redrive(lost.redrivable(EVERYTHING), REDRIVES)] == []
     assert len(await letters(desk)) == 1
 
 
@@ -527,7 +529,7 @@ async def test_an_operator_waits_for_the_worker_and_is_cut_off_when_he_stops(
         async with autocommitting(desk.engine) as driver:
             with pytest.raises(asyncpg.LockNotAvailableError):
                 waits = store(desk, driver, patience=2)
-                async for _ in waits.discard(EVERYTHING, operator="ann", why=""):
+                async for _ in waits.discard(EVERYTHING, DISCARDS):
                     pass
     operator, by = await connect(), Change("ann", "discard")
 
@@ -772,7 +774,7 @@ async def test_discard_keeps_who_and_why(bank: Bank, desk: Desk, service: Comman
     assert "told Bob" in told
     again = await service("discard", bobs.id, "--because", "x", "--yes")
     assert (again.exit_code, "not dead, but discarded" in again.stderr) == (1, True)
-    assert f" {dead.DISCARDED}\n" in told
+    assert f" {advice.DISCARDED}\n" in told
     done = await service("discard", "--because", "all of it", "--all", "--yes", "--json")
     assert json.loads(done.stdout) == {"found": 1, "discarded": 1}
     (first, _) = await letters(desk, "discarded")
@@ -1072,7 +1074,7 @@ async def test_a_mismatch_belongs_to_no_consumer_and_its_copy_goes_to_all(
     selection = Selection(keys=[await key_of(desk, letter)])
     copy = Copy(b'{"account": "ada", "amount": 3}', "ann", "a test")
     async with autocommitting(desk.engine) as driver:
-        chunks = store(desk, driver).redrive(selection, copy)
+        chunks = store(desk, driver).redrive(selection, Change("ann", "edit", "a test"), copy)
         copied = [one async for some in chunks for one in some]
     await desk.work_off()
     assert await became(desk, copied) == {"applied": 1}
@@ -1081,9 +1083,24 @@ async def test_a_mismatch_belongs_to_no_consumer_and_its_copy_goes_to_all(
     audited = await db.fetch("SELECT who, action, subject, why FROM pipeline.audit ORDER BY id")
     subject = f"dead letter {letter.id}"
     assert [tuple(row) for row in audited] == [
-        ("", "redrive", subject, None),
+        (*REDRIVES[:2], subject, None),
         ("ann", "edit", subject, "a test"),
     ]
+
+
+async def test_the_audit_names_each_letter_that_was_redriven_with_who_and_why(
+    desk: Desk, service: Command, db: asyncpg.Connection
+) -> None:
+    """So the timeline of each key finds it, however many there were."""
+    await bury(desk, *(Deposit(number, "ada") for number in range(1, 31)))
+    ids = {one.id for one in await letters(desk)}
+    line = "redrive", "--all", "--yes", "--wait", "0"
+    done = await service(*line, "--because", "a test", "--operator", "ann")
+    assert done.exit_code == 0, done.output
+    ((*by, subject),) = await db.fetch("SELECT who, action, why, subject FROM pipeline.audit")
+    assert by == ["ann", "redrive", "a test"]
+    kind, _, named = subject.partition("letter ")
+    assert (kind, {*named.split(", ")}) == ("dead ", ids)
 
 
 async def test_a_payload_is_read_from_standard_input(desk: Desk, service: Command) -> None:

@@ -10,9 +10,10 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from operate import dead, dead_commands, dead_events
+from operate import advice, dead, dead_commands, dead_events
 from operate.dead import Selection, State
 from operate.dead_events import DeadEvents
+from pipeline.apply.audit import Change
 from pipeline.relay import publisher, rejected
 from pipeline.relay.publisher import Publisher
 from pipeline.settings import Settings
@@ -23,6 +24,7 @@ from .desk import store_of
 from .outgoing import (
     EVERYTHING,
     LARGE,
+    REDRIVES,
     SMALL,
     allow,
     are_dead,
@@ -306,8 +308,8 @@ async def test_who_changes_events_waits_for_the_relay_and_is_cut_off_when_he_sto
     await bury(db, 1)
     relay, operator = await connect(), await connect()
     for change in (
-        store_of(DeadEvents, operator, patience=0.2).redrive(EVERYTHING),
-        store_of(DeadEvents, operator, patience=0.2).discard(EVERYTHING, operator="ann", why=""),
+        store_of(DeadEvents, operator, patience=0.2).redrive(EVERYTHING, REDRIVES),
+        store_of(DeadEvents, operator, patience=0.2).discard(EVERYTHING, Change("ann", "discard")),
     ):
         async with relay.transaction():
             await relay.execute("UPDATE pipeline.outbox_cursor SET token = token")
@@ -315,7 +317,7 @@ async def test_who_changes_events_waits_for_the_relay_and_is_cut_off_when_he_sto
                 await asyncio.wait_for(anext(change), PATIENCE)
     stopped = Stopped(operator)
     with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError)):
-        await anext(store_of(DeadEvents, stopped, patience=0.2).redrive(EVERYTHING))
+        await anext(store_of(DeadEvents, stopped, patience=0.2).redrive(EVERYTHING, REDRIVES))
     assert await numbers(db) == {1}
     assert await discard(db) == [1]
 
@@ -510,7 +512,7 @@ async def test_discard_keeps_who_and_why(db: asyncpg.Connection, service: Comman
     told = (await service("events", "show", "2")).stdout
     assert "ann" in told
     assert "told Bob" in told
-    assert dead.DISCARDED in told
+    assert advice.DISCARDED in told
     again = await service("events", "discard", "2", "--because", "x", "--yes")
     assert (again.exit_code, "not dead, but discarded" in again.stderr) == (1, True)
     done = await service("events", "discard", "--because", "all of it", "--all", "--yes", "--json")

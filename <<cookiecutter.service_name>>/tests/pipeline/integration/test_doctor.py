@@ -171,9 +171,8 @@ async def test_a_healthy_service_has_nothing(
     assert names.split() == ["level", "check", "found"]
     of_status = [check for some in health.CHECKS.values() for check in some]
     checks = (*doctor.TOPIC_CHECKS, *of_status, *doctor.SERVER_CHECKS)
-    assert len(lines) == len(checks) + len(
-        ("kafka", "settings", "group", "schema", "tables", "sequences", "pooler", "clock")
-    )
+    others = "kafka settings group schema tables sequences pooler clock writing"
+    assert len(lines) == len(checks) + len(others.split())
     assert all(line.startswith("ok ") for line in lines), lines
     assert any(re.match(r"ok +server +PostgreSQL 1\d\.", line) for line in lines), lines
 
@@ -879,13 +878,27 @@ async def test_a_standby_is_told(bank: Bank, settings: Callable[..., Settings]) 
                     found = await doctor.examine(connection, bank.service, chosen)
                     return {one.check: one for one in found if one.level != "ok"}
 
-            assert "standby" not in await found_at(origin.url())
-            server = (await found_at(standby.url()))["standby"]
-            assert (server.level, server.found) == (
-                "wrong",
-                "this server is a standby, on which nothing can be written",
-            )
-            assert server.advice == "let PIPELINE_DATABASE_URL name the primary"
+            assert "writing" not in await found_at(origin.url())
+            server = (await found_at(standby.url()))["writing"]
+            assert server.level == "wrong"
+            assert server.found.startswith("nothing can be written: ReadOnlySQLTransactionError: ")
+            assert server.advice.startswith("let PIPELINE_DATABASE_URL name the primary; ")
+
+
+async def test_a_disk_that_is_full_is_told_by_a_table_that_does_not_stay(
+    examine: Examine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = "SELECT count(*) FROM pg_class WHERE relname = 'service_doctor'"
+    assert await examine() == {}
+    assert await db.fetchval(tables) == 0
+    full = "DO $$ BEGIN RAISE SQLSTATE '53100' USING MESSAGE = 'could not extend file'; END $$"
+    monkeypatch.setattr(doctor, "_WRITE", f"{doctor._WRITE}; {full}")
+    found = await examine()
+    assert found.keys() == {"writing"}, "the other checks are made on the same connection"
+    assert found["writing"].level == "wrong"
+    text = "nothing can be written: DiskFullError: could not extend file"
+    assert found["writing"].found == text
+    assert await db.fetchval(tables) == 0
 
 
 async def test_without_kafka_the_other_checks_are_made(

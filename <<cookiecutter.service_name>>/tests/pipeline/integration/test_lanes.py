@@ -3,13 +3,14 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
 import asyncpg
 import pytest
+import sqlalchemy as sa
 from aiokafka import AIOKafkaProducer
 
 from pipeline import Policy, Retry
@@ -127,6 +128,62 @@ async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_en
     )
     await desk.work_off()
     assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_rollback_does_not_undo_that_the_lease_was_extended(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    bank, desk = await waiting(new_desk, 1)
+    source = await claim(desk, lease=60)
+    await db.execute("UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp()")
+    has_ended: list[bool] = []
+
+    async def look() -> None:
+        has_ended.append(await _has_ended(db, source.lease))
+
+    bank.waits[1] = look
+    await handle(desk, source)
+    assert has_ended == [False]
+
+
+async def test_a_lease_that_is_not_extended_in_its_time_is_extended_on_another_connection(
+    new_desk: NewDesk,
+    db: asyncpg.Connection,
+    connect: Callable[[], Awaitable[asyncpg.Connection]],
+) -> None:
+    _, desk = await waiting(new_desk, 1)
+    source = await claim(desk)
+    given_up: list[object] = []
+    sa.event.listen(desk.engine.sync_engine, "invalidate", lambda *given: given_up.append(given))
+    other = await connect()
+    async with other.transaction():
+        await other.execute("SELECT FROM pipeline.backlog_lane FOR UPDATE")
+        handling = asyncio.create_task(handle(desk, source))
+        await eventually(lambda: bool(desk.outages))
+        assert given_up, "its statement may still be under way"
+    await handling
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_rows_that_a_dead_worker_can_not_have_read_are_handled_together(
+    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, desk = await bank_with(new_desk, mode="deferred")
+    await desk.apply(*(Deposit(n) for n in range(1, 6)))
+    await claim(desk, lease=0.0)  # and die
+    a_batch = desk.lanes._settings.model_copy(update={"batch_size": 2})
+    monkeypatch.setattr(desk.lanes, "_settings", a_batch)
+    handle, together = desk.lanes._handle, list[int]()
+
+    async def count(lease: Lease, rows: Rows) -> Lease:
+        together.append(len(rows))
+        return await handle(lease, rows)
+
+    monkeypatch.setattr(desk.lanes, "_handle", count)
+    await desk.lanes.work_off()
+    assert together[:2] == [1, 1]
+    assert together[2] > 1, "all three, unless the machine was too busy for quick ones"
+    assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
 
 
 async def test_a_claim_whose_answer_was_lost_is_no_death(

@@ -5,6 +5,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import asyncpg
 import pytest
@@ -14,13 +15,18 @@ from aiokafka.coordinator.protocol import ConsumerProtocolMemberAssignment
 from aiokafka.errors import GroupCoordinatorNotAvailableError
 from aiokafka.protocol.group import LeaveGroupRequest
 
+from pipeline.apply import stopping
+from pipeline.apply.stopping import Subject
+
 from .bank import Bank
 from .conftest import position_of, position_reaches
 from .processes import starting
 from .test_inbox import somebody_waits
 from .test_process import check_the_ledger
+from .test_throttles import knows_of
 from tests.contract.bank import Deposit, histories
 from tests.servers.processes import Process, Start
+from tests.servers.topics import following
 from tests.servers.waiting import eventually
 
 Connect = Callable[[], Awaitable[asyncpg.Connection]]
@@ -145,10 +151,16 @@ class Load:
     producer: AIOKafkaProducer
     topic: str
     db: asyncpg.Connection
-    amounts: int = 0
+    first: int = 1
+    """The first amount. Loads that run at once have amounts of their own, and names of accounts."""
+    name: str = "account"
     records: int = 0
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.amounts = self.first - 1
+        """The last amount that was sent."""
 
     async def run(self) -> None:
         """Send until `stopping` is set, always a little faster than the service can follow."""
@@ -167,9 +179,9 @@ class Load:
     def _deposits(self, amount: int) -> list[Deposit]:
         home, another = amount % PARTITIONS, (amount + 5) % PARTITIONS
         if amount % 10 == 0:
-            account = f"shared {amount}"
+            account = f"{self.name} shared {amount}"
             return [Deposit(amount, account, partition=one) for one in (home, another)]
-        one = Deposit(amount, f"account {home}", partition=home)
+        one = Deposit(amount, f"{self.name} {home}", partition=home)
         return [one, one] if amount % 10 == 1 else [one]
 
     async def is_behind(self, lead: int) -> bool:
@@ -189,7 +201,9 @@ class Load:
     async def positions(self) -> dict[int, int]:
         """Return the positions stored."""
         async with self.asking:
-            rows = await self.db.fetch("SELECT partition, next_offset FROM pipeline.position")
+            rows = await self.db.fetch(
+                "SELECT partition, next_offset FROM pipeline.position WHERE topic = $1", self.topic
+            )
         return {row["partition"]: row["next_offset"] for row in rows}
 
 
@@ -260,6 +274,92 @@ async def test_the_last_of_four_carries_on_when_two_are_killed_and_one_is_frozen
         await group.settles_with(3)
         await load.goes_on()
         assert frozen.is_running
+
+
+_KEY = "account 3"
+_TAKEN = """
+SELECT COALESCE((SELECT history FROM account WHERE id = $1), '') AS of_key,
+       (SELECT array_agg(next_offset ORDER BY partition) FROM pipeline.position
+         WHERE topic = $2) AS positions,
+       (SELECT count(*) FROM pipeline.inbox WHERE topic = $2) AS of_topic
+"""
+_ALL_BEGAN_LATER = """
+SELECT NOT EXISTS (SELECT FROM pg_stat_activity
+                    WHERE datname = current_database() AND xact_start < $1)
+"""
+_SPENT = """
+SELECT max(attempts) AS attempts, max(waited) AS waited FROM pipeline.backlog
+ WHERE topic = $1 AND record_key = $2
+"""
+
+
+@pytest.mark.full
+async def test_what_is_paused_stays_so_and_in_order_while_a_member_joins_and_another_dies(
+    start: Start,
+    group: Group,
+    bank: Bank,
+    new_topic: Callable[..., Awaitable[str]],
+    producer: AIOKafkaProducer,
+    connect: Connect,
+    db: asyncpg.Connection,
+    kafka: str,
+) -> None:
+    other = await new_topic(PARTITIONS)
+    stops = [Subject("topic", other), Subject("key", "deposit", bank.deposits, _KEY.encode())]
+    reported = f"topic {other}", f"keys of {bank.deposits}"
+    load = Load(producer, bank.deposits, await connect())
+    both = load, Load(producer, other, await connect(), first=200_001, name="other")
+
+    async def join(members: int) -> Process:
+        process = await start("consume", more_variables={"BANK_OTHERS": other})
+        await group.settles_with(members)
+        return process
+
+    async def taken() -> tuple[object, ...]:
+        return tuple(await db.fetchrow(_TAKEN, _KEY, other))
+
+    async def what_had_begun_ends() -> None:
+        await load.goes_on()
+        now = await db.fetchval("SELECT clock_timestamp()")
+        await eventually(lambda: db.fetchval(_ALL_BEGAN_LATER, now), PATIENCE)
+
+    async with asyncio.TaskGroup() as loading:
+        for one in both:
+            loading.create_task(one.run())
+        dies, stays = await join(1), await join(2)
+        for one in both:
+            await one.goes_on()
+        await stopping.ask(db, stops, lasts=None, who="ada", why="a test")
+        for process in (dies, stays):
+            await knows_of(process, *reported)
+        await what_had_begun_ends()
+        before = await taken()
+        joins = await join(3)
+        await load.goes_on()
+        await dies.kill()
+        await group.settles_with(2)
+        for _ in range(2):
+            await load.goes_on()
+        for process in (stays, joins):
+            await knows_of(process, *reported)
+        assert await taken() == before
+        spent = await db.fetchrow(_SPENT, bank.deposits, _KEY.encode())
+        assert tuple(spent) == (0, 0.0)
+        assert await stopping.resume(db, stops, who="ada", why=None)
+        for one in both:
+            one.stopping.set()
+
+    sent: dict[bytes | None, list[str]] = {}
+    for one in both:
+        await eventually(partial(one.is_behind, 0), PATIENCE)
+        async with following(kafka, one.topic) as tail:
+            await tail.until_ids(range(one.first, one.amounts + 1))
+            sent |= tail.first_ids()
+    await eventually(lambda: db.fetchval("SELECT count(*) = 0 FROM pipeline.backlog"), PATIENCE)
+    applied = {key.encode(): [*map(str, ids)] for key, ids in (await histories(db)).items()}
+    assert applied == sent
+    events = [row["event_id"] for row in await db.fetch("SELECT event_id FROM pipeline.outbox")]
+    assert len(events) == len(set(events)) == sum(one.amounts - one.first + 1 for one in both)
 
 
 @dataclass

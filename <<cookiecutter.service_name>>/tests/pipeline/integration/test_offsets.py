@@ -11,6 +11,7 @@ from aiokafka.admin import AIOKafkaAdminClient, NewPartitions
 
 from pipeline import Transaction
 from pipeline.apply import positions
+from pipeline.apply.audit import Change
 from pipeline.apply.positions import Slot
 from pipeline.runtime import Part
 
@@ -103,7 +104,7 @@ async def test_a_position_behind_an_open_transaction_is_in_the_topic(
     bank = bank_on(await new_topic(partitions=1))
     await transactions.begin_transaction()
     await Deposit(1).send(transactions, bank.deposits)
-    await positions.seek(db, Slot(bank.name, bank.deposits, 0), 1)
+    await positions.seek(db, Slot(bank.name, bank.deposits, 0), 1, Change("ada", "seek"))
     async with running(bank.service, Part.CONSUME) as health:
         await eventually(lambda: health.is_ready)
         await transactions.commit_transaction()

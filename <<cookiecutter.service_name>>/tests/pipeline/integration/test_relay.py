@@ -419,7 +419,7 @@ async def test_what_waits_for_kafka_grows_older_in_the_metrics(
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
 ) -> None:
-    topic = await new_topic()
+    topic, other = await new_topic(), await new_topic()
     answers = asyncio.Event()
 
     class Mute(Publisher):
@@ -439,14 +439,26 @@ async def test_what_waits_for_kafka_grows_older_in_the_metrics(
             self._publisher = Mute(settings, client_id="mute", owner="mute")
 
     metrics.forget_outbox()
-    await stage(db, numbered(topic, range(3)))
-    async with following(kafka, topic) as tail, relaying(settings(), MuteRelay):
+    await stage(db, [*numbered(topic, range(3)), event(other, 3)])
+    page = settings(relay_batch_events=3)
+    async with following(kafka, topic) as tail, relaying(page, MuteRelay):
         await eventually(lambda: age() > 0)
         begun = age()
         await eventually(lambda: age() > begun + 0.5)
+        assert delays().keys() == {topic}, "what the next page has of the other is not known"
+        assert delays()[topic] > begun
         answers.set()
         await tail.until_ids(range(3))
         await eventually(lambda: age() == 0)
+        await eventually(lambda: [delays().get(one) for one in (topic, other)] == [0, 0])
+
+
+def delays() -> dict[str, float]:
+    """Return for how long the oldest event of each topic waits, by the metrics."""
+    return {
+        str((one.attributes or {})["messaging.destination.name"]): one.value
+        for one in metrics._outbox_delay.observe(CallbackOptions())
+    }
 
 
 def age() -> float:

@@ -63,7 +63,7 @@ MODULES: dict[str, tuple[ModuleType, ...]] = {
     ),
     "relay": (relay, window, rejected, scheduled, throttles),
     "operator": (status, dead, dead_events, dead_letters, inbox_commands, stopping, audit),
-    "retention": (archive, days, generations, maintenance),
+    "retention": (archive, days, generations, maintenance, audit),
 }
 """Modules whose statements each role executes."""
 
@@ -617,6 +617,8 @@ FORBIDDEN = {
         "CREATE TABLE public.mine (a int)",
         "SELECT FROM pipeline.position",
         "UPDATE pipeline.position SET next_offset = 0",
+        "SELECT FROM pipeline.audit",
+        "DELETE FROM pipeline.audit",
         "SELECT value FROM pipeline.backlog",
         "SELECT error FROM pipeline.backlog",
         "UPDATE pipeline.backlog SET died_at = now()",

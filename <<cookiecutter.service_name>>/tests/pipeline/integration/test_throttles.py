@@ -7,7 +7,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 from time import monotonic
@@ -19,6 +19,7 @@ from aiokafka import AIOKafkaProducer
 from pipeline import Policy, Transaction, errors
 from pipeline.apply import positions, stopping, throttles
 from pipeline.apply.attempt import Memory
+from pipeline.apply.audit import Change
 from pipeline.apply.positions import Slot
 from pipeline.apply.slots import Slots
 from pipeline.apply.stopping import Subject
@@ -44,6 +45,8 @@ from .test_backlog import bank_with
 from .test_bombs import SHARE, large, send_batch
 from .test_dead import somebody_waits
 from .test_interrupted import Gate
+from .test_round_trips import wiring
+from .wire import Wire
 from tests.conftest import Running
 from tests.contract.bank import Deposit, Deposited, histories
 from tests.servers.processes import Process, Start
@@ -55,6 +58,9 @@ NewTopic = Callable[..., Awaitable[str]]
 _STARTS = "SELECT COALESCE(max(starts), 0) FROM pipeline.position"
 _AUDIT = "SELECT who, action, subject, why FROM pipeline.audit ORDER BY id"
 _LATE = "SELECT count(*) FROM pipeline.inbox WHERE created_at > $1"
+_TICKS = 10
+"""Looks of the test's own, each a second after the one before: on a busy machine they come later,
+as those of the processes do."""
 
 
 async def pause(
@@ -103,11 +109,11 @@ async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Star
 
 
 async def knows_of(process: Process, *subjects: str) -> None:
-    """Wait until a process is ready, and has seen that these are paused."""
+    """Wait until a process is ready, and has seen that these are paused, in any order."""
 
     async def has_seen() -> bool:
         status, body = await process.get("/health/ready")
-        return status == 200 and json.loads(body).get("paused", []) == list(subjects)
+        return status == 200 and sorted(json.loads(body).get("paused", [])) == sorted(subjects)
 
     await eventually(has_seen)
 
@@ -163,7 +169,7 @@ async def test_a_topic_that_is_paused_while_it_is_read_goes_on_where_it_was(
         assert await position_of(db, bank.deposits) == 10
         assert not health.reasons
         # As `service topics seek` does it meanwhile.
-        await positions.seek(db, Slot(bank.name, bank.deposits, 0), 12)
+        await positions.seek(db, Slot(bank.name, bank.deposits, 0), 12, Change("ada", "seek"))
         await resume(db, "topic", bank.deposits)
         await eventually(position_reaches(db, bank.deposits, 20))
     assert await histories(db) == {"ada": [*range(10), *range(12, 20)]}
@@ -324,16 +330,16 @@ async def test_nothing_is_taken_while_it_is_not_known_what_is_paused(
 
 
 @pytest.mark.full
-async def test_a_pause_reaches_all_processes_and_nothing_is_taken_afterwards(
+async def test_a_pause_reaches_all_processes_in_two_seconds_and_nothing_is_taken_afterwards(
     bank: Bank,
     new_topic: NewTopic,
     producer: AIOKafkaProducer,
     db: asyncpg.Connection,
-    database_url: str,
+    settings: Callable[..., Settings],
     kafka: str,
 ) -> None:
     bank.deposits = await new_topic(3)
-    sent = 0
+    sent, wires = 0, [Wire() for _ in range(3)]
 
     async def deposit(stopping: asyncio.Event) -> None:
         nonlocal sent
@@ -341,17 +347,28 @@ async def test_a_pause_reaches_all_processes_and_nothing_is_taken_afterwards(
             await Deposit(sent, f"{sent % 9}", partition=sent % 3).send(producer, bank.deposits)
             sent += 1
 
-    async with starting(
-        bank, database_url=database_url, kafka_bootstrap_servers=kafka, kafka_session_timeout=10
-    ) as start:
-        three = [await start("consume") for _ in range(3)]
+    async with AsyncExitStack() as stack:
+        wired = [await stack.enter_async_context(wiring(settings(), wire)) for wire in wires]
+        start = await stack.enter_async_context(
+            starting(bank, kafka_bootstrap_servers=kafka, kafka_session_timeout=10)
+        )
+        three = [await start("consume", database_url=there) for there in wired]
         stopping = asyncio.Event()
         async with in_background(deposit(stopping)) as depositing:
             await eventually(lambda: db.fetchval("SELECT count(*) > 100 FROM pipeline.inbox"))
+            for process in three:
+                await eventually(process.is_ready)
             await pause(db, "topic", bank.deposits)
+            before = [wire.seen["throttle: look"] for wire in wires]
+            for _ in range(_TICKS):
+                await db.fetchval("SELECT count(*) FROM pipeline.throttle")
+                await asyncio.sleep(1)
+            looks = [
+                wire.seen["throttle: look"] - one for wire, one in zip(wires, before, strict=True)
+            ]
+            assert min(looks) >= _TICKS / 2 - 1, f"each looks once in two seconds: {looks}"
             for process in three:
                 await knows_of(process, f"topic {bank.deposits}")
-            await asyncio.sleep(1)  # what has begun before ends
             since = await db.fetchval("SELECT clock_timestamp()")
             await asyncio.sleep(2)
             assert await db.fetchval(_LATE, since) == 0

@@ -10,8 +10,9 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 import asyncpg
@@ -91,6 +92,18 @@ SELECT partition || '-' || number, 0, '', 0
 _SOMETHING_WAITS = """
 SELECT EXISTS (SELECT FROM pipeline.backlog WHERE died_at IS NULL)
     OR EXISTS (SELECT FROM pipeline.scheduled)
+"""
+
+_PAUSES = """
+SELECT kind, clock_timestamp() AS since, min(until) AS until
+  FROM pipeline.throttle WHERE per_second = 0 AND until > clock_timestamp() GROUP BY kind
+"""
+# A transaction begins after the look by which it takes something: `created_at` is its begin.
+_TAKEN = """
+SELECT consumer, id FROM pipeline.inbox
+ WHERE created_at >= $2 AND created_at < $3
+   AND CASE $1::text WHEN 'consumer' THEN consumer IN ('deposit', 'tell')
+                       WHEN 'key' THEN consumer = 'deposit' AND record_key = '0-1' END
 """
 
 _HALF_MADE_TABLES = """
@@ -184,6 +197,16 @@ class Servers:
 LetGo = Callable[[], Awaitable[None]]
 
 
+class Pause(NamedTuple):
+    """When nothing was to be taken, by the clock of the database."""
+
+    kind: str
+    """That of the subjects that were paused."""
+    since: datetime
+    """Everything from before was done, and each process knew of the pause."""
+    until: datetime
+
+
 @dataclass
 class World:
     """One service, and what it was sent."""
@@ -202,6 +225,7 @@ class World:
     processes: list[Forked] = field(default_factory=list)
     allowed: int = 0
     """Size of the records that the late topic takes; 0 while it is missing."""
+    pauses: list[Pause] = field(default_factory=list)
 
     @asynccontextmanager
     async def running(self, wire: Wire | None = None) -> AsyncIterator[Forked]:
@@ -216,7 +240,7 @@ class World:
                 environment=environment(
                     self.bank, database_url=database_url, kafka_bootstrap_servers=kafka, **SETTINGS
                 )
-                | {"BANK_FOLDER": str(self._folder)},
+                | {"BANK_FOLDER": str(self._folder), "BANK_LOOKS": "0.2"},
                 log=self.servers.logs / f"{self.bank.name}-{uuid4().hex[:4]}",
                 cwd=HOME,
             )
@@ -351,22 +375,38 @@ class World:
         await self.db.execute("UPDATE pipeline.position SET next_offset = 0 WHERE partition = 0")
 
     async def pause_a_little(self) -> None:
-        """Pause and throttle what goes on by itself in a moment."""
+        """Pause and throttle what goes on by itself in a moment: the key after its consumer."""
         deposits, balances = self.bank.deposits, self.bank.balances
         paused = [
-            Subject("key", "deposit", deposits, b"0-1"),
             Subject("consumer", "deposit"),
+            Subject("consumer", "tell"),
             Subject("events", balances),
         ]
-        for subjects, rate in ((paused, 0.0), ([Subject("topic", deposits)], 200.0)):
+        for subjects, rate, seconds in (
+            ([Subject("key", "deposit", deposits, b"0-1")], 0.0, 3),
+            ([Subject("topic", deposits)], 200.0, 2),
+            (paused, 0.0, 2),
+        ):
             await stopping.ask(
                 self.db,
                 subjects,
                 per_second=rate,
-                lasts=timedelta(seconds=2),
+                lasts=timedelta(seconds=seconds),
                 who="ada",
                 why="to see what happens",
             )
+
+    async def note_the_pauses(self) -> None:
+        """Let the audit find what is taken from now on until they end, if they have not yet.
+
+        All must be done, and known to every process.
+        """
+        self.pauses += [Pause(*row) for row in await self.db.fetch(_PAUSES)]
+
+    @property
+    def has_paused(self) -> bool:
+        """Whether the audit finds what is taken of each kind: a busy machine may be too slow."""
+        return {one.kind for one in self.pauses} == {"consumer", "events", "key"}
 
     async def is_settled(self) -> bool:
         """Whether all that was sent is applied or dead, and all that was staged is in Kafka."""
@@ -449,6 +489,7 @@ class World:
         await self._audit_the_late_topic()
         await self._audit_the_calls()
         await self._audit_the_folder()
+        await self._audit_the_pauses()
         committed = await self.servers.admin.list_consumer_group_offsets(self.bank.name)
         assert {one.partition: offset.offset for one, offset in committed.items()} == self._ends
 
@@ -511,6 +552,15 @@ class World:
         assert events, "every reminder is large"
         assert {row["name"] for row in claims} <= {path.name for path in self._folder.iterdir()}
 
+    async def _audit_the_pauses(self) -> None:
+        """Nothing was taken of what was paused, also by a process that began meanwhile."""
+        for pause in self.pauses:
+            taken = await self.db.fetch(_TAKEN, *pause)
+            assert taken == [], (pause, taken)
+            if pause.kind == "events":
+                sent = [one for one in self.tail.records if _was_sent(one, pause)]
+                assert sent == [], (pause, sent)
+
     async def _audit_the_late_topic(self) -> None:
         async with following(self.servers.kafka, self.late) as tail:
             await tail.until_ids(["late-0", "late-1", "late-2", "long-ago"])
@@ -521,3 +571,9 @@ class World:
 
 def _contents(record: ConsumerRecord) -> tuple[object, ...]:
     return record.partition, record.key, record.value, record.headers
+
+
+def _was_sent(record: ConsumerRecord, pause: Pause) -> bool:
+    """Return whether a record was surely made during a pause: it has a time in milliseconds."""
+    made = datetime.fromtimestamp(record.timestamp / 1_000, UTC)
+    return pause.since <= made and made + timedelta(milliseconds=1) <= pause.until

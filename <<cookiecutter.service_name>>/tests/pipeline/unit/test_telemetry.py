@@ -369,13 +369,13 @@ metrics.observe_lag("scans", 3, 12, 61.5)
 metrics.set_breaker("track", is_open=True)
 metrics.set_breaker("bill", is_open=True)
 metrics.set_breaker("bill", is_open=False)
-metrics.observe_backlog("track", 12, 3, 61.5, has_calls=False)
+metrics.observe_backlog("track", 12, 3, {"scans": 61.5}, has_calls=False)
 metrics.backlog_applied("track", 59.0)
 metrics.call_began("pay")
 metrics.call_ended("pay", "failed", 0.5)
 metrics.relay_shards.set(16)
 metrics.lease_extended(until=monotonic() + 60)
-metrics.observe_outbox(100, None)
+metrics.observe_outbox(100, {})
 metrics.observe_rejected(waiting=7, dead=2)
 print(generate_latest().decode())
 shutdown(5)
@@ -439,7 +439,7 @@ def test_metrics_have_the_conventions_names_and_bounded_labels() -> None:
     track = "pipeline_consumer=track pipeline_mode=message"
     assert found[f"pipeline_backlog_waiting {track}"] == 12
     assert found[f"pipeline_backlog_dead {track}"] == 3
-    assert found[f"pipeline_backlog_age_seconds {track}"] == 61.5
+    assert found[f"pipeline_backlog_age_seconds {scans} {track}"] == 61.5
     waited = "pipeline_backlog_duration_seconds_bucket"
     assert found[f"{waited} le=10.0 pipeline_consumer=track"] == 0
     assert found[f"{waited} le=60.0 pipeline_consumer=track"] == 1
@@ -464,14 +464,14 @@ from pipeline.observe import exporters, metrics, statements, traces
 shutdown = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
 print(generate_latest().decode() + "===")
 metrics.lease_extended(until=monotonic() + 60)
-metrics.observe_outbox(100, datetime.now(UTC) - timedelta(hours=1))
+metrics.observe_outbox(100, {"routes": datetime.now(UTC) - timedelta(hours=1)})
 metrics.observe_rejected(waiting=7, dead=2)
 print(generate_latest().decode() + "===")
 print(generate_latest().decode() + "===")
 metrics.lease_extended(until=monotonic())
 print(generate_latest().decode() + "===")
 metrics.lease_extended(until=monotonic() + 60)
-metrics.observe_outbox(1, datetime.now(UTC) + timedelta(hours=1))
+metrics.observe_outbox(1, {"routes": datetime.now(UTC) + timedelta(hours=1)})
 print(generate_latest().decode() + "===")
 metrics.forget_outbox()
 print(generate_latest().decode())
@@ -521,6 +521,7 @@ def test_the_age_of_what_waits_grows_while_the_relay_looks_at_nothing() -> None:
 
 def test_what_waits_is_told_of_only_as_long_as_the_lease_lasts() -> None:
     names = [
+        "pipeline_outbox_delay_seconds messaging_destination_name=routes",
         "pipeline_outbox_lag_duration_seconds",
         "pipeline_outbox_lag_events",
         "pipeline_outbox_rejected pipeline_outcome=dead",
@@ -529,6 +530,40 @@ def test_what_waits_is_told_of_only_as_long_as_the_lease_lasts() -> None:
     scrapes = [samples(text) for text in run(LAG).stdout.split("===")]
     told = [[name for name in names if name in scrape] for scrape in scrapes]
     assert told == [[], names, names, [], names, []]
+
+
+DELAYS = """
+from datetime import UTC, datetime, timedelta
+from time import monotonic
+from prometheus_client import generate_latest
+from pipeline.observe import exporters, metrics, statements, traces
+
+shutdown = exporters.configure(service_name="parcel-tracker", otlp_endpoint=None, sample_ratio=1)
+metrics.lease_extended(until=monotonic() + 60)
+ago = lambda hours: datetime.now(UTC) - timedelta(hours=hours)
+metrics.observe_outbox(9, {"routes": ago(2), "scans": ago(1)}, is_all=False)
+print(generate_latest().decode() + "===")
+metrics.observe_outbox(5, {"scans": ago(1)}, is_all=False)
+print(generate_latest().decode() + "===")
+metrics.observe_outbox(1, {"scans": ago(1)})
+print(generate_latest().decode() + "===")
+metrics.observe_outbox(0, {})
+print(generate_latest().decode())
+shutdown(5)
+"""
+
+
+def test_the_delay_of_a_topic_is_reported_if_it_is_known() -> None:
+    topics = [
+        f"pipeline_outbox_delay_seconds messaging_destination_name={one}"
+        for one in ("routes", "scans")
+    ]
+    scrapes = [samples(text) for text in run(DELAYS).stdout.split("===")]
+    delays = [[scrape.get(topic) for topic in topics] for scrape in scrapes]
+    hours = [[None if one is None else round(one / 3_600, 1) for one in each] for each in delays]
+    assert hours == [[2, 1], [None, 1], [0, 1], [0, 0]]
+    lags = [scrape["pipeline_outbox_lag_duration_seconds"] for scrape in scrapes]
+    assert [round(one / 3_600, 1) for one in lags] == [2, 1, 1, 0]
 
 
 EXPORT = """
