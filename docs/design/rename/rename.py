@@ -41,7 +41,7 @@ LEFT = (
     f"{RAW}/contracts/",
     f"{RAW}/dev/renaming.py",
     f"{RAW}/dev/update.py",
-    "tests/test_renaming.py",  # its old names are those of its own small template
+    "tests/test_renaming.py",  # its old names are in its small template
     "imports.txt",
     "releases.json",
 )
@@ -344,7 +344,7 @@ def engine(tree: Tree, renames: Renames) -> None:
 
 
 def tests_of_engine(tree: Tree) -> None:
-    """Edit tests that look at the engine's own modules, which the packages are beside now."""
+    """Edit tests that look at the engine's own modules, which are now next to the packages."""
     tests = f"{RAW}/tests/onceward"
     tree.write(f"{tests}/rooms.py", ROOMS)
     of_rooms = "from tests.onceward import rooms\n"
@@ -412,7 +412,7 @@ def tests_of_engine(tree: Tree) -> None:
         (
             r"^Run with the variables of .*\n.*\n",
             "Run with the variables of `tests.onceward.page.app`; it makes tables, topics, rows and records,"
-            "\nthen runs the service beside its page until the latter ends.\n",
+            "\nthen runs the service and its page until the latter ends.\n",
         ),
     )
     tree.edit(
@@ -464,7 +464,7 @@ def tests_of_engine(tree: Tree) -> None:
     )
 
 
-ROOMS = '''"""The engine's own modules, without those of the packages beside its rooms."""
+ROOMS = '''"""The engine's own modules, without the optional packages and the command line."""
 
 import re
 from pathlib import Path
@@ -594,7 +594,7 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
                 '    return sum(len(one.read_text("utf-8").splitlines()) for one in modules)\n'
                 "\n\n"
                 "def rooms() -> list[str]:\n"
-                '    """Return the engine\'s folders, without those of the packages beside them."""\n'
+                '    """Return the engine\'s folders, without the packages next to them."""\n'
                 '    return re.findall(r"`(\\w+)/`", (ENGINE / "README.md").read_text("utf-8"))\n'
             ),
         ),
@@ -629,7 +629,7 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
                 '    f":(glob){ENGINE}/*.py",\n'
                 f'    "{RAW}/src/pipeline",\n'
                 ")\n"
-                '"""Where the engine is, without the packages beside it; the last one is of version 1."""\n'
+                '"""Where the engine is, without the packages next to it; the last one is of version 1."""\n'
             ),
         ),
         (r'"--", ENGINE\)', '"--", *_PLACES)'),
@@ -718,7 +718,7 @@ def install(tree: Tree) -> None:
         if (HERE / name).exists():
             tree.write(target, (HERE / name).read_text("utf-8"))
         else:
-            tree.doubts.append(f"{name} is not beside this script")
+            tree.doubts.append(f"{name} is not in the folder of this script")
 
 
 KNOWN = (
