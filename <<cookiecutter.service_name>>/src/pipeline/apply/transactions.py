@@ -21,7 +21,7 @@ from pipeline.errors import Repeat, describe_error
 from pipeline.handlers.catalog import Catalog
 from pipeline.handlers.policy import UNDECIDED, Decision, undecided
 from pipeline.handlers.registry import Handlers
-from pipeline.handlers.sessions import AT_WORK, DONE, GUARD_COMMIT
+from pipeline.handlers.sessions import AT_WORK, DONE
 from pipeline.handlers.staging import Outbox
 from pipeline.observe import metrics
 from pipeline.observe.traces import ProcessSpans
@@ -308,10 +308,8 @@ class ConsumeTransactions:
         """Execute all statements of the transaction except the commit."""
         driver, outbox = attempt.driver, attempt.outbox
         outcome = BatchOutcome(encryption=self.encryption)
-        # Time limits, and the lock that keeps generations from being closed. A transaction of lanes
-        # updates no row whose trigger would reject a handler's COMMIT.
-        guard = f"; {GUARD_COMMIT}" if attempt.own and source.has_lease else ""
-        await limits.begin(attempt.connection, attempt.limits + guard)
+        # Time limits, and the lock that keeps generations from being closed.
+        await limits.begin(attempt.connection, attempt.limits)
         # Moves the position, or holds the lane; raises if another process owns it.
         generations = await source.begin(driver)
         # Inserts markers: a message that has one already is a duplicate.
