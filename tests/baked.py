@@ -46,6 +46,9 @@ def names_of_tests(files: Mapping[str, str]) -> set[str]:
 EXAMPLES = ("parcels", "payments", "none")
 """The answers about the worked example."""
 
+ENGINES = ("source", "package")
+"""The answers about where the engine comes from."""
+
 
 def manifest() -> dict[str, list[str]]:
     """Return what goes when an optional feature, or a worked example, is not chosen."""

@@ -27,6 +27,7 @@ import pytest
 import yaml
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 
+import engine_wheel
 from website.sources import links
 
 from tests.baked import (
@@ -81,6 +82,12 @@ def variant(
 def unusual(template: Template, tmp_path_factory: pytest.TempPathFactory) -> BakedProject:
     """A service with unusual answers."""
     return template.bake(tmp_path_factory.mktemp("unusual") / "müller's #1 & co;", **UNUSUAL)
+
+
+@pytest.fixture(scope="module")
+def packaged(template: Template, tmp_path_factory: pytest.TempPathFactory) -> BakedProject:
+    """A service that requires the engine's distribution, with the other default answers."""
+    return template.bake(tmp_path_factory.mktemp("packaged"), engine="package")
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +241,12 @@ def test_an_edited_engine_is_left_to_its_own_tests_where_they_are(
 
 
 def test_nothing_of_the_template_is_left_in_a_variant(variant: BakedProject) -> None:
-    for name, content in variant.files().items():
+    assert_rendered(variant)
+
+
+def assert_rendered(project: BakedProject) -> None:
+    """Check that no file of a service has anything that only the template understands."""
+    for name, content in project.files().items():
         assert not re.search(r"[<>]", name)
         if not name.startswith(COPIED):
             text = content.decode()
@@ -264,7 +276,12 @@ def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_
 
 
 def test_every_link_of_a_variants_pages_leads_to_a_file_and_a_place(variant: BakedProject) -> None:
-    pages = {name: text.decode() for name, text in variant.files().items() if name.endswith(".md")}
+    assert_links_lead_to_places(variant)
+
+
+def assert_links_lead_to_places(project: BakedProject) -> None:
+    """Check every link of a service's pages that leads to the service."""
+    pages = {name: text.decode() for name, text in project.files().items() if name.endswith(".md")}
     places = {
         name: {
             re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -276,8 +293,92 @@ def test_every_link_of_a_variants_pages_leads_to_a_file_and_a_place(variant: Bak
         for link in links(text):
             path, _, place = link["target"].partition("#")
             file = os.path.normpath(os.path.join(os.path.dirname(name), path))
-            assert (variant.path / file).exists(), f"{name}: {link['target']}"
+            assert (project.path / file).exists(), f"{name}: {link['target']}"
             assert not place or place in places[file], f"{name}: {link['target']}"
+
+
+def test_a_service_with_the_engine_as_a_package_has_none_of_its_files(
+    packaged: BakedProject,
+) -> None:
+    files = packaged.files()
+    assert {name.split("/")[1] for name in files if name.startswith("src/")} == {packaged.package}
+    assert not {".engine.sha256", ".features.json"} & files.keys()
+    assert len(files) <= 175
+    for name, content in files.items():
+        if not name.startswith(("dev/", "docs/")):  # which are the same in all services
+            assert "src/pipeline" not in content.decode(), name
+            assert not re.search(r"lint-imports|importlinter|dev/engine\.py", content.decode()), (
+                name
+            )
+    assert_rendered(packaged)
+    assert_links_lead_to_places(packaged)
+
+
+def test_a_service_with_the_engine_as_a_package_requires_it_by_version_and_hash(
+    packaged: BakedProject,
+) -> None:
+    wheel = engine_wheel.requirement()
+    pin = rf"(?m)^onceward=={wheel['version']} \\\n    --hash=sha256:{wheel['hash']}\n(?=[a-z])"
+    extras = "history,object-store,operations-page,outside-calls"
+    required = packaged.read("requirements/base.in").splitlines()
+    assert f"onceward[{extras}]=={wheel['version']} # the engine" in required
+    assert required[1:] == sorted(required[1:], key=lambda line: re.split(r"[^\w-]", line)[0])
+    for file in ("base.txt", "dev.txt"):
+        pins = packaged.read(f"requirements/{file}")
+        assert re.search(pin, pins), file
+        names = re.findall(r"(?m)^([a-z][\w-]*)", pins)
+        assert names == sorted(names), file
+        assert not re.search("(?m)^(grimp|import-linter)==", pins), file
+    # What its own files import is named, although the engine requires it as well.
+    assert {"aiokafka", "pydantic", "sqlalchemy"} <= {
+        re.split(r"[^\w-]", one)[0] for one in required
+    }
+    assert not {"rich", "typer", "uvloop"} & {re.split(r"[^\w-]", one)[0] for one in required}
+
+
+def test_the_image_and_ci_of_a_service_get_the_index_of_the_engine_as_a_secret(
+    packaged: BakedProject, default_project: BakedProject
+) -> None:
+    name = "PIP_EXTRA_INDEX_URL"
+    assert f"--mount=type=secret,id={name}" in packaged.read("deploy/Dockerfile")
+    ci = yaml.safe_load(packaged.read(".github/workflows/ci.yaml"))
+    assert ci["env"] == {name: f"${{{{ secrets.{name} }}}}"}
+    builds = re.findall(r"buildx build .*", packaged.read(".github/workflows/ci.yaml"))
+    assert len(builds) == 2
+    assert all(f"--secret id={name} " in one for one in builds)
+    [script] = yaml.safe_load(packaged.read(".gitlab-ci.yml"))["build-image"]["script"]
+    assert f" --secret id={name},env={name} " in script
+    [pip, *_] = yaml.safe_load(packaged.read(".github/dependabot.yml"))["updates"]
+    assert pip["ignore"] == [{"dependency-name": "onceward"}]
+    for file in ("deploy/Dockerfile", ".github/workflows/ci.yaml", ".gitlab-ci.yml", "Makefile"):
+        assert name not in default_project.read(file)
+
+
+@pytest.mark.full
+@pytest.mark.integration
+@pytest.mark.timeout(3600)
+def test_a_service_with_the_engine_as_a_package_passes_its_own_checks_and_tests(
+    template: Template, output: Path
+) -> None:
+    require("pgbouncer")
+    project = template.bake(output, engine="package")
+    wheels = output / "wheels"
+    project.run(sys.executable, template.path / "engine_wheel.py", wheels)
+    found = {"PIP_FIND_LINKS": str(wheels)}
+
+    project.run("make", "setup", **found)
+
+    where = "from pipeline import __file__; print(__file__)"
+    said = project.run(project.path / ".venv" / "bin" / "python", "-c", where)
+    assert said.startswith(f"{project.path}/.venv/lib/")
+    project.run("make", "check")
+    said = project.run("make", "test", "WORKERS=2")
+    assert re.search(r"\d+ passed", said)
+    assert not re.search(r"\d+ (skipped|xfailed)", said)
+
+    pins = re.findall(r"(?m)^onceward==.*\n.*$", project.read("requirements/base.txt"))
+    project.run("make", "requirements", **found)
+    assert [one for one in pins if one in project.read("requirements/base.txt")] == pins != []
 
 
 def test_the_engine_is_copied_byte_for_byte(template: Template, output: Path) -> None:

@@ -58,6 +58,8 @@ def renames() -> Renames:
         ('logging.getLogger("page")', 'logging.getLogger("onceward.page")'),
         ("'program = import pipeline'", "'program = import pipeline'"),
         ("'import pipeline'", "'import onceward'"),
+        (r"'one\nfrom pipeline import Inbox'", r"'one\nfrom onceward import Inbox'"),
+        (r"'one\nimport pipeline\n'", r"'one\nimport onceward\n'"),
         ("from pipelines import pipeline", "from pipelines import pipeline"),
         ('"page"', '"page"'),
         ("def broken(:\n", "def broken(:\n"),

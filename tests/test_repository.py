@@ -19,6 +19,7 @@ from local_extensions import UNUSABLE
 from tests import language
 from tests.baked import (
     DEFAULTS,
+    ENGINES,
     EXAMPLES,
     RAW,
     ROOT,
@@ -116,6 +117,14 @@ def test_the_worked_example_is_a_question_with_the_names_of_the_examples() -> No
     assert QUESTIONS["worked_example"] == DEFAULTS["worked_example"] == EXAMPLES[0]
     assert [one.strip().partition(": ")[0] for one in examples] == [*EXAMPLES]
     assert typed.split() == ["Type", "parcels,", "payments", "or", "none"]
+
+
+def test_the_engine_is_a_question_with_the_names_of_its_kinds() -> None:
+    _, *kinds, typed = QUESTIONS["__prompts__"]["engine"].splitlines()
+
+    assert QUESTIONS["engine"] == DEFAULTS["engine"] == ENGINES[0]
+    assert [one.strip().partition(": ")[0] for one in kinds] == [*ENGINES]
+    assert typed.split() == ["Type", "source", "or", "package"]
 
 
 def test_what_the_manifest_takes_away_exists() -> None:

@@ -16,7 +16,15 @@ import pytest
 
 import local_extensions
 
-from tests.baked import DEFAULTS, RAW, ROOT, BakedProject, Template, clean_environment
+from tests.baked import (
+    DEFAULTS,
+    ENGINES,
+    RAW,
+    ROOT,
+    BakedProject,
+    Template,
+    clean_environment,
+)
 from tests.release import released
 
 AGES = range(30, 301, 30)
@@ -499,6 +507,55 @@ def test_other_answers_are_merged_at_the_recorded_version(history: History, outp
     assert "It's Ada's, at 5." in project.read("README.md")
     assert project.run("git", "rev-list", "--count", "template").strip() == "2"
     assert not (project.path / "src" / "page").exists()
+
+
+@pytest.mark.full
+def test_an_update_brings_another_version_of_an_engine_that_is_a_package(
+    history: History, output: Path
+) -> None:
+    path = history.template.path
+    git(path, "checkout", "--quiet", "-b", "later", history.new)
+    edit(path / "cookiecutter.json", (r'("_template_version": )"[^"]+"', r'\1"1.11.0"'))
+    newer = commit(path, "Later")
+    git(path, "checkout", "--quiet", "main")
+    fresh = history.bake(output / "fresh", newer, engine="package")
+    project = owned(history.bake(output, history.old, engine="package"))
+    pin = r"(?m)^onceward==(\S+) \\\n    --hash=sha256:(\w+)$"
+    [before] = re.findall(pin, project.read("requirements/base.txt"))
+
+    outcome = update(project.path, f"--to={newer}")
+
+    assert outcome.code == (1 if conflicts(project) else 0), outcome.said
+    assert "`service migrate`" in outcome.said, "the migrations are in the distribution"
+    assert_merged(project, fresh)
+    assert "==1.11.0 # the engine\n" in project.read("requirements/base.in")
+    for file in ("base.txt", "dev.txt"):
+        [after] = re.findall(pin, project.read(f"requirements/{file}"))
+        assert after[0] == "1.11.0"
+        assert after[1] != before[1]
+
+
+@pytest.mark.full
+def test_an_update_replaces_the_source_of_the_engine_by_a_package_and_back(
+    history: History, output: Path
+) -> None:
+    fresh = {kind: history.bake(output / kind, history.new, engine=kind) for kind in ENGINES}
+    project = history.bake(output, history.new)
+    for name, value in ADA.items():
+        project.run("git", "config", name, value)
+
+    for kind in ("package", "source", "package"):
+        outcome = update(project.path, f"engine={kind}")
+        assert outcome.code == 0, outcome.said
+        assert project.files() == fresh[kind].files()
+        assert project.run("git", "status", "--porcelain") == ""
+
+    refused = update(project.path, "engine_tests=yes")
+    assert refused.code == 1
+    assert (
+        "engine_tests must be no if engine is package, whose source is elsewhere." in refused.said
+    )
+    assert project.files() == fresh["package"].files()
 
 
 @pytest.mark.full

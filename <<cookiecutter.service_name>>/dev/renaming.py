@@ -65,7 +65,8 @@ class Renames:
         names = _any_of(modules)
         tops = _any_of(name for name in modules if "." not in name)
         self._imports = re.compile(
-            rf"(?m)(?P<before>(?<![\w.])from (?=[\w.]+ import\b)|(?:^[ \t]*|[\"'`;] ?|\\n)import )"
+            r"(?m)(?P<before>(?:(?<![\w.])|(?<=\\n))from (?=[\w.]+ import\b)"
+            r"|(?:^[ \t]*|[\"'`;] ?|\\n)import )"
             rf"(?P<name>(?:{names})(?:\.\w+)*)(?![\w.])"
         )
         self._calls = re.compile(
@@ -213,11 +214,16 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def main(root: Path) -> None:
-    """Replace old names in the files of a service that are in git, except for the engine's."""
+    """Replace old names in the files of a service that are in git, except for the engine's.
+
+    Raises `SystemExit` if the service has no source of the engine.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True
     ).stdout.decode("utf-8", "surrogateescape")
     paths = [path for path in listed.split("\0") if path and (root / path).is_file()]
+    if not (root / NAMES).exists():
+        raise SystemExit(f"{NAMES} does not exist: update with engine=source first")
     names = json.loads((root / NAMES).read_text("utf-8"))
     modules = modules_in(paths, names, moved=True)
     renames = Renames(modules, paths, lambda path: (root / path).read_text("utf-8"))

@@ -510,7 +510,7 @@ def _update(service: Service, template: Template, options: Namespace) -> bool:
     record = {name: record[name] for name in (*order, *record) if name in record}
     (baked / RECORD).write_text(json.dumps(record, indent=4, ensure_ascii=False) + "\n", "utf-8")
     title = " ".join([f"Template {template.name(new)}", *options.answers])
-    engine, renames = unedited_engine(service), _renames(service, baked, base)
+    engine, renames = unedited_engine(service), _renames(service, template, base)
     if renames:
         tree = service.renamed(base, renames, template.folder)
         tip = service.commit_tree(tree, tip, f"Names of {template.name(new)}")
@@ -538,16 +538,23 @@ def _update(service: Service, template: Template, options: Namespace) -> bool:
     _report_answers(record["cookiecutter"], chosen)
     _report_changes(template, old, new)
     changed = service.git("diff", "--name-only", "--relative", base, merged).splitlines()
+    if old and not (baked / CHECKSUMS).exists():  # the engine's migrations are in its distribution
+        of_engine = ":(glob)*/src/**/migrations/**"
+        changed += template.git("diff", "--name-only", old, new, "--", of_engine).splitlines()
     settings = service.settings(merged) - service.settings(base)
     _report_steps(changed, conflicts, settings, is_renamed=bool(renames))
     return not conflicts
 
 
-def _renames(service: Service, baked: Path, base: str) -> Renames | None:
-    """Return the new names of the template's packages in a bake; None if none has another one."""
-    if not (baked / NAMES).exists():
+def _renames(service: Service, template: Template, base: str) -> Renames | None:
+    """Return new names of packages in the version that was baked last; None if there are none.
+
+    They are those of the template's source, which a service with `engine=package` lacks.
+    """
+    found = [*(template.folder / "clone").glob(f"*/{NAMES}")]
+    if not found:
         return None
-    names: dict[str, str] = json.loads((baked / NAMES).read_text("utf-8"))
+    names: dict[str, str] = json.loads(found[0].read_text("utf-8"))
     names.pop(service.record["cookiecutter"].get("package_name"), None)
     paths = service.git("ls-tree", "-r", "-z", "--name-only", base).split("\0")
     modules = modules_in(paths, names, moved=False)

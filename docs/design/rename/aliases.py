@@ -49,7 +49,7 @@ class OldNames(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's spec, which the import has replaced by that of the old name."""
+        """Restore the module's spec, which the import has replaced by the old name's."""
         spec = module.__spec__
         if spec is not None and spec.name in self._specs:
             module.__spec__ = self._specs.pop(spec.name)

@@ -41,7 +41,7 @@ LEFT = (
     f"{RAW}/contracts/",
     f"{RAW}/dev/renaming.py",
     f"{RAW}/dev/update.py",
-    "tests/test_renaming.py",  # its old names are those of its own small template
+    "tests/test_renaming.py",  # its old names are in its small template
     "imports.txt",
     "releases.json",
 )
@@ -253,11 +253,7 @@ def tools(tree: Tree, renames: Renames) -> None:
     )
     tree.edit(
         "hooks/post_gen_project.py",
-        (r"^PACKAGES = \((?:.*\n)*?^\)\nENGINE = .*\n", 'ENGINE = Path("src/onceward")\n'),
-        (
-            literally('sorted(path for folder in ENGINE for path in Path(folder).rglob("*"))'),
-            'sorted(ENGINE.rglob("*"))',
-        ),
+        (r"^PACKAGES = \((?:.*\n)*?^\)\nENGINE = .*\n", 'ENGINE = ("src/onceward",)\n'),
     )
     tree.edit("cookiecutter.json", (r'^ +"(?:src|tests)/onceward/[^"]*",\n', ""))
     manifest = tree.root / RAW / ".features.json"
@@ -313,13 +309,13 @@ def engine(tree: Tree, renames: Renames) -> None:
         f"{src}/README.md",
         (
             r"\Z",
-            "\nBeside the rooms are the command line, in `cli`, and optional packages. They import the"
+            "\nNext to the rooms are the command line, in `cli`, and optional packages. They import the"
             " engine, which never imports them.\n",
         ),
     )
     tree.edit(
         f"{tests}/servers/zygote.py",
-        (r'^_OPTIONAL = \("http_api", ', '_OPTIONAL = ("onceward.http", '),
+        (r'^_OPTIONAL = \{"http_api": ', '_OPTIONAL = {"onceward.http": '),
         (
             r"^    return find_spec\(name\.partition\(\"\.\"\)\[0\]\) is not None$",
             '    return find_spec(".".join(name.split(".")[:2])) is not None',
@@ -327,7 +323,7 @@ def engine(tree: Tree, renames: Renames) -> None:
     )
     tree.edit(
         f"{RAW}/dev/stack.py",
-        (r'\(SOURCE / "(page|personal)"\)', r'(SOURCE / "onceward" / "\1")'),
+        (r'has\(SOURCE / "(page|personal)", ', r'has(SOURCE / "onceward" / "\1", '),
     )
     package = f"{RAW}/src/<<cookiecutter.package_name>>"
     tree.edit(f"{package}/main.py", (CONDITIONAL.pattern[4:], sort_conditional))
@@ -348,7 +344,7 @@ def engine(tree: Tree, renames: Renames) -> None:
 
 
 def tests_of_engine(tree: Tree) -> None:
-    """Edit tests that look at the engine's own modules, which the packages are beside now."""
+    """Edit tests that look at the engine's own modules, which are now next to the packages."""
     tests = f"{RAW}/tests/onceward"
     tree.write(f"{tests}/rooms.py", ROOMS)
     of_rooms = "from tests.onceward import rooms\n"
@@ -392,12 +388,50 @@ def tests_of_engine(tree: Tree) -> None:
         ),
     )
     tree.edit(
+        f"{tests}/page/app.py",
+        (
+            r"\A.*\n",
+            '"""The bank with its page and a correction, as a program.\n\n'
+            "`python -m tests.onceward.page.app page` runs it.\n"
+            '"""\n',
+        ),
+    )
+    tree.edit(
+        f"{tests}/history/test_views.py",
+        (
+            r"^(from tests\.onceward\.page\.conftest import) (TOKEN, .*), opened  (# noqa: F401 .*)$",
+            lambda found: (
+                f"{found[1]} (\n    "
+                + ",\n    ".join(found[2].split(", "))
+                + f",\n    opened,  {found[3]}\n)"
+            ),
+        ),
+    )
+    tree.edit(
         f"{tests}/page/exhibit.py",
         (
             r"^Run with the variables of .*\n.*\n",
             "Run with the variables of `tests.onceward.page.app`; it makes tables, topics, rows and records,"
-            "\nthen runs the service beside its page until the latter ends.\n",
+            "\nthen runs the service and its page until the latter ends.\n",
         ),
+    )
+    tree.edit(
+        f"{tests}/unit/test_private_names.py",
+        (r"^(import onceward\n)", rf"\1\n{of_rooms}"),
+        (literally('onceward.__path__, "pipeline."'), 'onceward.__path__, "onceward."'),
+        (
+            literally('if not f"{one.name}.".startswith(NOT_THE_ENGINE):'),
+            'if rooms.have(one.name) and not f"{one.name}.".startswith(NOT_THE_ENGINE):',
+        ),
+        (literally('if library == "pipeline":'), 'if library == "onceward":'),
+    )
+    tree.edit(
+        f"{tests}/unit/test_runtime.py",
+        (literally(r"WARNING pipeline\.runtime: "), plainly(r"WARNING onceward\.runtime: ")),
+    )
+    tree.edit(
+        f"{tests}/integration/test_kit.py",
+        (literally('one.name.startswith("pipeline.")'), 'one.name.startswith("onceward.")'),
     )
     tree.edit(
         f"{tests}/unit/test_reasons.py",
@@ -430,7 +464,7 @@ def tests_of_engine(tree: Tree) -> None:
     )
 
 
-ROOMS = '''"""The engine's own modules, without those of the packages beside its rooms."""
+ROOMS = '''"""The engine's own modules, without the optional packages and the command line."""
 
 import re
 from pathlib import Path
@@ -466,6 +500,15 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
             '    engine = tmp_path / "onceward"\n'
             '    shutil.copytree(RAW / "src" / "onceward", engine)\n',
         ),
+    )
+    tree.edit(
+        "tests/test_secrets.py",
+        (literally('ours = ("pipeline.", "parcel_tracker.")'), 'ours = ("onceward.", "parcel_tracker.")'),
+    )
+    tree.edit(
+        "tests/test_wheel.py",
+        (r"\bpipeline\.__file__", "onceward.__file__"),
+        (literally('tmp_path / "pipeline" / "__init__.py"'), 'tmp_path / "onceward" / "__init__.py"'),
     )
     tree.edit("tests/test_deploy.py", (r"site-packages/pipeline\b", "site-packages/onceward"))
     tree.edit(
@@ -551,7 +594,7 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
                 '    return sum(len(one.read_text("utf-8").splitlines()) for one in modules)\n'
                 "\n\n"
                 "def rooms() -> list[str]:\n"
-                '    """Return the engine\'s folders, without those of the packages beside them."""\n'
+                '    """Return the engine\'s folders, without the packages next to them."""\n'
                 '    return re.findall(r"`(\\w+)/`", (ENGINE / "README.md").read_text("utf-8"))\n'
             ),
         ),
@@ -586,7 +629,7 @@ def tests_of_template(tree: Tree, renames: Renames) -> None:
                 '    f":(glob){ENGINE}/*.py",\n'
                 f'    "{RAW}/src/pipeline",\n'
                 ")\n"
-                '"""Where the engine is, without the packages beside it; the last one is of version 1."""\n'
+                '"""Where the engine is, without the packages next to it; the last one is of version 1."""\n'
             ),
         ),
         (r'"--", ENGINE\)', '"--", *_PLACES)'),
@@ -626,7 +669,7 @@ def pages(tree: Tree) -> None:
         f"{RAW}/docs/updating.md",
         (
             r"^(- \*\*Migrations\*\* run before .*\n)",
-            r"\1- **Packages with new names**, as in version 2, have them in your files, too. After"
+            r"\1- **Packages with new names**, as in version 2, also have them in your files. After"
             "\n  `cruft update`, or an update by a `dev/update.py` of version 1.0, run"
             " `python dev/renaming.py`.\n",
         ),
@@ -675,7 +718,7 @@ def install(tree: Tree) -> None:
         if (HERE / name).exists():
             tree.write(target, (HERE / name).read_text("utf-8"))
         else:
-            tree.doubts.append(f"{name} is not beside this script")
+            tree.doubts.append(f"{name} is not in the folder of this script")
 
 
 KNOWN = (
@@ -705,6 +748,8 @@ KNOWN = (
     ("/test_update.py", '"pipeline"'),
     ("/test_update.py", "from pipeline import"),  # in a service of version 1
     ("/dumps.py", '"pipeline"'),
+    ("/test_conventions.py", '"pipeline."'),  # of metrics
+    ("/test_travel.py", '"pipeline."'),  # of a table
     ("benchmarks/engine.py", "src/pipeline"),
     ("contributing.md", "pipeline.new_"),
     ("backlog.pml", "pipeline.lane"),
@@ -719,6 +764,8 @@ def look(tree: Tree, metrics: set[str]) -> None:
         (rf"(?<![\w-])(?P<all>(?:src|tests)/({OLD})\b(?![-_]))", "path"),
         (rf"(?<![\w.])(?P<all>from ({OLD})[\w.]* import|^import ({OLD})\b)", "import"),
         (r'(?P<all>["`](operate|http_server|pipeline)["`])', "name"),
+        (r'(?P<all>"pipeline\.")', "prefix"),
+        (r"(?P<all>pipeline\\.(?P<next>\w+))", "pattern"),
         (rf"(?P<all>[\"'](?!pipeline\b)({OLD})(\.(?!md\b|html\b|log\b)\w+)+[\"'])", "literal"),
     )
     skipped = (".html", ".css", ".js", ".svg", ".sql")
@@ -733,6 +780,8 @@ def look(tree: Tree, metrics: set[str]) -> None:
             for pattern, kind in finds:
                 for found in re.finditer(pattern, line):
                     all_ = found["all"]
+                    if kind == "pattern" and DATABASE.fullmatch(found["next"]):
+                        continue
                     if kind == "dotted" and (
                         not all_.startswith("pipeline.")  # mostly variables
                         and not all_.startswith(("operate.", "http_server."))

@@ -1,4 +1,4 @@
-"""Old names of packages, in processes of their own: an import cannot be undone."""
+"""Old names of packages, each in a separate process: an import cannot be undone."""
 
 import json
 import os

@@ -49,11 +49,13 @@ def test_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("answers", [(), ("engine=package",)], ids=["source", "package"])
 @pytest.mark.parametrize("age", [AGES[0], AGES[-1]])
 def test_a_service_of_version_1_is_updated_with_its_own_modules(
     grown: History,  # noqa: F811
     output: Path,
     age: int,
+    answers: tuple[str, ...],
 ) -> None:
     old, baked = grown.bake_aged(output, age)
     if not (baked.path / "src" / "pipeline").exists():
@@ -66,7 +68,7 @@ def test_a_service_of_version_1_is_updated_with_its_own_modules(
     commit(project.path, "Ada's modules")
 
     options = (f"--template={grown.template.path}", f"--from={old}", f"--to={grown.new}")
-    outcome = run(project.path, sys.executable, str(UPDATE), *options)
+    outcome = run(project.path, sys.executable, str(UPDATE), *options, *answers)
 
     assert "Packages have new names" in outcome.said
     assert not (project.path / "src" / "pipeline" / "__init__.py").exists()
@@ -81,7 +83,7 @@ def test_a_service_of_version_1_is_updated_with_its_own_modules(
         if name.endswith(".py") and name not in aside and OLD.search(content.decode())
     ]
     assert left == []
-    if not aside:
+    if not aside and not answers:
         program = f"import {project.package}.main, {project.package}.own"
         folders = {"PYTHONPATH": str(project.path / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
         done = run(project.path, sys.executable, "-Werror:the module", "-c", program, **folders)
