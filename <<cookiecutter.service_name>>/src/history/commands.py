@@ -20,7 +20,7 @@ from operate.output import (
     format_time,
     format_value,
     print_json,
-    print_table,
+    table,
     write,
 )
 from operate.signing import Explained, Signed
@@ -68,10 +68,8 @@ async def show(
             limit=limit,
             seconds=seconds,
         )
-    if invocation.as_json:
-        print_json(*found.lines)
-    else:
-        print_table(("time", "what", "where", "event", "release", "more"), _rows(found))
+    names = "time", "what", "where", "event", "release", "more"
+    invocation.answer(*found.lines, lines=table(names, _rows(found)))
     for name, why in found.unknown.items():
         write(f"not known: {name}: {why}", err=True)
     for one in found.not_searched:
@@ -141,21 +139,16 @@ async def affected(
         if what is What.COUNTS:
             if not (groups := await released.count(connection, wanted)):
                 await released.check(connection, release)
-            if invocation.as_json:
-                print_json(*groups)
-            else:
-                _print(_COUNTED, groups)
+            invocation.answer(*groups, lines=_columns(_COUNTED, groups))
             return
         await released.check(connection, release)
         left = limit if limit or invocation.as_json else 50
         has_header = True
         async for rows in _LISTS[what](connection, wanted):
             some = [_entry(row) for row in rows[:left]]
-            if invocation.as_json:
-                print_json(*some)
-            else:
-                _print(_LISTED[what], some, has_header=has_header)
-                has_header = False
+            lines = _columns(_LISTED[what], some, has_header=has_header)
+            invocation.answer(*some, lines=lines)
+            has_header = False
             left = None if left is None else left - len(some)
             if left == 0:
                 invocation.say("There may be more: --limit shows them.")
@@ -172,10 +165,12 @@ def _entry(row: asyncpg.Record) -> dict[str, Any]:
     return entry | {"key": content_of(row.get("record_key", row["key"]))}
 
 
-def _print(names: Sequence[str], entries: Sequence[Mapping[str, Any]], **header: bool) -> None:
+def _columns(
+    names: Sequence[str], entries: Sequence[Mapping[str, Any]], **header: bool
+) -> Iterator[str | bytes]:
     rows = ([format_value(one[name]) for name in names] for one in entries)
     numbers = ("count", "partition", "offset", "first", "last", "events", "sequence")
-    print_table(names, rows, right=numbers, **header)
+    return table(names, rows, right=numbers, **header)
 
 
 @operation(
@@ -214,10 +209,10 @@ async def correct(
         if not (groups := await one.plan(wanted)):
             await released.check(connection, release)
         left = sum(group.left for group in groups)
-        if not invocation.as_json:
-            shown = ("found", "done", "gone", "topic", "type", "oldest", "newest")
-            _print(shown, [asdict(group) for group in groups])
-            write(f"{left:,} to be handed, of those applied until {_time(wanted)}")
+        names = "found", "done", "gone", "topic", "type", "oldest", "newest"
+        lines = _columns(names, [asdict(group) for group in groups])
+        last = f"{left:,} to be handed, of those applied until {_time(wanted)}"
+        invocation.answer(lines=[*lines, last])
         handed = Progress()
         if left and not dry_run:
             if not yes:

@@ -12,7 +12,7 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 
 from pipeline.consume import stamps
-from pipeline.errors import is_of_a_server, sqlstate_of, summarize_error
+from pipeline.errors import is_access_denied, is_of_a_server, summarize_error
 from pipeline.operators import adopting, archive, audit, scheduled
 from pipeline.retention import maintenance
 from pipeline.retention.partitions import PartitionStatus
@@ -28,8 +28,8 @@ from . import (
     throttle_commands,
     topic_commands,
 )
-from .errors import ACCESS_DENIED, Refused
-from .output import format_time, print_json, print_table, write
+from .errors import Refused
+from .output import format_time, table
 from .signing import Signed
 from .terminal import (
     Invocation,
@@ -159,15 +159,11 @@ async def list_waiting(invocation: Invocation, limit: Limit = 50) -> None:
     """List scheduled events, the next due first."""
     async with invocation.connected(revisions.check_database) as connection:
         found = await scheduled.waiting(connection, limit)
-    if invocation.as_json:
-        print_json(*found)
-        return
     rows = (
         [format_time(one.due_at), one.name, one.type, one.topic, one.key or "-"] for one in found
     )
-    print_table(("due", "name", "type", "topic", "key"), rows)
-    if not found:
-        write("No event is scheduled.")
+    names = "due", "name", "type", "topic", "key"
+    invocation.answer(*found, lines=table(names, rows) if found else ["No event is scheduled."])
 
 
 @operation(scheduled_app, example="service scheduled cancel remind-ada", by=Signed)
@@ -211,10 +207,8 @@ async def list_partitions(invocation: Invocation) -> None:
     """List days of the outbox and generations of the inbox; changes nothing."""
     async with invocation.connected(revisions.check_database) as connection:
         found = [one async for one in maintenance.list_partitions(connection, invocation.settings)]
-    if invocation.as_json:
-        print_json(*found)
-    else:
-        print_table(("name", "kept"), ([one.name, _kept(one)] for one in found))
+    rows = ([one.name, _kept(one)] for one in found)
+    invocation.answer(*found, lines=table(("name", "kept"), rows))
 
 
 @operation(retention_app, example="service retention skip-archive 2026-11-20", by=Signed)
@@ -273,8 +267,7 @@ def _upgrade(invocation: Invocation) -> None:
         try:
             command.upgrade(config, "heads")
         except Exception as error:
-            state = sqlstate_of(error) or ""
-            if is_of_a_server(error) or state.startswith(ACCESS_DENIED):
+            if is_of_a_server(error) or is_access_denied(error):
                 raise
             if failure := revisions.describe_failure(error):
                 raise Refused(failure) from None

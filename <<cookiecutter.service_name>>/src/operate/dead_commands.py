@@ -1,9 +1,10 @@
 """The commands `service dead …` and `service dead events …`: list, show, redrive, discard."""
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
+from itertools import chain
 from typing import Annotated, Any
 
 import asyncpg
@@ -15,7 +16,7 @@ from pipeline.servers.revisions import check_database
 from .dead import Entry, Selection, State, Store
 from .dead_events import DeadEvents
 from .dead_letters import DeadLetters
-from .output import format_value, one_line, print_fields, print_json, print_table, write
+from .output import format_value, one_line, print_fields, print_json, table, write
 from .signing import Explained, Signed
 from .terminal import DryRun, Invocation, Yes, operation
 
@@ -140,24 +141,19 @@ async def list_entries(
         selection = await filters.select(store)
         if filters.older_than is None:  # the row of a paused key is as of the end of its pause
             selection = replace(selection, until=None)
-        if invocation.as_json and not summary:
-            async for some in store.chunks(state, selection, limit):
-                print_json(*some)
-            return
-        groups = await store.count(state, selection)
-        if invocation.as_json:
-            print_json(*groups[:limit])
-            return
+        is_counted = summary or not invocation.as_json
+        groups = await store.count(state, selection) if is_counted else []
         shown = total = _total(groups)
         if summary:
-            _print_groups(groups[:limit])
+            invocation.answer(*groups[:limit], lines=_groups(groups[:limit]))
         else:
             shown = 0
             async for some in store.chunks(state, selection, limit):
-                _print_columns(kind.listed, some, has_header=not shown)
+                lines = _columns(kind.listed, some, has_header=not shown)
+                invocation.answer(*some, lines=lines)
                 shown += len(some)
     more = f", the newest of {total:,}: --limit shows more" if total > shown else ""
-    write(f"{shown:,} {state}{more}")
+    invocation.answer(lines=[f"{shown:,} {state}{more}"])
 
 
 async def show(
@@ -275,9 +271,7 @@ async def _change(
     Progress is reported, and the chunks are appended to `kept`. Raises `typer.Abort` for a no.
     """
     changed, reported, found = 0, 0, _total(groups)
-    if not invocation.as_json:
-        _print_groups(groups)
-        write(f"{found:,} {state}")
+    invocation.answer(lines=chain(_groups(groups), [f"{found:,} {state}"]))
     if not found or confirmation.dry_run:
         return 0
     if not confirmation.yes:
@@ -298,15 +292,17 @@ async def _change(
     return changed
 
 
-def _print_groups(groups: Sequence[Entry]) -> None:
+def _groups(groups: Sequence[Entry]) -> Iterator[str | bytes]:
     if groups:
         absent = "consumer" if groups[0]["consumer"] is None else ""  # of events
-        _print_columns([name for name in groups[0] if name != absent], groups)
+        yield from _columns([name for name in groups[0] if name != absent], groups)
 
 
-def _print_columns(names: Sequence[str], entries: Sequence[Entry], **header: bool) -> None:
+def _columns(
+    names: Sequence[str], entries: Sequence[Entry], **header: bool
+) -> Iterator[str | bytes]:
     rows = ([_cell(one, name) for name in names] for one in entries)
-    print_table(names, rows, right=("count", "attempts", "offset"), **header)
+    return table(names, rows, right=("count", "attempts", "offset"), **header)
 
 
 def _cell(entry: Entry, name: str) -> str:

@@ -12,7 +12,6 @@ from pipeline.events.message import headers_of, marker_key, printable
 from pipeline.handlers.policy import FORGOTTEN, UNKNOWN
 from pipeline.operators import copies, dead_rows
 from pipeline.operators.copies import Copy
-from pipeline.retry import lanes
 
 from .dead import Entry, Outcome, Rows, Selection, Store
 from .errors import Refused
@@ -168,8 +167,7 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         if copy is not None:
             return [await self._replaced(row, copy) for row in rows]
         redriven = [await self._redriven(row) for row in rows]
-        await dead_rows.redrive(self.connection, [row["key"] for row in rows])
-        await self._schedule_heads(rows)
+        await dead_rows.redrive(self.connection, rows)
         return redriven
 
     async def _replaced(self, row: asyncpg.Record, copy: Copy) -> Redriven:
@@ -179,14 +177,8 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         return Redriven(keys, keys, _place(row))
 
     async def _discard(self, rows: Rows, *, operator: str, why: str) -> Rows:
-        keys = [row["key"] for row in rows]
-        await dead_rows.discard(self.connection, keys, operator=operator, why=why)
-        await self._schedule_heads(rows)
+        await dead_rows.discard(self.connection, rows, operator=operator, why=why)
         return rows
-
-    async def _schedule_heads(self, rows: Rows) -> None:
-        numbers, order_keys = {row["lane"] for row in rows}, {row["order_key"] for row in rows}
-        await lanes.schedule_heads(self.connection, numbers, order_keys)
 
     async def _redriven(self, row: asyncpg.Record) -> Redriven:
         key, place = row["key"], _place(row)

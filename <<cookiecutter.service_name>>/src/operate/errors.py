@@ -6,8 +6,3 @@ from pipeline.errors import Refused as Refused
 
 class OutputFailed(OncewardError):
     """Standard output can't be written; the text says why. It is no `OSError`, as of a server."""
-
-
-ACCESS_DENIED = ("28", "3D", "42501")
-"""First characters of PostgreSQL's error codes for a wrong user, password or database, and for a
-missing privilege."""

@@ -84,14 +84,14 @@ def json_line(value: object) -> bytes:
     return f"{harmless(to_json(value).decode())}\n".encode()
 
 
-def print_table(
+def table(
     names: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
     right: Collection[str] = (),
     has_header: bool = True,
-) -> None:
-    """Write rows under the names of their columns; the columns in `right` are aligned right.
+) -> Iterator[str | bytes]:
+    """Yield, for `write`, rows under the names of their columns; those in `right` align right.
 
     No cell is cut off: on a narrow terminal cells are folded, those of the first column last, and
     elsewhere each row is a line, for `grep` and `awk`. Without rows nothing is written.
@@ -104,17 +104,17 @@ def print_table(
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             each = zip(line, sides, widths, strict=True)
-            write("  ".join(f"{cell:{side}{width}}" for cell, side, width in each).rstrip())
+            yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in each).rstrip()
     elif cells:
-        table = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        table.show_header, table.columns[0].no_wrap = has_header, True
-        for column, name in zip(table.columns, names, strict=True):
+        grid = Table(*names, box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        grid.show_header, grid.columns[0].no_wrap = has_header, True
+        for column, name in zip(grid.columns, names, strict=True):
             column.justify, column.overflow = "right" if name in right else "left", "fold"
         for row in cells:
-            table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
+            grid.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
         with console.capture() as captured:
-            console.print(table)
-        write(re.sub(" +$", "", captured.get(), flags=re.MULTILINE).encode())
+            console.print(grid)
+        yield re.sub(" +$", "", captured.get(), flags=re.MULTILINE).encode()
 
 
 def print_fields(fields: Mapping[str, object], *texts: str) -> None:

@@ -13,7 +13,7 @@ from pipeline.servers.revisions import WrongDatabase, check_database
 
 from . import doctor, status
 from .health import Finding, judge
-from .output import format_span, format_time, one_line, print_json, print_table, write
+from .output import format_span, format_time, one_line, print_json, table, write
 from .status import AT_MOST, Kind, Stage, Status, format_count
 from .terminal import Invocation, operation
 
@@ -74,10 +74,8 @@ async def examine(
         check = "database" if isinstance(error, WrongDatabase) else "postgresql"
         wrong = Finding("wrong", summarize_error(error), advice, check=check)
         found = [wrong, *await doctor.examine(None, service, settings)]
-    if invocation.as_json:
-        print_json(*found)
-    else:
-        print_table(("level", "check", "found"), (row for one in found for row in _rows(one)))
+    rows = (row for one in found for row in _rows(one))
+    invocation.answer(*found, lines=table(("level", "check", "found"), rows))
     levels = {one.level for one in found}
     if "wrong" in levels or (strict and "warning" in levels):
         raise typer.Exit(1)

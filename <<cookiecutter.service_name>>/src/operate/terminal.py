@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from inspect import Parameter
 from typing import Annotated, Any, TypeVar, cast
@@ -29,9 +29,9 @@ from pipeline.errors import (
     as_raised,
     describe_error,
     format_traceback,
+    is_access_denied,
     is_infrastructure,
     is_of_a_server,
-    sqlstate_of,
     summarize_error,
 )
 from pipeline.observe import logs, watchdog
@@ -42,7 +42,7 @@ from pipeline.servers.database import Check, autocommitting, create_engine
 from pipeline.service import Misconfigured, Service
 from pipeline.settings import Settings, is_secret, mistakes, variables
 
-from .errors import ACCESS_DENIED, OutputFailed, Refused
+from .errors import OutputFailed, Refused
 from .output import interruptible, print_json, standard_streams, write
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Invocation:
         """Write a line for people: to standard output, with `--json` to standard error."""
         write(text, err=self.as_json)
 
-    def answer(self, *values: object, lines: Iterable[str] = ()) -> None:
+    def answer(self, *values: object, lines: Iterable[str | bytes] = ()) -> None:
         """Write values as JSON with `--json`, else lines for people."""
         if self.as_json:
             print_json(*values)
@@ -181,33 +181,26 @@ def operation(
     def register(function: Operation) -> Operation:
         _, *parameters = inspect.signature(function).parameters.values()
         groups = {
-            name: one for name, one in given.items() if isinstance(one, type) and is_dataclass(one)
+            name: (one, inspect.signature(one).parameters)
+            for name, one in given.items()
+            if isinstance(one, type) and is_dataclass(one)
         }
 
         def run(context: typer.Context, *, as_json: bool, **options: Any) -> None:
             values = dict(given)
-            for parameter, kind in groups.items():
-                names = [one.name for one in fields(kind)]
+            for parameter, (kind, names) in groups.items():
                 values[parameter] = kind(**{name: options.pop(name) for name in names})
             service = service_of(context)
             invocation = Invocation(service, read_settings(service), as_json)
             run_to_end(function(invocation, **options, **values))
 
         keyword = Parameter.KEYWORD_ONLY
-        options = [one.replace(kind=keyword) for one in parameters if one.name not in given]
-        options += [
-            Parameter(
-                one.name,
-                keyword,
-                default=Parameter.empty if one.default is MISSING else one.default,
-                annotation=one.type,
-            )
-            for kind in groups.values()
-            for one in fields(kind)
-        ]
+        options = [one for one in parameters if one.name not in given]
+        options += [one for _, names in groups.values() for one in names.values()]
         first = Parameter("context", keyword, annotation=typer.Context)
         last = Parameter("as_json", keyword, default=False, annotation=Json)
-        signature = inspect.Signature([first, *options, last])
+        all_keywords = [first, *(one.replace(kind=keyword) for one in options), last]
+        signature = inspect.Signature(all_keywords)
         run.__signature__ = signature  # type: ignore[attr-defined]
         called = name or function.__name__.replace("_", "-")
         app.command(called, help=inspect.getdoc(function), epilog=f"For example: {example}")(run)
@@ -318,8 +311,7 @@ def in_a_sentence(report: Report = _report) -> Iterator[None]:
     except _EXPECTED as error:
         report(describe_error(error))
     except (DBAPIError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-        state = sqlstate_of(error) or ""
-        if state.startswith(ACCESS_DENIED):
+        if is_access_denied(error):
             report(f"PIPELINE_DATABASE_URL: {summarize_error(as_raised(error))}")
         elif is_infrastructure(error):
             report(f"PostgreSQL: {describe_error(error)}")

@@ -5,28 +5,19 @@ They are in `words.json`, from which the operations page and `docs/glossary.md` 
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from importlib import resources
 from typing import Annotated
 
 import typer
 
-from .output import print_json, print_table
+from .output import print_json, table, write
 from .terminal import Json
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """What a word means, and an example."""
-
-    meaning: str
-    example: str
-
 
 _SOURCE = resources.files(__package__).joinpath("words.json").read_text("utf-8")
 
-WORDS: Mapping[str, Word] = {name: Word(**one) for name, one in json.loads(_SOURCE).items()}
-"""Each word with its explanation; among them every heading of the page's overview."""
+WORDS: Mapping[str, Mapping[str, str]] = json.loads(_SOURCE)
+"""Each word with its `meaning` and an `example`; among them every heading of the page's overview.
+"""
 
 app = typer.Typer(help="Explanations. `service --help` lists the commands.", no_args_is_help=True)
 
@@ -46,7 +37,8 @@ def explain(
     if not found:
         raise typer.BadParameter("none of these is explained; `service help words` lists all")
     if as_json:
-        print_json(*({"word": word, **asdict(one)} for word, one in found.items()))
+        print_json(*({"word": word, **one} for word, one in found.items()))
     else:
-        rows = ([word, one.meaning, one.example] for word, one in found.items())
-        print_table(("word", "meaning", "example"), rows)
+        rows = ([word, one["meaning"], one["example"]] for word, one in found.items())
+        for line in table(("word", "meaning", "example"), rows):
+            write(line)

@@ -2,8 +2,14 @@
 
 import sqlalchemy.exc
 
-from operate.errors import ACCESS_DENIED
-from pipeline.errors import as_raised, describe_error, is_contention, is_infrastructure, sqlstate_of
+from pipeline.errors import (
+    as_raised,
+    describe_error,
+    is_access_denied,
+    is_contention,
+    is_infrastructure,
+    sqlstate_of,
+)
 from pipeline.servers.revisions import NotMigrated
 from pipeline.settings import Settings
 
@@ -14,10 +20,9 @@ def describe(error: Exception, settings: Settings) -> str | None:
     """Return what is wrong and what to do; None for an error in the page's code."""
     if isinstance(error, NotMigrated):
         return str(error)
-    state = sqlstate_of(error) or ""
-    if state in _NO_TABLES:
+    if sqlstate_of(error) in _NO_TABLES:
         return str(NotMigrated())
-    if state.startswith(ACCESS_DENIED):
+    if is_access_denied(error):
         advice = "Set PIPELINE_DATABASE_URL to that of the operator's role."
         return f"{describe_error(error)}. {advice}"
     is_late = isinstance(as_raised(error), TimeoutError | sqlalchemy.exc.TimeoutError)

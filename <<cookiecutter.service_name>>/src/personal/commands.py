@@ -11,7 +11,7 @@ import typer
 from operate.dead_events import DeadEvents
 from operate.dead_letters import DeadLetters
 from operate.errors import Refused
-from operate.output import format_time, print_json, print_table, write
+from operate.output import format_time, print_json, table, write
 from operate.signing import Signed
 from operate.terminal import Invocation, Limit, Yes, operation
 from pipeline import Service
@@ -73,9 +73,6 @@ def group(personal: PersonalData) -> typer.Typer:
         """List the subjects that were forgotten, the latest first."""
         async with invocation.connected(check_database) as connection:
             found = await forgotten(connection, limit)
-        if invocation.as_json:
-            print_json(*map(dict, found))
-            return
         rows = (
             [
                 format_time(row["forgotten_at"]),
@@ -86,7 +83,8 @@ def group(personal: PersonalData) -> typer.Typer:
             ]
             for row in found
         )
-        print_table(("forgotten", "subject", "kind", "keys", "by"), rows, right=("keys",))
+        lines = table(("forgotten", "subject", "kind", "keys", "by"), rows, right=("keys",))
+        invocation.answer(*map(dict, found), lines=lines)
 
     @operation(app, example="service personal rewrap", by=Signed)
     async def rewrap(invocation: Invocation, by: Signed) -> None:

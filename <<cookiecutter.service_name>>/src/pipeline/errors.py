@@ -44,6 +44,8 @@ _OF_SERVERS = ("08", "25", "53", "57", "58", "XX")
 _OF_THE_PROCESS = (errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EROFS)
 _OF_RESOURCES = ("53", "58")
 """Classes of errors: insufficient resources, and system error."""
+_ACCESS_DENIED = ("28", "3D", "42501")
+"""A wrong user, password or database, and a missing privilege."""
 MISSING = (
     asyncpg.InsufficientPrivilegeError,
     asyncpg.InvalidSchemaNameError,
@@ -211,6 +213,11 @@ def may_be_outage(error: BaseException) -> bool:
 def is_of_resources(error: BaseException) -> bool:
     """Return whether the server lacks disk, memory or connections for this statement."""
     return _has_class(error, _OF_RESOURCES)
+
+
+def is_access_denied(error: BaseException) -> bool:
+    """Return whether the user, password or database is wrong, or the role lacks a privilege."""
+    return _has_class(error, _ACCESS_DENIED)
 
 
 def _has_class(error: BaseException, classes: tuple[str, ...]) -> bool:

@@ -100,7 +100,7 @@ def test_the_tile_of_calls_names_the_consumers_for_which_most_wait() -> None:
     tile = text.partition(">Calls</a></h2>")[2].partition("</section>")[0]
     note = " ".join(tile.partition('<p class="note">')[2].partition("</p>")[0].split())
     assert note == "&lt;b&gt;: 7, 2 failing, oldest 3 min; few: 3, 0 failing, oldest 3 min"
-    assert "metrics of the processes" in WORDS["Calls"].meaning
+    assert "metrics of the processes" in WORDS["Calls"]["meaning"]
 
 
 def test_the_tile_of_the_outbox_names_the_topic_that_is_most_late() -> None:

@@ -15,7 +15,7 @@ from pipeline.handlers.policy import REDRIVEN, Decision, ProcessDied
 from pipeline.handlers.registry import Handlers
 from pipeline.handlers.staging import CALLS
 from pipeline.redaction import HIDDEN
-from pipeline.retry import lane_source, lanes
+from pipeline.retry import lane_source
 
 from . import dead_rows, statements
 
@@ -55,8 +55,7 @@ async def redrive(
     # As rows of a consume transaction: due, whatever their lanes do.
     await backlog.add(connection, rows, encryption)
     why = f"replaced by {new_id}: {copy.why}"
-    await dead_rows.discard(connection, [key], operator=copy.operator, why=why)
-    await lanes.schedule_heads(connection, {row["lane"]}, {row["order_key"]})
+    await dead_rows.discard(connection, [row], operator=copy.operator, why=why)
     return items
 
 

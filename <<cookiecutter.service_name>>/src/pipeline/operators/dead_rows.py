@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import asyncpg
 
 from pipeline.handlers.policy import DIED, REDRIVEN
+from pipeline.retry import lanes
 from pipeline.schema import FIRST_LANE_OF_CALLS
 
 from . import statements
@@ -22,18 +23,31 @@ async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
     )
 
 
-async def redrive(connection: asyncpg.Connection, keys: Sequence[bytes]) -> None:
-    """Make dead rows wait to be tried again, with a new budget of attempts.
+async def redrive(connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]) -> None:
+    """Make dead rows wait to be tried again, with a new budget of attempts, in their keys' order.
 
-    Call `fence_lane` before, and `schedule_heads` after.
+    They have `key`, `lane` and `order_key`. Call `fence_lane` before.
     """
+    keys = [row["key"] for row in rows]
     await connection.execute(statements.REDRIVE_ROWS, keys, DIED, REDRIVEN)
+    await _schedule_heads_of(connection, rows)
 
 
 async def discard(
-    connection: asyncpg.Connection, keys: Sequence[bytes], *, operator: str, why: str
+    connection: asyncpg.Connection, rows: Sequence[asyncpg.Record], *, operator: str, why: str
 ) -> None:
-    """Close dead rows. They are kept for a while, so that their message is recognised if it comes
-    again. Call `fence_lane` before.
+    """Close dead rows, so that those that wait behind them go on. They are kept for a while, so
+    that their message is recognised if it comes again.
+
+    They have `key`, `lane` and `order_key`. Call `fence_lane` before.
     """
+    keys = [row["key"] for row in rows]
     await connection.execute(statements.DISCARD_ROWS, keys, operator, why)
+    await _schedule_heads_of(connection, rows)
+
+
+async def _schedule_heads_of(
+    connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]
+) -> None:
+    numbers, order_keys = {row["lane"] for row in rows}, {row["order_key"] for row in rows}
+    await lanes.schedule_heads(connection, numbers, order_keys)

@@ -20,7 +20,6 @@ from pipeline.operators import dead_rows
 from pipeline.relay.scheduled import Scheduled as DueEvents
 from pipeline.retention import generations
 from pipeline.retention.maintenance import make_ahead
-from pipeline.retry import lanes
 from pipeline.schema import FIRST_LANE_OF_CALLS
 from pipeline.settings import Settings
 
@@ -251,8 +250,6 @@ async def redrive(driver: asyncpg.Connection, letters: Iterable[DeadLetter]) -> 
         rows = await driver.fetch(_PLACES, ids)
         if len(rows) != len(set(ids)):
             raise HarnessMisused("a letter is not there any more: get them by dead_letters()")
-        numbers = sorted({row["lane"] for row in rows})
-        for number in numbers:
+        for number in sorted({row["lane"] for row in rows}):
             await dead_rows.fence_lane(driver, number)
-        await dead_rows.redrive(driver, [row["key"] for row in rows])
-        await lanes.schedule_heads(driver, numbers, [row["order_key"] for row in rows])
+        await dead_rows.redrive(driver, rows)

@@ -18,7 +18,6 @@ from pipeline.apply.outcome import BatchOutcome
 from pipeline.apply.transactions import ConsumeTransactions
 from pipeline.handlers.policy import GAP
 from pipeline.operators import dead_rows
-from pipeline.retry import lanes
 from pipeline.retry.lane_source import LaneSource
 from pipeline.servers.database import autocommitting
 
@@ -218,8 +217,7 @@ async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
     await desk.work_off()
     assert await history(db) == [1, 2]
     async with autocommitting(desk.engine) as driver:
-        await dead_rows.redrive(driver, [three["key"]])
-        await lanes.schedule_heads(driver, [three["lane"]], [three["order_key"]])
+        await dead_rows.redrive(driver, [three])
     await desk.work_off()
     assert await history(db) == [1, 2, 3, 4]
 
@@ -297,8 +295,7 @@ async def following_over_a_gap(new_desk: NewDesk, db: asyncpg.Connection) -> tup
     await deadline_passes(desk, db)
     (four,) = await desk.backlog()
     async with autocommitting(desk.engine) as driver:
-        await dead_rows.redrive(driver, [four["key"]])
-        await lanes.schedule_heads(driver, [four["lane"]], [four["order_key"]])
+        await dead_rows.redrive(driver, [four])
     return service, desk
 
 

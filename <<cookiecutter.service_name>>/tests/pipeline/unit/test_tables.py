@@ -5,13 +5,14 @@ import re
 from contextlib import redirect_stdout
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from operate import output
-from operate.output import print_fields, print_json, print_table, write
+from operate.output import print_fields, print_json, table, write
 from pipeline import redaction
 
 LONG = "aggregate versions differ: " + "a reason of many words " * 10
@@ -24,6 +25,11 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": f"{columns}"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def print_table(*arguments: Any, **options: Any) -> None:
+    for line in table(*arguments, **options):
+        write(line)
 
 
 def test_elsewhere_than_on_a_terminal_each_row_is_a_line(
