@@ -28,9 +28,10 @@ SHARE_GENERATIONS = f"SELECT pg_advisory_xact_lock_shared({GENERATION_LOCK})"
 """Keep generations from being closed until the transaction ends.
 
 The lock is granted after its statement's snapshot was taken, so what the lock protects must be read
-by a later statement.
+by a later statement. It is sent with BEGIN, behind the limits of time (`set_limits`).
 
-Locks: the advisory lock, shared.
+Locks: the advisory lock, shared, until the transaction ends. It waits for a transaction that closes
+a generation, and behind one that waits to do so.
 Plan: reads no table.
 """
 
@@ -46,7 +47,7 @@ SELECT new.consumer, current
 """
 """Store the generation in which each consumer begins, and the release that runs them.
 
-Locks: the new rows.
+Locks: the new rows. A name that another process is inserting is waited for; names are sorted.
 Plan: `inbox_consumer_pkey` and `release_pkey` find what is stored already.
 """
 
@@ -67,7 +68,8 @@ SELECT key, hash, hash_version
 """Return the markers with these keys in generations that take no new ones.
 
 Locks: none.
-Plan: `inbox_pkey` of each closed generation that is kept, for each key.
+Plan: `inbox_pkey` of each closed generation that is kept, for each key. Partitions of others are
+pruned, with a generic plan when it is executed.
 """
 
 INSERT_MARKERS = """
@@ -148,8 +150,10 @@ A position is moved only from where its batch was fetched: the number of those t
 returned.
 
 Locks: the positions, until the transaction ends. They are sorted, so that two processes with the
-same partitions do not deadlock.
-Plan: `position_pkey`, for each partition. `inbox_generation` has one row.
+same partitions do not deadlock. Where the plan scans the table, the order is the table's: a
+deadlock is then possible for as long as both believe that they have the partitions.
+Plan: `position_pkey`, for each partition, or a scan if there are few. No index has a column that is
+set, so that updates are HOT. `inbox_generation` has one row.
 """
 
 COUNT_DUPLICATES = """
@@ -163,7 +167,7 @@ UPDATE pipeline.position AS position
 """Add to the counts of duplicates.
 
 Locks: the positions, which `MOVE_POSITIONS` has locked before.
-Plan: `position_pkey`, for each partition.
+Plan: `position_pkey`, for each partition, or a scan.
 """
 
 COUNT_START = """
@@ -174,14 +178,14 @@ RETURNING starts
 """Count a process that begins at this position; returns how many have not ended regularly.
 
 Locks: the position.
-Plan: `position_pkey`.
+Plan: `position_pkey`, or a scan.
 """
 
 FORGIVE_START = """
 UPDATE pipeline.position SET starts = GREATEST(starts - 1, 0)
  WHERE consumer_group = $1 AND topic = $2 AND partition = $3 AND next_offset = $4
 """
-"""Undo `COUNT_START` after a regular end.
+"""Undo `COUNT_START` after a regular end, unless the position has moved.
 
 Locks: the position.
 Plan: `position_pkey`.
@@ -195,7 +199,7 @@ SELECT next_offset, anchor_offset, anchor_time, anchor_hash
 """Return the position of a partition and its anchor.
 
 Locks: none.
-Plan: `position_pkey`.
+Plan: `position_pkey`, or a scan.
 """
 
 INSERT_POSITION = """
@@ -244,6 +248,8 @@ RETURNING key
 An array of rows, as in `INSERT_MARKERS`.
 
 Locks: the new rows. A key that another transaction has inserted is waited for until that one ends.
+Rows with a marker wait for no other: their transactions have waited at `INSERT_MARKERS`. Those
+without are in the order of their keys, so that two transactions do not deadlock.
 Plan: `backlog_pkey` finds the keys that exist.
 """
 
@@ -262,7 +268,8 @@ Of the latest, among which are those that failures add: messages that were only 
 consumer was paused, are due for longer.
 
 Locks: none.
-Plan: `backlog_due_idx`, backwards, for each lane and consumer.
+Plan: `backlog_due_idx`, backwards, for each of the lanes 0 to `$1` and each consumer. It reads at
+most `$2` entries of each, with their rows, for the reason.
 """
 
 TAKE_TURN = """
@@ -270,8 +277,8 @@ SELECT set_config('idle_in_transaction_session_timeout', $2, true), pg_advisory_
 """
 """Wait for the turn among the transactions of consumers that have deadlocked.
 
-Locks: the advisory lock `$1`, until its own transaction ends. A process that has stopped loses it
-after `$2`.
+Locks: the advisory lock `$1`, until its own transaction ends. It waits without a limit of the
+server's: the process cancels it. A process that has stopped loses the lock after `$2`.
 Plan: reads no table.
 """
 
@@ -290,7 +297,8 @@ SELECT kind, CASE kind WHEN 'key' THEN topic ELSE subject END AS name,
 """
 """Return the rate of each topic, consumer and destination of events, and for how long it rests.
 
-Each process asks once a second.
+Also the age of its pause, if that has no end; and the topics of keys that are paused. Each process
+asks once a second.
 
 Locks: none.
 Plan: `throttle_pkey` by its first column, or a scan of `throttle`; keys are read up to a limit.
@@ -305,7 +313,8 @@ RETURNING extract(epoch FROM next_at - clock_timestamp())::float
 """
 """Note how many were taken of what is throttled; returns for how many seconds it rests.
 
-Locks: its row, which all processes that take of it update.
+Locks: its row, until the statement ends; all processes that take of it update that one. No index
+has the column, so that updates are HOT.
 Plan: `throttle_pkey` by its first two columns, or a scan of `throttle`.
 """
 

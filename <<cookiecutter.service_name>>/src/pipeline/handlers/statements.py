@@ -15,16 +15,18 @@ INSERT INTO pipeline.guarded_transaction SELECT pg_current_xact_id() WHERE %s = 
 """
 
 GUARD_COMMIT = _GUARD % "current_setting('pipeline.handler')"
-"""Make the database reject COMMIT, in a transaction that moves no position and holds no lane.
+"""Make the database reject COMMIT, in a transaction that moves no position.
 
-Locks: the new row. A trigger deletes it before the commit.
+It inserts nothing unless handlers have sessions of their own.
+
+Locks: the new row. A deferred trigger deletes it in the COMMIT, so that each leaves a dead one.
 Plan: finds no row.
 """
 
 GUARD_WRITER = _GUARD % f"set_config('pipeline.handler', '{AT_WORK}', true)"
 """Begin the transaction of a writer, whose COMMIT the database rejects until `END_GUARD`.
 
-Locks: the new row. A trigger deletes it before the commit.
+Locks: the new row. A deferred trigger deletes it in the COMMIT, so that each leaves a dead one.
 Plan: finds no row.
 """
 
@@ -55,7 +57,8 @@ SET CONSTRAINTS ALL IMMEDIATE; ROLLBACK TO pipeline_check; RELEASE pipeline_chec
 
 By the rollback constraints are deferred as before, and checked again.
 
-Locks: what the constraints lock that are checked, such as rows to which foreign keys refer.
+Locks: what the constraints lock that are checked, such as rows to which foreign keys refer, until
+the savepoint is rolled back.
 Plan: those of the constraints.
 """
 
@@ -98,19 +101,23 @@ SELECT name, COALESCE(due_at, at + after), at + place * interval '1 microsecond'
 Sorted by name, so that two transactions wait for each other without a deadlock. `scheduled_at`
 keeps the order of staging among events that are due at the same time.
 
-Locks: the rows, by name. It waits for transactions that store or cancel one of the same name.
+Locks: the rows, by name. It waits for transactions that store, cancel or move one of the same name.
 Plan: `scheduled_pkey` finds those that exist.
 """
 
 CANCEL_SCHEDULED = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
 """Delete scheduled events by their names.
 
-Locks: the rows. It waits for transactions that store, cancel or move them.
+Locks: the rows, in the order of the plan; a handler's transaction has locked them by name before.
+It waits for transactions that store, cancel or move them.
 Plan: `scheduled_pkey`, for each name.
 """
 
 LOCK_SCHEDULED = "SELECT FROM pipeline.scheduled WHERE name = ANY ($1) ORDER BY name FOR UPDATE"
 """Lock scheduled events by name, before some are deleted and others stored, for the same order.
+
+A name that is not stored yet has no row to be locked: two transactions of which one stores it anew
+and cancels another may still deadlock, and are tried again.
 
 Locks: the rows, by name. It waits for transactions that store, cancel or move them.
 Plan: `scheduled_pkey`, for each name.

@@ -41,11 +41,12 @@ Plan: the server's settings.
 LOCK_CURSOR = "LOCK TABLE pipeline.outbox_cursor IN ACCESS EXCLUSIVE MODE"
 """Keep relays from claiming shards after they have compared the former cluster.
 
-Locks: `outbox_cursor`, until the transaction ends.
+Locks: `outbox_cursor` in the mode ACCESS EXCLUSIVE, until the transaction ends. It waits for a
+minute at most, and from then on statements that only read the table wait, too.
 Plan: none.
 """
 
-TAKE_SHARDS = """
+END_LEASES = """
 UPDATE pipeline.outbox_cursor SET token = token + 1, lease_until = clock_timestamp()
 """
 """End the leases of all shards.
@@ -114,9 +115,10 @@ Plan: an index on the numbered column, or a scan.
 ADVANCE_SEQUENCE = "SELECT setval('{name}', GREATEST(nextval('{name}'), (SELECT {highest})))"
 """Set a sequence to the highest number of its rows.
 
-The next number may be higher by the time that it is set.
+Or to its next number, if that is higher. What other processes take between the two calls is given
+again then, so none may number rows meanwhile.
 
-Locks: none.
+Locks: the sequence in the mode ROW EXCLUSIVE, which keeps nobody from taking numbers.
 Plan: an index on the numbered column, or a scan.
 """
 

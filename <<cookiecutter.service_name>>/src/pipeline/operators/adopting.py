@@ -39,7 +39,7 @@ async def adopt(connection: asyncpg.Connection, *, keep_progress: bool) -> int:
         await connection.execute(statements.REMOVE_LIMITS)
         # No relay may claim a shard after it has compared the former cluster.
         await connection.execute(statements.LOCK_CURSOR)
-        await connection.execute(statements.TAKE_SHARDS)
+        await connection.execute(statements.END_LEASES)
         renewed = 0
         if not keep_progress:
             await connection.execute(statements.FORGET_PROGRESS, seen)

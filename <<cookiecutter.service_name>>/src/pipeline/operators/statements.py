@@ -43,7 +43,7 @@ UPDATE pipeline.position
 """Set a position to an offset that is before it, for an operator's command.
 
 Locks: the position, as `SET_POSITION` does.
-Plan: `position_pkey`.
+Plan: `position_pkey`, or a scan.
 """
 
 READ_ROW = "SELECT * FROM pipeline.backlog WHERE key = $1"
@@ -127,7 +127,8 @@ Plan: `outbox_rejected_dead_idx`, or a scan, up to the limit.
 HOLD_SHARD = "SELECT FROM pipeline.outbox_cursor WHERE shard = $1 FOR UPDATE"
 """Keep the relay of a shard from storing rejected events until the transaction ends.
 
-Locks: the shard. It waits for the transaction in which the relay writes its progress.
+Locks: the shard, until the transaction ends. It waits for the transaction in which the relay writes
+its progress, and the relay for it.
 Plan: `outbox_cursor_pkey`, or a scan.
 """
 
@@ -173,7 +174,7 @@ SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type
 """Return scheduled events, the next to be due first.
 
 Locks: none.
-Plan: `scheduled_due_idx`, from its beginning.
+Plan: `scheduled_due_idx`, from its beginning; those of the same time are sorted by name.
 """
 
 LIST_RELAYS = """
@@ -214,7 +215,9 @@ SELECT topic, count(*) AS count,
 It also counts what a relay has published in the quarter of a second since it wrote its cursor.
 
 Locks: none.
-Plan: `outbox_xid_idx` of each day, from the oldest progress; a scan of `outbox_cursor`.
+Plan: `outbox_xid_idx` of each day, from the oldest progress; a scan of `outbox_cursor`. Published
+events above that are read, too: while a transaction runs for long, or a shard has no relay, all
+since then. Only commands execute it.
 """
 
 NOTE_NO_ARCHIVING = "UPDATE pipeline.retention_round SET archives = false"

@@ -63,7 +63,7 @@ SELECT kind, subject, topic, record_key, $5::float, clock_timestamp() + $6::inte
 """
 """Store what is paused or throttled, in place of what was asked for the same before.
 
-Locks: the rows.
+Locks: the rows. It waits for a `NOTE_TAKEN` of one of them.
 Plan: `throttle_pkey` finds those that exist.
 """
 
@@ -104,7 +104,9 @@ SELECT key, lane, order_key, -9223372036854775808, consumer, '{PAUSES}', 0, 0, 0
 
 No earlier row of its key can come. It never is the oldest message that waits.
 
-Locks: the rows. It waits for the worker of a lane that ends one of them.
+Locks: the rows, until the transaction ends, without their lanes. It waits for a worker that ends or
+schedules one of them. Two rows that a worker ends together, while they are prolonged, may deadlock:
+the worker tries again, or the command fails and has changed nothing.
 Plan: `backlog_pkey` finds those that exist.
 """
 
@@ -114,8 +116,8 @@ UPDATE pipeline.backlog SET due_at = clock_timestamp()
 """
 """Make these rows due, so that the workers of their lanes end them.
 
-Locks: the rows.
-Plan: `backlog_pkey`.
+Locks: the rows, as `HOLD_KEYS` does.
+Plan: `backlog_pkey`, for each row.
 """
 
 ADD_TO_AUDIT = "INSERT INTO pipeline.audit (who, action, subject, why) VALUES ($1, $2, $3, $4)"

@@ -57,7 +57,8 @@ VALUES ($1, clock_timestamp() + make_interval(secs => $2), $3)
 """
 """Store that a relay runs, until when, and how many events it has published.
 
-Locks: its row, which it alone writes.
+Locks: its row, which it alone writes, and others delete when it has ended. No index has a column
+that is set, here or in `outbox_cursor`, so that updates are HOT.
 Plan: `outbox_relay_pkey` finds the row.
 """
 
@@ -75,7 +76,7 @@ It also returns whether the database is the service's, and when the server was s
 announcement has ended are deleted.
 
 Locks: the rows that are deleted.
-Plan: a scan of `outbox_relay` and of `outbox_cursor`.
+Plan: a scan of `outbox_relay` and of `outbox_cursor`; the server's control file.
 """
 
 FIND_EXPIRED_RELAYS = f"""
@@ -104,7 +105,8 @@ RETURNING shard, token, seen, target, last_id, high_id
 """
 """Claim shards that have no owner, or whose owner was fenced since its lease ended.
 
-Locks: the shards that may be claimed; those that others have locked are left out.
+Locks: the shards that may be claimed, until the statement ends; those that others have locked are
+left out. It waits for `adopt`, which locks the table.
 Plan: `outbox_cursor_pkey`, or a scan and a sort.
 """
 
@@ -122,7 +124,8 @@ RETURNING cursor.shard
 
 The token and the server are compared, so that a relay that has lost a shard changes nothing of it.
 
-Locks: the shards, until the transaction ends.
+Locks: the shards, until the transaction ends: mostly that of the statement, or the one that stores
+rejected events. It waits for a command that holds one of them (`HOLD_SHARD`).
 Plan: `outbox_cursor_pkey`, or a scan.
 """
 
@@ -136,7 +139,8 @@ Plan: `outbox_relay_pkey`.
 IS_SCHEDULED_DUE = "SELECT min(due_at) <= now() FROM pipeline.scheduled"
 """Return whether a scheduled event is due.
 
-It reads the first row only, by the index, whatever the planner estimates.
+It reads the first row only, by the index, whatever the planner estimates. Each relay asks once a
+second.
 
 Locks: none.
 Plan: the first entry of `scheduled_due_idx`.
@@ -145,7 +149,8 @@ Plan: the first entry of `scheduled_due_idx`.
 LOCK_MOVE = f"SELECT pg_try_advisory_xact_lock($1) AS is_ours, {IDLE_LIMIT}"
 """Lock moves of scheduled events, unless another relay has locked them.
 
-Locks: the advisory lock `$1`, until the transaction ends.
+Locks: the advisory lock `$1`, until the transaction ends; it does not wait for it. A relay that
+stops in the transaction loses the lock after five seconds.
 Plan: reads no table.
 """
 
@@ -264,7 +269,8 @@ SELECT NULL, 0, count(*), true
 
 Locks: none.
 Plan: a scan of those that wait, by `outbox_rejected_waiting_idx` or of the table;
-`outbox_rejected_dead_idx` for each shard.
+`outbox_rejected_dead_idx` for each shard. It has no limit: a relay looks the less often, the longer
+it takes.
 """
 
 ADD_REJECTED = f"""
@@ -301,7 +307,8 @@ SELECT {COLUMNS}, shard
 With `topic = $1` the planner may scan the primary key, through the events of all topics.
 
 Locks: none.
-Plan: `outbox_rejected_waiting_idx`, from the first of the topic up to the limit.
+Plan: `outbox_rejected_waiting_idx`, from the first of the topic up to the limit. Events of other
+shards that are between are read, and left out.
 """
 
 DELETE_SENT_EVENTS = "DELETE FROM pipeline.outbox_rejected WHERE id = ANY ($1)"

@@ -56,7 +56,7 @@ async def lacking(connection: asyncpg.Connection, archive: Archive | None, day: 
     """Return why this process may not drop the day, if days are archived and it has no archive."""
     if archive and archive.is_on:
         return None
-    if not await connection.fetchval(statements.IS_DAY_ARCHIVED, day):
+    if not await connection.fetchval(statements.MUST_ARCHIVE_DAY, day):
         return None
     why = _NO_ARCHIVE.format(host=socket.gethostname(), day=day)
     await connection.execute(statements.NOTE_DAY_NOT_ARCHIVED, day, why)
@@ -71,7 +71,7 @@ async def archive_day(
     report: Callable[[str], None],
 ) -> str | None:
     """Archive a day, if days are archived; returns why it may not be dropped, and records that."""
-    if archive is None or not await connection.fetchval(statements.IS_DAY_ARCHIVED, day):
+    if archive is None or not await connection.fetchval(statements.MUST_ARCHIVE_DAY, day):
         return None
     report_at = monotonic() + _REPORT_SECONDS
 

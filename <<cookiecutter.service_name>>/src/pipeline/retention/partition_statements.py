@@ -86,7 +86,7 @@ Plan: none.
 ATTACH_PARTITION = (
     "ALTER TABLE pipeline.{parent} ATTACH PARTITION pipeline.{name} FOR VALUES {bounds}"
 )
-"""Attach an empty table as a partition.
+"""Attach a new table as a partition, or one that was detached.
 
 Locks: the parent in the mode SHARE UPDATE EXCLUSIVE, for which no transaction that reads or writes
 rows has to wait; the new table in the mode ACCESS EXCLUSIVE.
@@ -96,9 +96,11 @@ Plan: none.
 DETACH_PARTITION = "ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name} CONCURRENTLY"
 """Detach a partition without holding up transactions that use the table.
 
-Locks: the parent in the mode SHARE UPDATE EXCLUSIVE. It waits for all transactions that use the
-table, for thirty seconds at most; they don't wait for it. Then the partition in the mode ACCESS
-EXCLUSIVE.
+Not in a transaction: it commits one in which the partition is pending, and goes on in another.
+
+Locks: the parent and the partition in the mode SHARE UPDATE EXCLUSIVE. It waits for all
+transactions that use the table, for thirty seconds at most; they don't wait for it. Then the
+partition in the mode ACCESS EXCLUSIVE.
 Plan: none.
 """
 
@@ -106,6 +108,8 @@ FINALIZE_DETACH = "ALTER TABLE pipeline.{parent} DETACH PARTITION pipeline.{name
 """Complete a detach that was interrupted.
 
 Locks: the parent in the mode SHARE UPDATE EXCLUSIVE; the partition in the mode ACCESS EXCLUSIVE.
+Then it waits for every transaction of the database with an older snapshot, such as a dump; for two
+seconds at most for each lock and transaction, and for thirty in all.
 Plan: none.
 """
 

@@ -72,7 +72,7 @@ Locks: one row, if that is new.
 Plan: a scan of one row.
 """
 
-IS_DAY_ARCHIVED = """
+MUST_ARCHIVE_DAY = """
 SELECT archives AND NOT COALESCE(
            (SELECT skips_archive FROM pipeline.outbox_closed WHERE day = $1), false)
   FROM pipeline.retention_round

@@ -15,7 +15,8 @@ RETURNING true
 Rather too early than half of the time too late: the clocks of processes are not in step. A count
 from the future, as after a jump of the clock, is none.
 
-Locks: the only row of `backlog_count`.
+Locks: the only row of `backlog_count`, until the statement ends. A process that has waited for
+another's update finds that it is not its turn.
 Plan: a scan of one row.
 """
 
@@ -87,8 +88,9 @@ ORDER BY alone the planner, if its statistics are old, could sort the whole tabl
 calls have workers of their own: one that holds or has just released a lane serves all.
 
 Locks: none.
-Plan: `backlog_due_idx` for what is due, `backlog_order_idx` for what waits, `backlog_dead_idx` for
-what is dead.
+Plan: `backlog_due_idx` for the first `$4` that are due of each lane and consumer,
+`backlog_order_idx` for `$1` that wait, `backlog_dead_idx` for `$1` that are dead; each with its
+row. The client's time limit is a minute.
 """
 
 STORE_COUNT = "UPDATE pipeline.backlog_count SET counts = $1::text::json"

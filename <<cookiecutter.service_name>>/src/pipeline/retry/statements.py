@@ -45,8 +45,9 @@ lease. Written so that the planner, whatever its statistics are, looks up one ro
 consumer in the index: rows of a consumer that the breaker pauses are not looked at. With EXISTS it
 would join the lanes with everything that is due, or scan the table.
 
-Locks: the lanes that may be claimed; those that others have locked are left out.
-Plan: a scan of `backlog_lane`; `backlog_due_idx`, for each lane and consumer.
+Locks: the lanes that may be claimed, at most `$5`, until the statement ends; those that others have
+locked are left out.
+Plan: a scan of `backlog_lane`; `backlog_due_idx`, one entry for each lane and consumer.
 """
 
 _LOCKED = """
@@ -87,7 +88,7 @@ Plan: `backlog_lane_pkey`, or a scan.
 EXTEND_UNLOCKED_LEASES = EXTEND_LEASES.replace("OF backlog_lane", "OF backlog_lane SKIP LOCKED")
 """Extend the lease of lanes that no transaction has locked.
 
-Locks: these lanes; those that others have locked are left out.
+Locks: these lanes, until the statement ends; those that others have locked are left out.
 Plan: as `EXTEND_LEASES`.
 """
 
@@ -100,7 +101,7 @@ UPDATE pipeline.backlog_lane
 """
 """Release lanes after a regular end of their worker.
 
-Locks: the lanes, in their order.
+Locks: the lanes, in their order, until the statement ends.
 Plan: `backlog_lane_pkey`, or a scan.
 """
 
@@ -141,13 +142,16 @@ SELECT key, lane, order_key, consumer, topic, partition, "offset", timestamp, re
 """
 """Return the rows of the keys that are due longest, in the order of each key.
 
+At most `$3` rows, or one of each key if that is more; and `$4` bytes and one row.
+
 A row that seems to be stored in the future was stored before the clock was set back. The reason
 completes the history of a row that a consume transaction has added, a command has redriven, or a
 process of version 1.0.0 has changed. A key may have rows of two consumers, a correction and that
 which it corrects: rows of consumers that are not asked for wait.
 
 Locks: none.
-Plan: `backlog_due_idx` for each lane and consumer, `backlog_order_idx` for each key.
+Plan: `backlog_due_idx` for each lane and consumer, `backlog_order_idx` for each key. Due rows of
+topics in `$6`, or stored after `$5`, are read and left out: all before `$3` others.
 """
 
 FIND_OVERTAKEN_KEYS = """
@@ -184,7 +188,7 @@ DELETE_ENDED_PAUSES = (
 
 Not a pause that was prolonged since it was read.
 
-Locks: the rows, in lanes that are locked.
+Locks: the rows, in lanes that are locked. It waits for a person who prolongs or ends one.
 Plan: `backlog_pkey`, for each row.
 """
 
@@ -251,7 +255,8 @@ read the lane's due rows by out of the inner query. The last WHERE compares head
 b.died_at the planner could search for the head among all rows that wait.
 
 Locks: heads with due rows behind them, for share; those that others have locked are left out. The
-rows that become due, or not due, in lanes that are locked.
-Plan: `backlog_order_idx` for each head, `backlog_due_key_idx` for the due rows of its key,
-`backlog_pkey` for what is updated.
+rows that become due, or not due, in lanes that are locked. A head may be in another lane, if the
+mode of its handler has changed: then it waits for who changes that row.
+Plan: `backlog_order_idx` for each head, `backlog_due_key_idx` for the due rows of its key, at most
+`$3` of all, `backlog_pkey` for what is updated.
 """

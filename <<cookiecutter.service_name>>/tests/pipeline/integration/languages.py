@@ -34,7 +34,7 @@ _STATEMENTS: Mapping[object, str] = {
     partition_statements.LIMIT_WAIT_FOR_LOCK: "partition: set lock timeout",
     retention_statements.READ_GENERATION: "retention: read generation",
     retention_statements.BEGIN_ROUND: "retention: begin round",
-    retention_statements.IS_DAY_ARCHIVED: "retention: check archive",
+    retention_statements.MUST_ARCHIVE_DAY: "retention: check archive",
     retention_statements.SUMMARIZE_INDEXES: "retention: summarize",
     retention_statements.FINISH_ROUND: "retention: finish round",
     retention_statements.LIST_CLOSED_GENERATIONS: "retention: list closed generations",
