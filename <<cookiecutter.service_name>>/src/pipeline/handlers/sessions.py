@@ -42,7 +42,7 @@ _GUARD = f"""
 INSERT INTO pipeline.guarded_transaction SELECT pg_current_xact_id() WHERE %s = '{AT_WORK}'
 """
 GUARD_COMMIT = _GUARD % "current_setting('pipeline.handler')"
-"""Makes the database reject COMMIT, in a transaction that moves no position and holds no lane."""
+"""Makes the database reject COMMIT, in a transaction that moves no position."""
 BEGIN = _GUARD % f"set_config('pipeline.handler', '{AT_WORK}', true)"
 """Begins the transaction of a writer."""
 DONE = "SELECT set_config('pipeline.handler', '', true)"

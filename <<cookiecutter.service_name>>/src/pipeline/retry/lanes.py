@@ -12,6 +12,7 @@ from pipeline.apply.backlog import Row
 from pipeline.apply.positions import Generations, SourceLost
 from pipeline.errors import StoreUnavailable
 from pipeline.handlers.policy import DIED, GAP, REDRIVEN
+from pipeline.handlers.sessions import GUARD_COMMIT
 from pipeline.schema import FIRST_LANE_OF_CALLS
 from pipeline.servers.cluster import IS_OURS
 from pipeline.servers.database import lease_ended
@@ -91,8 +92,9 @@ _LOCKED = """
        FOR NO KEY UPDATE OF backlog_lane
 """
 
+# No row of a lane is updated, whose trigger would reject a handler's COMMIT.
 _HOLD = f"""
-WITH locked AS MATERIALIZED ({_LOCKED})
+WITH guarded AS ({GUARD_COMMIT}), locked AS MATERIALIZED ({_LOCKED})
 SELECT current, oldest, since, (SELECT array_agg(lane) FROM locked) FROM pipeline.inbox_generation
 """
 
