@@ -44,9 +44,9 @@ LOOK_EVERY = 0.1
 TAKEN_AT_ONCE = 20
 """Connections that are opened at the same time, to take all."""
 ACTS_WITHIN = 30.0
-"""Seconds after the end of the input in which a fault that has taken no effect is tried again: what
-it breaks may be away, or slow. Each time it lasts twice as long, but no longer than it has been
-tried."""
+"""Seconds in which a fault that has taken no effect is tried again when the input has become slow:
+what it breaks may be away, or slow. Each time it lasts twice as long, but no longer than it has
+been tried."""
 UNSAID = ("kill", "rebalance", "halfopen", "rollout")
 """Faults after which workers may have lost a lane and not say so. All others say so."""
 WORKERS = 2
@@ -62,7 +62,7 @@ class Breaker:
         memory: Memory,
         outside: Helper,
         releases: Releases,
-        all_is_sent: Callable[[], bool],
+        is_slow: Callable[[], bool],
     ) -> None:
         self.ended: list[Ended] = []
         """What took effect, and when it was over, but for the faults of the payments alone."""
@@ -70,7 +70,7 @@ class Breaker:
         self._memory = memory
         self._outside = outside
         self._releases = releases
-        self._all_is_sent = all_is_sent
+        self._is_slow = is_slow
         self._outside_busy = asyncio.Lock()
         self._renaming = asyncio.Lock()
         self._copying = asyncio.Lock()
@@ -88,7 +88,7 @@ class Breaker:
         note(f"[red]{fault}[/]")
         tried, began, until = fault, time.monotonic(), 0.0
         while (ended := await self._try(tried, note)) is None:
-            if not self._all_is_sent():
+            if not self._is_slow():
                 until = time.monotonic() + ACTS_WITHIN
             if time.monotonic() >= until:
                 note(f"[red]{fault} took no effect[/]")

@@ -36,6 +36,11 @@ AGAIN_AFTER = 0.5
 """Seconds until what has failed is tried again."""
 BURST_AT_MOST = 500
 """Scans that are under way at once, when the feed has fallen behind."""
+KEPT = 0.05
+"""Share of the scans that come slowly until no fault goes on: each fault is to meet some, however
+long faults wait for one another."""
+SLOWLY = 0.5
+"""Seconds between two of these."""
 
 
 class Outgoing(Protocol):
@@ -142,21 +147,46 @@ class Feed:
         self._tell = tell
         self._burst_at_most = burst_at_most
         self._producer: AIOKafkaProducer | None = None
+        self._done = 0
+        self._sent: set[tuple[str, int]] = set()
 
-    async def run(self, sends: Sequence[Outgoing], seconds: float) -> None:
-        """Send all of it within about so many seconds; return when all of it is acknowledged."""
-        began, done, sent = time.monotonic(), 0, set[tuple[str, int]]()
+    async def run(
+        self, sends: Sequence[Outgoing], seconds: float, may_end: asyncio.Event | None = None
+    ) -> None:
+        """Send all of it within about so many seconds; return when all of it is acknowledged.
+
+        What is kept comes slowly until it may end, and the last one not before.
+        """
+        steady = len(sends) - (round(KEPT * len(sends)) if may_end else 0)
+        await self._send(sends[:steady], seconds * steady / max(1, len(sends)))
+        if may_end:
+            self._tell(slow=True)
+            while not may_end.is_set() and self._done + 1 < len(sends):
+                await self._burst(sends[self._done : self._done + 1])
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(may_end.wait(), SLOWLY)
+            await may_end.wait()
+        rest = sends[self._done :]
+        await self._send(rest, seconds * len(rest) / max(1, len(sends)))
+        await self._discard()
+
+    async def _send(self, sends: Sequence[Outgoing], seconds: float) -> None:
+        """Send them at a steady rate."""
+        began, done = time.monotonic(), 0
         while done < len(sends):
             due = len(sends) * min(1.0, (time.monotonic() - began) / seconds)
             burst = sends[done : min(round(due), done + self._burst_at_most)]
-            self._tell(begun=done + len(burst))
-            await self._deliver(burst)
+            await self._burst(burst)
             done += len(burst)
-            sent.update(send.identity for send in burst)
-            self._tell(sent=len(sent), done=done)
             if done + 1 > due:
                 await asyncio.sleep(TICK)
-        await self._discard()
+
+    async def _burst(self, burst: Sequence[Outgoing]) -> None:
+        self._tell(begun=self._done + len(burst))
+        await self._deliver(burst)
+        self._done += len(burst)
+        self._sent.update(send.identity for send in burst)
+        self._tell(sent=len(self._sent), done=self._done)
 
     async def _deliver(self, burst: Sequence[Outgoing]) -> None:
         while burst:
@@ -205,7 +235,7 @@ class Feed:
 
 
 async def main() -> None:
-    """Make ready, wait to be told the bootstrap servers, and send."""
+    """Make ready, wait to be told the bootstrap servers, and send; end when told a second word."""
     parser = argparse.ArgumentParser(prog="python -m chaos.feed", description=__doc__)
     parser.add_argument("--events", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
@@ -230,12 +260,14 @@ async def main() -> None:
     )
     commands = orders(payments.make(chosen.payments, seed=chosen.seed), chosen.seed)
     say(ready=len(scans), sends=len(sends), reach=reach(sends), begun=0, done=0)
-    async for word in words():
-        async with asyncio.TaskGroup() as group:
-            group.create_task(Feed(word, TOPIC).run(sends, chosen.seconds))
-            paying = Feed(word, PAYMENTS, lambda **_: None, burst_at_most=1)
-            group.create_task(paying.run(commands, chosen.seconds))
-        return
+    said, may_end = words(), asyncio.Event()
+    servers = await anext(said)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(Feed(servers, TOPIC).run(sends, chosen.seconds, may_end))
+        paying = Feed(servers, PAYMENTS, lambda **_: None, burst_at_most=1)
+        group.create_task(paying.run(commands, chosen.seconds))
+        await anext(said, None)
+        may_end.set()
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Round:
                 watching = group.create_task(memory.watch())
                 await checker.says("applied")
                 releases = Releases(system, self._project)
-                breaker = Breaker(system, memory, outside, releases, feeding.done)
+                breaker = Breaker(system, memory, outside, releases, lambda: "slow" in feed.said)
                 progress = Progress(lambda: checker.said["applied"])
                 noting = group.create_task(progress.watch())
                 ended = await self._break(feed, feeding, checker, breaker, progress)
@@ -210,6 +210,7 @@ class Round:
                 feed.tell(self._system.servers.stack.kafka)
                 await breaker.run(self._plan.schedule, display.note)
                 progress.end_phase()
+                feed.tell("end")
                 await feeding
                 progress.end_phase()
             finally:

@@ -1,5 +1,6 @@
 """The chaos test's second service: its feed, its faults, and what the checker finds."""
 
+import asyncio
 import json
 from argparse import Namespace
 from collections import Counter
@@ -78,6 +79,32 @@ async def test_commands_arrive_in_their_order_whatever_becomes_of_kafka(
     firsts = [*dict.fromkeys(Unsteady.taken)]
     assert len(Unsteady.taken) > len(firsts)
     assert (firsts == [*dict.fromkeys(one.record()[1] for one in sends)]) is is_in_order
+
+
+async def test_the_last_scans_come_slowly_until_no_fault_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feed, "AIOKafkaProducer", Unsteady)
+    monkeypatch.setattr(feed, "AGAIN_AFTER", 0.0)
+    monkeypatch.setattr(feed, "SLOWLY", 0.001)
+    monkeypatch.setattr(Unsteady, "taken", [])
+    sends, may_end = orders(load.make(40), seed=5), asyncio.Event()
+    told, is_last = dict[str, Any](), asyncio.Event()
+
+    def tell(**said: Any) -> None:
+        told.update(said)
+        if told.get("done") == len(sends) - 1:
+            is_last.set()
+
+    slow = feed.Feed("", "payments", tell)
+    sending = asyncio.create_task(slow.run(sends, 1e-9, may_end))
+    await is_last.wait()
+    assert told["slow"]
+    await asyncio.sleep(0.1)
+    assert told["begun"] == len(sends) - 1
+    may_end.set()
+    await sending
+    assert told["done"] == len(sends)
 
 
 def asked(**options: Any) -> Namespace:

@@ -85,12 +85,18 @@ def test_the_page_shows_the_record() -> None:
 
 FIRST_RECORD = {"orm": 612_353, "sql": 349_656, "alone": 6_014_954}
 """Instructions before failures were isolated by the ladder: messages that succeed pay nothing."""
+PAID = {
+    "faults of the process, of Kafka's log and of copies": 0.021,
+    "releases, pauses and delays": 0.0096,
+}
+"""Share that was added since, by what it pays for: measured with the ORM on one machine."""
 
 
-def test_the_record_is_as_low_as_the_first_one() -> None:
+def test_the_record_is_as_low_as_the_first_one_and_what_was_added_since() -> None:
+    share = 1.002 + sum(PAID.values())  # counts of one commit differ by 0.2 %
     for entry in load_record().values():
         counted = {kind: entry["counts"][kind]["instructions"] for kind in FIRST_RECORD}
-        assert all(counted[kind] <= 1.01 * first for kind, first in FIRST_RECORD.items()), counted
+        assert all(counted[kind] <= share * first for kind, first in FIRST_RECORD.items()), counted
 
 
 def test_messages_to_postgresql_are_counted_however_they_are_written() -> None:

@@ -248,9 +248,7 @@ def test_a_dead_letter_is_edited_and_a_search_discarded(page: Page) -> None:
     page.get_by_role("status").filter(has_text="Redriven: 1.").wait_for()
     page.goto("/dead?key=account+5")
     page.get_by_role("link", name="Redrive or discard all").click()
-    page.get_by_label("Reason to discard them").fill("a test")
-    page.get_by_role("button", name="Discard 1").click()
-    page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
+    discard_one(page, "Reason to discard them", "Discard 1")
 
 
 def test_a_topic_is_paused_and_resumed(page: Page) -> None:
@@ -288,6 +286,13 @@ def fits(page: Page, name: str) -> None:
     for width in (360, 1_200):
         page.set_viewport_size({"width": width, "height": 660})
         check_layout(page, name)
+
+
+def discard_one(page: Page, label: str, button: str) -> None:
+    """Give the reason, in the field of this label, and discard the one that is shown."""
+    page.get_by_label(label).fill("a test")
+    page.get_by_role("button", name=button, exact=True).click()
+    page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
 
 
 def pause(page: Page, what: str, fields: Mapping[str, str]) -> None:
@@ -337,9 +342,7 @@ def test_groups_of_dead_letters_are_redriven_and_discarded_by_their_links(page: 
     page.get_by_role("button", name="Redrive 1", exact=True).click()
     page.get_by_role("status").filter(has_text="Redriven: 1.").wait_for()
     follow("1 missing type, (none)")
-    page.get_by_label("Reason to discard them").fill("a test")
-    page.get_by_role("button", name="Discard 1", exact=True).click()
-    page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
+    discard_one(page, "Reason to discard them", "Discard 1")
 
 
 def test_dead_events_are_listed_and_discarded_one_by_one_and_by_a_group(page: Page) -> None:
@@ -347,17 +350,13 @@ def test_dead_events_are_listed_and_discarded_one_by_one_and_by_a_group(page: Pa
     page.get_by_role("status").filter(has_text="3 dead").wait_for()
     group = page.locator(".groups li").filter(has_text="1 not valid")
     group.get_by_role("link").click()
-    page.get_by_label("Reason to discard them").fill("a test")
-    page.get_by_role("button", name="Discard 1", exact=True).click()
-    page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
+    discard_one(page, "Reason to discard them", "Discard 1")
     page.goto("/events")
     page.get_by_label("Event id").fill("c")
     page.get_by_role("button", name="Search").click()
     page.get_by_role("status").filter(has_text="1 dead").wait_for()
     page.locator("tbody a").click()
-    page.get_by_label("Reason to discard it").fill("a test")
-    page.get_by_role("button", name="Discard", exact=True).click()
-    page.get_by_role("status").filter(has_text="Discarded: 1.").wait_for()
+    discard_one(page, "Reason to discard it", "Discard")
     page.goto("/events")
     page.get_by_label("State").select_option("discarded")
     page.get_by_role("button", name="Search").click()

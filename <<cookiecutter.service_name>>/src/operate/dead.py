@@ -46,7 +46,7 @@ STATE = """CASE WHEN discarded_at IS NOT NULL THEN 'discarded'
             WHEN died_at IS NOT NULL THEN 'dead' ELSE 'waiting' END"""
 """The state of a row, in SQL."""
 
-_WITH_KEY, _NEWEST = "SELECT <entry>, row_key", "ORDER BY <since> DESC, row_key DESC"
+_NEWEST = "ORDER BY <since> DESC, row_key DESC"
 _LIMITS = """
 SELECT set_config('lock_timeout', $1, true),
        set_config('idle_in_transaction_session_timeout', $1, true)
@@ -198,7 +198,7 @@ class Store(ABC):
         fetch = partial(self.connection.fetch, timeout=SECONDS)
         if limit is None:
             page = f"AND row_key > $12 ORDER BY row_key LIMIT {CHUNK}"
-            following, after = self._statement(state, _WITH_KEY, page), self.lowest
+            following, after = self._statement(state, "SELECT <entry>", page), self.lowest
             while rows := await fetch(following, *selection.arguments, after):
                 yield [self._read(row) for row in rows]
                 after = rows[-1]["row_key"]
@@ -221,7 +221,7 @@ class Store(ABC):
         With its time as `until` and its key as `after`, return those that follow it.
         """
         behind = f"AND ($12::{self.key_type} IS NULL OR (<since>, row_key) < ($11, $12))"
-        statement = self._statement(state, _WITH_KEY, f"{behind} {_NEWEST} LIMIT $13")
+        statement = self._statement(state, "SELECT <entry>", f"{behind} {_NEWEST} LIMIT $13")
         arguments = *selection.arguments, after, size + 1
         rows = await self.connection.fetch(statement, *arguments, timeout=SECONDS)
         last = rows[size - 1]["row_key"] if len(rows) > size else None
@@ -318,9 +318,9 @@ class Store(ABC):
         """Return a statement on the selected rows in a state.
 
         `<since>` in it stands for the column with the time at which a row got into this state, and
-        `<entry>` for an entry in short.
+        `<entry>` for an entry in short, with its key.
         """
-        entry = f"{cls.entry}, {STATE} AS state, <since> AS since"
+        entry = f"{cls.entry}, {STATE} AS state, <since> AS since, row_key"
         since = {"dead": "died_at", "discarded": "discarded_at"}.get(state, "waiting_since")
         return f"""
 {select}

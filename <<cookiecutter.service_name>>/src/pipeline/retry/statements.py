@@ -6,6 +6,7 @@ their lane. `backlog_lane` has a row for each lane, less than a hundred, and is 
 """
 
 from pipeline.handlers.policy import DIED, LOST, REDRIVEN
+from pipeline.handlers.statements import GUARD_COMMIT
 from pipeline.servers.database import lease_ended
 from pipeline.servers.statements import IS_OURS
 
@@ -60,12 +61,13 @@ _LOCKED = """
 """The lanes that are still held by these tokens, locked in their order."""
 
 HOLD_LANES = f"""
-WITH locked AS MATERIALIZED ({_LOCKED})
+WITH guarded AS ({GUARD_COMMIT}), locked AS MATERIALIZED ({_LOCKED})
 SELECT current, oldest, since, (SELECT array_agg(lane) FROM locked) FROM pipeline.inbox_generation
 """
 """Lock lanes, and read the generations of the inbox.
 
-The lanes that are still held are returned.
+The lanes that are still held are returned. No row of a lane is updated, whose trigger would reject a
+handler's COMMIT, so that a row of its own has to.
 
 Locks: the lanes, until the transaction ends, in their order.
 Plan: `backlog_lane_pkey`, or a scan. `inbox_generation` has one row.

@@ -90,3 +90,19 @@ class Bank:
         return Service(
             self.name, handlers=self.handlers, metadata=Base.metadata, workers=self.workers
         )
+
+
+def add_undo(bank: Bank) -> None:
+    """Register a correction, `undo`, which takes deposits back."""
+
+    @bank.handlers.correct(
+        Deposited,
+        topic=bank.deposits,
+        of="deposit",
+        consumer="undo",
+        loads=Account.by("account"),
+    )
+    async def undo(event: Deposited, tx: Transaction) -> None:
+        account = await tx.load_or_create(Account, event.account)
+        account.balance -= event.amount
+        account.history += f"{-event.amount},"

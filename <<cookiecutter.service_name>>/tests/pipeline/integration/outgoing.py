@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
@@ -79,6 +79,17 @@ async def stage(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -
     """Commit events, in a transaction of their own."""
     async with connection.transaction():
         await staging.append(connection, events)
+
+
+async def set_back(db: asyncpg.Connection, ago: timedelta, topic: str | None = None) -> None:
+    """Let the events of the outbox, or of a topic, be so old: soon after midnight, of yesterday."""
+    at = datetime.now(UTC) - ago
+    day = at.date()
+    bounds = f"FROM ('{day} 00:00+00') TO ('{day + timedelta(days=1)} 00:00+00')"
+    await partitions.attach(db, "outbox", f"outbox_p{day:%Y%m%d}", bounds)
+    await db.execute(
+        "UPDATE pipeline.outbox SET created_at = $1 WHERE topic = coalesce($2, topic)", at, topic
+    )
 
 
 OLD = "outbox_p20200101"

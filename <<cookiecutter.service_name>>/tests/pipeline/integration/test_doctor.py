@@ -30,7 +30,7 @@ from .clusters import private, standing_by
 from .conftest import Command, build, position_reaches
 from .desk import NewDesk
 from .kafka_wire import Wire
-from .outgoing import event, stage
+from .outgoing import event, set_back, stage
 from .processes import starting
 from .test_commands import ALEMBIC
 from tests.conftest import Running
@@ -404,7 +404,7 @@ async def test_events_that_nobody_publishes_are_told(
 ) -> None:
     await stage(db, [event(bank.balances, 1)])
     assert "outbox" not in await examine(), "they have just come"
-    await db.execute("UPDATE pipeline.outbox SET created_at = now() - interval '6 minutes'")
+    await set_back(db, timedelta(minutes=6))
     found = (await examine())["outbox"]
     assert found.level == "wrong"
     assert "no process has taken events of the outbox" in found.found
@@ -577,12 +577,12 @@ async def test_each_kind_of_work_that_no_process_takes_is_wrong_after_a_minute(
         "position SET moved_at = {}",
         'backlog SET due_at = {}, lane = CASE WHEN "offset" % 2 = 0 THEN 64 ELSE 0 END',
         "backlog_lane SET owner = NULL, lease_until = NULL, released_at = {}",
-        "outbox SET created_at = {}",
         "outbox_cursor SET owner = NULL, lease_until = NULL",
         "scheduled SET due_at = {}",
     ):
         then = "now() - interval '2 minutes'"
         await db.execute(f"UPDATE pipeline.{change.format(then)}")
+    await set_back(db, timedelta(minutes=2))
 
     async def are_told() -> bool:  # the group misses its member only after a time
         found = await examine()

@@ -714,6 +714,21 @@ async def test_who_ends_the_transaction_harms_no_neighbour_and_is_named(
     assert habits.desk.outages == []
 
 
+@pytest.mark.parametrize("habit", [driver_commit, driver_commit_and_begin])
+async def test_who_commits_when_a_worker_tries_it_again_is_refused_as_well(
+    habits: Habits, db: asyncpg.Connection, habit: Habit
+) -> None:
+    """With its marker committed the message would be a duplicate, and its events lost."""
+    habits.habits = {2: habit}
+    await habits.together(1, 2)
+    await habits.desk.make_due()
+    await habits.desk.work_off()
+    [row] = await habits.desk.backlog()
+    assert (row["offset"], row["attempts"]) == (1, 2)
+    assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 1
+    assert await db.fetchval("SELECT count(*) FROM pipeline.guarded_transaction") == 0
+
+
 # The session's state
 
 LEFT = [

@@ -12,7 +12,7 @@ from operate.status import Reading, Status
 from pipeline.settings import Settings
 
 from .bank import Bank
-from .outgoing import event, stage
+from .outgoing import event, set_back, stage
 
 BANK = Bank(deposits="deposits", balances="balances", name="bank")
 NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
@@ -84,7 +84,7 @@ async def test_events_that_wait_are_wrong_if_it_is_not_known_whether_a_relay_run
 ) -> None:
     monkeypatch.setattr(status, "_SECONDS", 2.0)
     await stage(db, [event(BANK.balances, 1)])
-    await db.execute("UPDATE pipeline.outbox SET created_at = now() - interval '10 minutes'")
+    await set_back(db, timedelta(minutes=10))
     other = await connect()
     async with other.transaction():
         await other.execute("LOCK TABLE pipeline.outbox_relay IN ACCESS EXCLUSIVE MODE")

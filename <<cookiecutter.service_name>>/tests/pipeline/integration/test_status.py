@@ -20,7 +20,7 @@ from pipeline.servers import database
 
 from .bank import Bank
 from .conftest import Command, position_reaches
-from .outgoing import event, stage
+from .outgoing import event, set_back, stage
 from .processes import starting
 from tests.conftest import Running
 from tests.contract.bank import Deposit
@@ -135,10 +135,7 @@ async def test_the_outbox_is_measured_by_what_relays_have_not_published(
     await stage(db, [event(bank.balances, n, f"key {n}") for n in range(5)])
     assert (await told(command))["outbox"][0].startswith("5 to publish, oldest ")
     await stage(db, [event("reminders", 5)])
-    await db.execute(
-        "UPDATE pipeline.outbox SET created_at = now() - interval '3 minutes' WHERE topic = $1",
-        bank.balances,
-    )
+    await set_back(db, timedelta(minutes=3), bank.balances)
     assert (await told(command))["outbox"] == [f"6 to publish, oldest 3 min for {bank.balances}"]
     stages = json.loads((await command("status", "--json")).stdout)["stages"]
     (ages,) = [one["oldest_by_topic"] for one in stages if one["kind"] == "outbox"]
