@@ -193,10 +193,11 @@ def built() -> bytes:
     lines = [
         f"{name},sha256={_digest(content)},{len(content)}\n" for name, content in written.items()
     ]
+    contents = {**written, record: "".join([*lines, f"{record},,\n"]).encode("utf-8")}
     file = BytesIO()
     with ZipFile(file, "w") as archive:
         # The metadata at the end, as the format recommends.
-        for name, content in {**written, record: "".join([*lines, f"{record},,\n"])}.items():
+        for name, content in contents.items():
             entry = ZipInfo(name, DATE)
             entry.create_system = 3  # Unix, also where another system builds
             entry.external_attr = MODE

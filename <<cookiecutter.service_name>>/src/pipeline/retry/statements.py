@@ -66,8 +66,8 @@ SELECT current, oldest, since, (SELECT array_agg(lane) FROM locked) FROM pipelin
 """
 """Lock lanes, and read the generations of the inbox.
 
-The lanes that are still held are returned. No row of a lane is updated, whose trigger would reject a
-handler's COMMIT, so that a row of its own has to.
+The lanes that are still held are returned. As no row of a lane is updated, whose trigger would
+reject a handler's COMMIT, a row of its own makes the database reject it.
 
 Locks: the lanes, until the transaction ends, in their order.
 Plan: `backlog_lane_pkey`, or a scan. `inbox_generation` has one row.

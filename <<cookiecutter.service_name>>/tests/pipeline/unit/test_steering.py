@@ -73,13 +73,13 @@ def of_engine(named: ast.expr, module: ModuleType) -> Iterator[type[BaseExceptio
             yield from of_engine(right, module)
         case ast.Name(id=name):
             found = getattr(module, name, None)
-            for one in found if isinstance(found, tuple) else [found]:
-                if is_own(one):
-                    yield one
+            for each in found if isinstance(found, tuple) else [found]:
+                if is_own(each):
+                    yield each
         case ast.Attribute(value=ast.Name(id=base), attr=name):
-            one = getattr(getattr(module, base, None), name, None)
-            if is_own(one):
-                yield one
+            attribute = getattr(getattr(module, base, None), name, None)
+            if is_own(attribute):
+                yield attribute
 
 
 def is_own(what: object) -> TypeGuard[type[BaseException]]:

@@ -51,8 +51,8 @@ class BootstrappingClient(AIOKafkaClient):  # type: ignore[misc]  # it has no ty
         super().__init__(**options)
         self.rejections: dict[str, str] = {}
         """Why brokers can't be connected to, by their address."""
-        # Weak, or each client would wait for the garbage collector.
-        create = partial(type(self)._create_connection, proxy(self))
+        weak: Any = proxy(self)  # or each client would wait for the garbage collector
+        create = partial(type(self)._create_connection, weak)
         self._bootstrap = using(AIOKafkaClient.bootstrap, create_conn=create)
         self._connection_to = using(AIOKafkaClient._get_conn, create_conn=create)
 
