@@ -43,6 +43,8 @@ LOOK_EVERY = 0.1
 """Seconds until a connection that was given back is taken too, or a fault is tried again."""
 TAKEN_AT_ONCE = 20
 """Connections that are opened at the same time, to take all."""
+TAKEN_WITHIN = 60.0
+"""Seconds in which a busy machine has opened all of them."""
 ACTS_WITHIN = 30.0
 """Seconds in which a fault that has taken no effect is tried again when the input has become slow:
 what it breaks may be away, or slow. Each time it lasts twice as long, but no longer than it has
@@ -86,7 +88,8 @@ class Breaker:
     async def _at_its_time(self, fault: Fault, note: Callable[[str], None]) -> None:
         await asyncio.sleep(fault.at)
         note(f"[red]{fault}[/]")
-        tried, began, until = fault, time.monotonic(), 0.0
+        tried, began = fault, time.monotonic()
+        until = began + ACTS_WITHIN
         while (ended := await self._try(tried, note)) is None:
             if not self._is_slow():
                 until = time.monotonic() + ACTS_WITHIN
@@ -258,7 +261,8 @@ class Breaker:
     async def _use_up_connections(self, fault: Fault) -> bool:
         """Take every connection that the server has, those of the service too.
 
-        Returns whether all of them were taken at some moment.
+        It lasts from when all are taken, which takes a busy machine a while. Returns whether they
+        were.
         """
         address, taken = self._system.servers.stack.database, list[asyncpg.Connection]()
         are_used_up = asyncio.Event()
@@ -273,13 +277,13 @@ class Breaker:
 
         async def end_others() -> None:
             await are_used_up.wait()
+            within.reschedule(asyncio.get_running_loop().time() + fault.seconds)
             while True:
                 await taken[0].execute(TERMINATE)
                 await asyncio.sleep(LOOK_EVERY)
 
         try:
-            # One after the other, a busy machine would not take all of them in time.
-            async with asyncio.timeout(fault.seconds), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(TAKEN_WITHIN) as within, asyncio.TaskGroup() as group:
                 group.create_task(end_others())
                 for _ in range(TAKEN_AT_ONCE):
                     group.create_task(take())

@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, date, datetime, timedelta
@@ -115,32 +115,58 @@ class Checker:
             say(applied=self._witness.moves)
             await asyncio.sleep(LOOK_EVERY)
 
+    async def settle(self, patience: float) -> str:
+        """Wait until every message that was sent is applied or dead, while others still come.
+
+        Returns what is left when for so long nothing has moved; nothing if all are.
+        """
+        return await self._wait(self._unapplied, patience)
+
     async def drain(self, patience: float, quiet: float) -> str:
         """Wait until nothing is left to do, and nothing more comes for a while.
 
         Returns what is left when for so long nothing has moved; nothing if all is done.
         """
+        left = await self._wait(self._left, patience)
+        if not left:
+            await asyncio.gather(*(one.until_quiet(quiet) for one in (self._witness, self._paid)))
+        return left
+
+    async def _wait(self, look: Callable[[], Awaitable[str]], patience: float) -> str:
+        """Look until nothing is left, or for so long nothing has moved; return what is left."""
         before: tuple[str, int] = "", 0
         moved = time.monotonic()
-        while left := await self._left():
+        while left := await self._known(look):
             now = before[0] if left == UNKNOWN else left, len(self._seen() | self._paid.events)
             if now != before:
                 before, moved = now, time.monotonic()
             if time.monotonic() - moved > patience:
                 return left
             await asyncio.sleep(LOOK_EVERY)
-        await asyncio.gather(*(one.until_quiet(quiet) for one in (self._witness, self._paid)))
         return ""
 
-    async def _left(self) -> str:
-        """Return what is left to do; `UNKNOWN` while a server is away, which messages may crash."""
+    async def _known(self, look: Callable[[], Awaitable[str]]) -> str:
+        """Look; return `UNKNOWN` while a server is away, which messages may crash."""
         try:
-            left = [await self._backlog()]
-            if self._auditor:
-                left.append(await self._auditor.look(self._paid.events))
-            return "; ".join(filter(None, map(str, left)))
+            return await look()
         except AWAY:
             return UNKNOWN
+
+    async def _left(self) -> str:
+        """Return what is left to do."""
+        left = [await self._backlog()]
+        if self._auditor:
+            left.append(await self._auditor.look(self._paid.events))
+        return "; ".join(filter(None, map(str, left)))
+
+    async def _unapplied(self) -> str:
+        """Return what is unread, or waits in the backlog."""
+        connection = await asyncpg.connect(self._database)
+        try:
+            left = await look(self._kafka, connection, feed.TOPIC, ())
+        finally:
+            await connection.close()
+        return str(replace(left, unpublished=0))
 
     async def _backlog(self) -> Backlog:
         connection = await asyncpg.connect(self._database)
@@ -331,7 +357,7 @@ def _stored(row: asyncpg.Record) -> Stored:
 
 
 async def main() -> None:
-    """Follow; when told to `drain`, wait for the end; when told to `audit`, give the verdict.
+    """Follow; when told to `settle` or to `drain`, wait; when told to `audit`, give the verdict.
 
     Behind `audit` stands what the rig has broken: each fault and when it was over.
     """
@@ -358,7 +384,9 @@ async def main() -> None:
         following = group.create_task(checker.follow())
         async for line in words():
             word, _, rest = line.partition(" ")
-            if word == "drain":
+            if word == "settle":
+                say(unsettled=await checker.settle(chosen.patience))
+            elif word == "drain":
                 say(left=await checker.drain(chosen.patience, chosen.quiet))
             elif word == "audit":
                 following.cancel()

@@ -37,8 +37,10 @@ AGAIN_AFTER = 0.5
 BURST_AT_MOST = 500
 """Scans that are under way at once, when the feed has fallen behind."""
 KEPT = 0.05
-"""Share of the scans that come slowly until no fault goes on: each fault is to meet some, however
-long faults wait for one another."""
+"""Share of the scans that come slowly until no fault goes on, and those before are applied or dead:
+each fault is to meet some, however long faults wait for one another."""
+KEPT_FOR_CRASHES = 0.3
+"""That share if scans crash the server, each time all processes begin anew."""
 SLOWLY = 0.5
 """Seconds between two of these."""
 
@@ -140,12 +142,14 @@ class Feed:
         topic: str,
         tell: Callable[..., None] = say,
         burst_at_most: int = BURST_AT_MOST,
+        kept: float = KEPT,
     ) -> None:
         """With bursts of one, the first copies lie in the topic in the order that is meant."""
         self._bootstrap_servers = bootstrap_servers
         self._topic = topic
         self._tell = tell
         self._burst_at_most = burst_at_most
+        self._kept = kept
         self._producer: AIOKafkaProducer | None = None
         self._done = 0
         self._sent: set[tuple[str, int]] = set()
@@ -157,7 +161,7 @@ class Feed:
 
         What is kept comes slowly until it may end, and the last one not before.
         """
-        steady = len(sends) - (round(KEPT * len(sends)) if may_end else 0)
+        steady = len(sends) - (round(self._kept * len(sends)) if may_end else 0)
         await self._send(sends[:steady], seconds * steady / max(1, len(sends)))
         if may_end:
             self._tell(slow=True)
@@ -262,8 +266,9 @@ async def main() -> None:
     say(ready=len(scans), sends=len(sends), reach=reach(sends), begun=0, done=0)
     said, may_end = words(), asyncio.Event()
     servers = await anext(said)
+    kept = KEPT_FOR_CRASHES if "crashes" in kinds else KEPT
     async with asyncio.TaskGroup() as group:
-        group.create_task(Feed(servers, TOPIC).run(sends, chosen.seconds, may_end))
+        group.create_task(Feed(servers, TOPIC, kept=kept).run(sends, chosen.seconds, may_end))
         paying = Feed(servers, PAYMENTS, lambda **_: None, burst_at_most=1)
         group.create_task(paying.run(commands, chosen.seconds))
         await anext(said, None)

@@ -210,6 +210,10 @@ class Round:
                 feed.tell(self._system.servers.stack.kafka)
                 await breaker.run(self._plan.schedule, display.note)
                 progress.end_phase()
+                await feed.says("slow")
+                # A message that crashes the server fails only if others commit in between.
+                checker.tell("settle")
+                await checker.says("unsettled")
                 feed.tell("end")
                 await feeding
                 progress.end_phase()

@@ -1092,7 +1092,6 @@ import os, sys, time
 sys.path.insert(0, {str(RAW / "src")!r})
 from pipeline.observe import health
 
-health.MOST_REQUESTS = MOST or health.MOST_REQUESTS
 state = health.Health(stall_after=60)
 with health.serving(state, host="127.0.0.1", port=int(os.environ["PIPELINE_HEALTH_PORT"])):
     while True:
@@ -1100,16 +1099,32 @@ with health.serving(state, host="127.0.0.1", port=int(os.environ["PIPELINE_HEALT
         time.sleep(0.1)
 """
 """A service that has nothing but its health port."""
+ONE_BY_ONE = """
+import json, os
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Alive(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"seconds_since_beat": 0.0}).encode())
+
+    def log_message(self, *arguments):
+        pass
+
+HTTPServer(("127.0.0.1", int(os.environ["PIPELINE_HEALTH_PORT"])), Alive).serve_forever()
+"""
+"""A service whose port waits for one client before it answers the next."""
 
 
 @needs_proc
 @pytest.mark.full
 @pytest.mark.integration
-@pytest.mark.parametrize(("most", "is_noted"), [(None, False), (10_000, True)])
+@pytest.mark.parametrize(("script", "is_noted"), [(SERVING, False), (ONE_BY_ONE, True)])
 async def test_who_does_not_answer_while_clients_crowd_its_port_is_noted(
-    tmp_path: Path, most: int | None, is_noted: bool
+    tmp_path: Path, script: str, is_noted: bool
 ) -> None:
-    async with slow_system(tmp_path, "relay-1", script=f"MOST = {most}\n{SERVING}") as crowded:
+    async with slow_system(tmp_path, "relay-1", script=script) as crowded:
         member, breaker = crowded.members["relay-1"], breaker_of(crowded)
         await member.service.start()
         await until_it_answers(member)

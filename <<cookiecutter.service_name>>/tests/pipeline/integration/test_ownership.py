@@ -329,8 +329,9 @@ async def test_processes_whose_event_loop_is_blocked_keep_their_partitions_and_h
         kafka_session_timeout=6,  # as long as the handler sleeps
         transaction_timeout=5,
         lock_timeout=2,
-        backlog_lease=6,
-        relay_lease=4,
+        # The two may block one process after the other, and each outlasts one block of a third.
+        backlog_lease=12,
+        relay_lease=12,
         unclean_starts=1,
     ) as start:
         both = [await start("run"), await start("run")]
