@@ -42,7 +42,7 @@ README = Path(pipeline.__path__[0]) / "README.md"
 
 def modules() -> Iterator[ModuleType]:
     """Yield the modules that run in the processes of a service."""
-    for one in pkgutil.walk_packages(pipeline.__path__, "pipeline."):
+    for one in pkgutil.walk_packages(pipeline.__path__, f"{pipeline.__name__}."):
         if not one.name.startswith(BESIDE):
             yield importlib.import_module(one.name)
 
@@ -86,7 +86,7 @@ def is_own(what: object) -> TypeGuard[type[BaseException]]:
     """Return whether it is a class of exceptions of the engine."""
     if not (isinstance(what, type) and issubclass(what, BaseException)):
         return False
-    return what.__module__.startswith("pipeline.")
+    return what.__module__.startswith(f"{pipeline.__name__}.")
 
 
 def test_what_is_caught_by_name_is_of_five_kinds_or_known_to_be_an_error() -> None:
