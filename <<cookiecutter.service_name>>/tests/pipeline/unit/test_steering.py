@@ -38,11 +38,12 @@ OTHERS = {
 BESIDE = "pipeline.migrations", "pipeline.operators", "pipeline.testing"
 """What runs beside a service, and not in its processes."""
 README = Path(pipeline.__path__[0]) / "README.md"
+OURS = pipeline.__name__ + "."
 
 
 def modules() -> Iterator[ModuleType]:
     """Yield the modules that run in the processes of a service."""
-    for one in pkgutil.walk_packages(pipeline.__path__, f"{pipeline.__name__}."):
+    for one in pkgutil.walk_packages(pipeline.__path__, OURS):
         if not one.name.startswith(BESIDE):
             yield importlib.import_module(one.name)
 
@@ -86,7 +87,7 @@ def is_own(what: object) -> TypeGuard[type[BaseException]]:
     """Return whether it is a class of exceptions of the engine."""
     if not (isinstance(what, type) and issubclass(what, BaseException)):
         return False
-    return what.__module__.startswith(f"{pipeline.__name__}.")
+    return what.__module__.startswith(OURS)
 
 
 def test_what_is_caught_by_name_is_of_five_kinds_or_known_to_be_an_error() -> None:
