@@ -108,8 +108,8 @@ class Paused(OncewardError):
 
 
 class SourceLost(OncewardError):
-    """Another process owns, or may own, what this one works on: what was read of it is dropped, and
-    the database is asked where to go on."""
+    """Another process has worked on, or may work on, what this one has read: that is dropped, and
+    the database is asked where to continue."""
 
 
 class Refused(OncewardError):

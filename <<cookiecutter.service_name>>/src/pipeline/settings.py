@@ -37,8 +37,9 @@ CLOCK_MARGIN = timedelta(hours=1)
 """How far clocks may be apart: those of producers and brokers, and the database's from itself."""
 
 _PARTS = 16
-"""The partitions' batches have six such parts of the memory, see `LARGEST_SHARE` in
-`consume/reader.py`, and the events that transactions stage have one."""
+"""Parts of the process's memory: the partitions' batches have six, and about as much again as
+objects, see `LARGEST_SHARE` in `consume/reader.py`; the events that transactions stage have one.
+The rest is the process's own."""
 
 _GROUP = Path("/sys/fs/cgroup")
 """The control group of the container, as it is seen in there."""

@@ -75,7 +75,8 @@ class StoredPosition(NamedTuple):
 async def move_positions(connection: asyncpg.Connection, moves: Sequence[Move]) -> Generations:
     """Move the positions of different partitions of a group over their batches.
 
-    Raises `PositionMoved` if one of them is not where its batch was fetched from.
+    Raises `PositionMoved` if one of them is not where its batch was fetched from. Of two processes
+    that have read the same records, the one that commits first moves it.
     """
     # Sorted, so that two processes with the same partitions wait for each other without a deadlock.
     rows = sorted(

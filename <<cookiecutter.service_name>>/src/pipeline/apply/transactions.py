@@ -218,7 +218,10 @@ class ConsumeTransactions:
         return asked > 1
 
     def _divided(self, source: Source, rung: int) -> list[tuple[Source, int]]:
-        """Return the pieces that a rung applies in a transaction each, the last one first."""
+        """Return the pieces that a rung applies in a transaction each, the last one first.
+
+        Below the last rung is none: what fails there is an outage, which is raised.
+        """
         return [(one, rung) for one in reversed(source.pieces(LADDER[rung].records))]
 
     async def transact(

@@ -34,7 +34,7 @@ class PartitionBatch:
     begun: Callable[[], None] = lambda: None
     """Called when its transaction has begun, which no longer waits for others then."""
     stored: Set[str] = frozenset()
-    """Consumers that are paused: their messages are parked."""
+    """Consumers that are paused, or slower than others by a rate: their messages are parked."""
     limits: TopicLimits | None = None
     """What people allow to be taken of the topic; None: all."""
 

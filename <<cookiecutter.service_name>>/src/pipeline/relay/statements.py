@@ -7,7 +7,8 @@ shards that it owns, in the transaction that writes its progress.
 The statements that return a page are executed on the primary, each by itself in READ COMMITTED or
 in a read-only snapshot, so that the snapshot that they return is the one that they read with. A
 snapshot's xmax is the latest *completed* transaction + 1, so rows of running ones may lie above it:
-the window is not bounded by an id. `id + 0` and `xid <` keep the planner off the wrong index;
+READ_WINDOW is not bounded by an id. READ_PAGE is, by the last value that the sequence had in the
+snapshot of the window. `id + 0` and `xid <` keep the planner off the wrong index;
 pg_sequence_last_value prevents a parallel plan, in which the head row might not come first.
 """
 

@@ -33,6 +33,7 @@ class Progress:
     target: Snapshot | None
     last_id: int
     high_id: int
+    """Of the sequence when `target` was taken: no event of the window has a higher one."""
 
 
 @dataclass(frozen=True)
