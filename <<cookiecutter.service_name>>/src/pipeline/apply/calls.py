@@ -61,8 +61,8 @@ async def call_handlers(items: Sequence[Item], attempt: Attempt, outcome: BatchO
     begun = perf_counter()
     sharing, own = items, list[Item]()
     if attempt.own:
-        sharing = [item for item in items if item.consumer not in attempt.own]
-        own = [item for item in items if item.consumer in attempt.own]
+        sharing = [item for item in items if item.handler.queue not in attempt.own]
+        own = [item for item in items if item.handler.queue in attempt.own]
     try:
         await _call_in_order(sharing, attempt, outcome)
         if own:
@@ -103,10 +103,11 @@ async def _call_in_session(items: Sequence[Item], attempt: Attempt, outcome: Bat
     if attempt.outbox.is_full:
         raise TooMuch("smaller runs are needed: their events take too much memory")
     item = items[0]
+    is_own = item.handler.queue in attempt.own
     attempt.context = None
     earlier = attempt.outbox.staged
     try:
-        async with attempt.own_session(item) if item.consumer in attempt.own else nullcontext():
+        async with attempt.own_session(item) if is_own else nullcontext():
             if attempt.rows.is_stale:
                 await lock_declared(items, attempt)
             attempt.rows.begin_message()
@@ -155,15 +156,15 @@ def _is_undone(
 
     What has waited may have executed a statement or left a task; what was interrupted, anything.
     """
-    consumer = items[0].consumer
+    item = items[0]
     return (
         attempt.is_shared
         and len(items) == 1
-        and consumer not in attempt.own
+        and item.handler.queue not in attempt.own
         and not isinstance(failure.error, HandlerFault)
         and not is_nobodys(failure.error)
         and not (attempt.guard.has_waited or failure.has_timed_out)
-        and not is_in_vain(consumer, outcome)
+        and not is_in_vain(item.consumer, outcome)
         and attempt.rows.undo_message()
     )
 
@@ -176,11 +177,10 @@ def _together(items: Sequence[Item]) -> Iterable[list[Item]]:
     runs: dict[str, list[Item]] = {}
     for item in items:
         handler = item.handler
-        name = handler.order or handler.consumer  # a correction is in the order of another
-        if runs and (run := runs.get(name)) and run[0].handler is not handler:
-            yield runs.pop(name)
+        if runs and (run := runs.get(handler.queue)) and run[0].handler is not handler:
+            yield runs.pop(handler.queue)
         if handler.takes_batches:
-            runs.setdefault(name, []).append(item)
+            runs.setdefault(handler.queue, []).append(item)
         else:
             yield [item]
     yield from runs.values()
@@ -223,7 +223,7 @@ async def _handle(items: Sequence[Item], attempt: Attempt, gap: int) -> str | No
         shared = attempt.rows.session.sync_session
         # A cancellation of the task, as by a revocation of the partition, must not be replaced.
         if isinstance(shared, SharedSession) and shared.is_wanted and not is_cancelled:
-            raise NeedsOwnSession(handler.consumer)
+            raise NeedsOwnSession(handler.queue)
 
 
 def result_as_json(result: object) -> str | None:

@@ -61,11 +61,12 @@ from .source import Source, is_single, without_decision
 
 
 class NeedsOwnSession(Repeat):
-    """A handler has used the shared session, so its messages need sessions of their own."""
+    """A handler has used the shared session, so all messages of its queue need sessions of their
+    own: those of a correction and of its consumer stay in order."""
 
-    def __init__(self, consumer: str) -> None:
-        super().__init__(consumer)
-        self.consumer = consumer
+    def __init__(self, queue: str) -> None:
+        super().__init__(queue)
+        self.queue = queue
 
 
 class TooMuch(Exception):

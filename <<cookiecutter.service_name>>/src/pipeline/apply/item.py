@@ -134,7 +134,7 @@ class Item(NamedTuple):
 
         A correction has the place in the order of the consumer that it corrects.
         """
-        return order_key(self.handler.order or self.consumer, self.record)
+        return order_key(self.handler.queue, self.record)
 
 
 class Row(NamedTuple):

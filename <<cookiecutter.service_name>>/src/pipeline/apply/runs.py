@@ -86,7 +86,7 @@ async def apply_runs(
     # In one order for all runs, before any savepoint, whose rollback would release the locks.
     await lock_declared(items, attempt)
     # In sessions of their own failures can't be undone in memory.
-    failed = {one.key for one in items if one.history.attempts and one.consumer in attempt.own}
+    failed = {one.key for one in items if one.history.attempts and one.handler.queue in attempt.own}
     runs = Runs(items, rung.run or len(items), attempt.memory.suspects | failed)
     number = 0
     while runs:

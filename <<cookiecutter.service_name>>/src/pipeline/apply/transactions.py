@@ -102,8 +102,8 @@ class ConsumeTransactions:
         self.throttles = breaker.throttles
         self._slots = Slots(readers=settings.concurrency, workers=settings.backlog_workers)
         self.turns = Turns(engine, settings.transaction_timeout)
-        self._own_until = {one.consumer: math.inf for one in handlers if one.takes_batches}
-        """Until when messages of a consumer have sessions of their own."""
+        self._own_until = {one.queue: math.inf for one in handlers if one.takes_batches}
+        """Until when the messages of a queue have sessions of their own."""
         self._apart = {one.consumer for one in handlers if one.own_transaction}
         """Consumers of which a transaction has one record."""
         self._careful_until = {False: 0.0, True: 0.0}
@@ -188,14 +188,14 @@ class ConsumeTransactions:
         is_open = self.breaker.open
         if is_open and any(item.consumer in is_open for item in source.items):
             return PIECES  # the first of them is the probe
-        own = self._own(item.consumer for item in source.items if item.history.attempts)
+        own = self._own(item.handler.queue for item in source.items if item.history.attempts)
         return RUNS if own or self._is_careful(source) else BATCH
 
-    def _own(self, consumers: Iterable[str]) -> Collection[str]:
-        """Return those of the consumers whose messages have a session of their own each."""
+    def _own(self, queues: Iterable[str]) -> Collection[str]:
+        """Return those of the queues whose messages have a session of their own each."""
         now = monotonic()
         own = {one for one, until in self._own_until.items() if until > now}
-        return own and own.intersection(consumers)
+        return own and own.intersection(queues)
 
     def _is_careful(self, source: Source) -> bool:
         """Return whether transactions like this one have failed lately."""
@@ -231,7 +231,7 @@ class ConsumeTransactions:
 
         Raises errors of the servers that no handler can have caused, and what `apply` raises.
         """
-        own = self._own(item.consumer for item in source.items)
+        own = self._own(item.handler.queue for item in source.items)
         decisions = source.decisions | memory.decisions
         # Code of the engine runs here, even if a handler's has begun the task.
         CURRENT_GUARD.set(None)
@@ -272,7 +272,7 @@ class ConsumeTransactions:
                 raise
             except Repeat as error:
                 if isinstance(error, NeedsOwnSession):
-                    self._own_until[error.consumer] = monotonic() + _OWN_SECONDS
+                    self._own_until[error.queue] = monotonic() + _OWN_SECONDS
                 await attempt.roll_back()
                 return error.with_traceback(None)  # it refers to the batch
             except Exception as error:

@@ -51,6 +51,11 @@ class Handler:
     order: str = ""
     """The consumer in whose order it handles messages, if that is not its own."""
 
+    @property
+    def queue(self) -> str:
+        """The consumer in whose order it handles messages: a correction's is another one."""
+        return self.order or self.consumer
+
 
 class Handlers:
     """The registry of a service's handlers."""

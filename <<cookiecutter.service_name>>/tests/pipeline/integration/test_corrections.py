@@ -7,6 +7,7 @@ from typing import Any
 
 import asyncpg
 import pytest
+import sqlalchemy as sa
 
 from pipeline import (
     Applied,
@@ -48,6 +49,7 @@ class Undoing:
         self.made: list[int] = []
         self.errors: dict[int, Exception] = {}
         self.recalled: list[Applied] = []
+        self.uses_session = False
         loads = Account.by("account")
 
         @self.bank.handlers.correct(
@@ -55,6 +57,8 @@ class Undoing:
         )
         async def undo(event: Deposited, tx: Transaction) -> None:
             self.made.append(event.amount)
+            if self.uses_session:
+                await tx.session.execute(sa.text("SELECT"))
             if error := self.errors.get(event.amount):
                 raise error
             account = await tx.load_or_create(Account, event.account)
@@ -119,6 +123,18 @@ async def test_what_comes_meanwhile_waits_behind_it_and_other_keys_go_on(
     await desk.work_off()
     assert await histories(db) == {"ada": [1, -1, 2], "bob": [3]}
     assert await desk.backlog() == []
+
+
+async def test_its_order_is_kept_if_it_alone_uses_the_session(
+    undoing: Undoing, desk: Desk, db: asyncpg.Connection
+) -> None:
+    undoing.uses_session = True
+    await desk.apply(Deposit(1))
+    await hand(desk, Deposit(1), longest=60)
+    await desk.apply(Deposit(2))
+    await desk.make_due()
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1, -1, 2]}
 
 
 async def test_it_is_never_at_work_beside_what_it_corrects(

@@ -38,13 +38,17 @@ OTHERS = {
 BESIDE = "pipeline.migrations", "pipeline.operators", "pipeline.testing"
 """What runs beside a service, and not in its processes."""
 README = Path(pipeline.__path__[0]) / "README.md"
+ROOMS = set(re.findall(r"`(\w+)/`", README.read_text("utf-8")))
+"""Folders of the engine. All others are optional."""
 OURS = pipeline.__name__ + "."
 
 
 def modules() -> Iterator[ModuleType]:
     """Yield the modules that run in the processes of a service."""
     for one in pkgutil.walk_packages(pipeline.__path__, OURS):
-        if not one.name.startswith(BESIDE):
+        room, *below = one.name.removeprefix(OURS).split(".")
+        is_optional = room not in ROOMS and (below or one.ispkg)
+        if not (is_optional or one.name.startswith(BESIDE)):
             yield importlib.import_module(one.name)
 
 
