@@ -33,8 +33,8 @@ class BatchOutcome:
     """Messages of which a later one in their sequence was applied, with its name; no handler was
     called."""
     letters: list[Row] = field(default_factory=list)
-    """What can't be given to a handler: records that can't be decoded or have no event, and messages
-    with the identity of another one."""
+    """What can't be given to a handler: records that can't be decoded, or have no event, and
+    messages with the identity of another one."""
     decided: list[tuple[Item, Decision]] = field(default_factory=list)
     """Messages that are not applied now: parked, or dead."""
     failed: list[tuple[Item, BaseException]] = field(default_factory=list)

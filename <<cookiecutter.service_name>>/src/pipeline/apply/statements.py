@@ -273,12 +273,13 @@ most `$2` entries of each, with their rows, for the reason.
 """
 
 TAKE_TURN = """
-SELECT set_config('idle_in_transaction_session_timeout', $2, true), pg_advisory_xact_lock($1)
+SELECT set_config('idle_in_transaction_session_timeout', $2, true),
+       set_config('lock_timeout', '0', true), pg_advisory_xact_lock($1)
 """
 """Wait for the turn among the transactions of consumers that have deadlocked.
 
-Locks: the advisory lock `$1`, until its own transaction ends. It waits without a limit of the
-server's: the process cancels it. A process that has stopped loses the lock after `$2`.
+Locks: the advisory lock `$1`, until its own transaction ends. It waits without a limit for locks:
+the process cancels it. A process that has stopped loses the lock after `$2`.
 Plan: reads no table.
 """
 
@@ -291,7 +292,9 @@ SELECT kind, CASE kind WHEN 'key' THEN topic ELSE subject END AS name,
            AS age
   FROM (SELECT * FROM pipeline.throttle WHERE kind IN ('topic', 'consumer', 'events')
          UNION ALL
-        (SELECT * FROM pipeline.throttle WHERE kind = 'key' LIMIT {_KEYS})) AS asked
+        (SELECT * FROM pipeline.throttle
+          WHERE kind = 'key' AND (until IS NULL OR until > clock_timestamp())
+          LIMIT {_KEYS})) AS asked
  WHERE until IS NULL OR until > clock_timestamp()
  GROUP BY 1, 2
 """
@@ -301,7 +304,8 @@ Also the age of its pause, if that has no end; and the topics of keys that are p
 asks once a second.
 
 Locks: none.
-Plan: `throttle_pkey` by its first column, or a scan of `throttle`; keys are read up to a limit.
+Plan: `throttle_pkey` by its first column, or a scan of `throttle`. Keys are read up to a limit, and
+those whose pauses have ended until the next pause or resumption deletes them.
 """
 
 NOTE_TAKEN = f"""

@@ -98,7 +98,8 @@ SELECT name, COALESCE(due_at, at + after), at + place * interval '1 microsecond'
 """
 """Store events that are due later, in place of those of the same names.
 
-Sorted by name, so that two transactions wait for each other without a deadlock. `scheduled_at`
+Sorted by name, so that two statements wait for each other without a deadlock; transactions of
+several runs may deadlock, and are tried again. `scheduled_at`
 keeps the order of staging among events that are due at the same time.
 
 Locks: the rows, by name. It waits for transactions that store, cancel or move one of the same name.
@@ -108,7 +109,7 @@ Plan: `scheduled_pkey` finds those that exist.
 CANCEL_SCHEDULED = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
 """Delete scheduled events by their names.
 
-Locks: the rows, in the order of the plan; a handler's transaction has locked them by name before.
+Locks: the rows, in the order of the plan; `LOCK_SCHEDULED` has locked them by name before.
 It waits for transactions that store, cancel or move them.
 Plan: `scheduled_pkey`, for each name.
 """

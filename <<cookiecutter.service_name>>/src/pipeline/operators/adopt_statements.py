@@ -74,8 +74,8 @@ Locks: all rows of the outbox.
 Plan: a scan of the outbox, of which each row is written.
 """
 
-CLOSE_DAYS_AGAIN = "UPDATE pipeline.outbox_closed SET xid = DEFAULT"
-"""Give closed days the transaction id of this transaction.
+CLOSE_DAYS_AGAIN = "UPDATE pipeline.outbox_closed SET xid = DEFAULT, is_published = false"
+"""Give closed days the transaction id of this transaction; their events are published again.
 
 The transactions that closed them were another cluster's; this one comes after all of them.
 

@@ -151,6 +151,8 @@ UPDATE pipeline.outbox_rejected
 """
 """Close events; their rows are kept for a while.
 
+One that its relay is sending is published all the same, and its row deleted.
+
 Locks: the rows, in a shard that is locked.
 Plan: `outbox_rejected_pkey`, for each event.
 """
@@ -169,12 +171,12 @@ LIST_SCHEDULED = """
 SELECT name, due_at, scheduled_at, topic, convert_from(key, 'UTF8') AS key, type, event_id,
        COALESCE(datalength, octet_length(payload)) AS size
   FROM pipeline.scheduled
- ORDER BY due_at, name LIMIT $1
+ ORDER BY due_at, scheduled_at, name LIMIT $1
 """
-"""Return scheduled events, the next to be due first.
+"""Return scheduled events, the next to be due first, as they are published.
 
 Locks: none.
-Plan: `scheduled_due_idx`, from its beginning; those of the same time are sorted by name.
+Plan: `scheduled_due_idx`, from its beginning; those of the same moments are sorted by name.
 """
 
 LIST_RELAYS = """

@@ -71,7 +71,7 @@ SELECT (SELECT count(*) FROM pipeline.outbox_relay WHERE NOT {lease_ended("$1")}
        {IS_OURS} AS is_ours,
        pg_postmaster_start_time() AS server
 """
-"""Count the relays that run, and return when the first of all leases ends.
+"""Delete relays whose leases have ended; count the others, and return when the first lease ends.
 
 It also returns whether the database is the service's, and when the server was started. Relays whose
 announcement has ended are deleted.
@@ -227,6 +227,13 @@ The transaction is returned as a number: PostgreSQL 14 has no max(xid8).
 
 Locks: none.
 Plan: `outbox_xid_idx` of each day, up to a limit.
+"""
+
+FIND_FIRST_ID = "SELECT id FROM pipeline.outbox ORDER BY id LIMIT 1"
+"""Return the lowest id of the outbox.
+
+Locks: none.
+Plan: `outbox_id_idx` of each day, to its first visible entry.
 """
 
 READ_PAGE = _headed(

@@ -97,14 +97,16 @@ async def _lowest(connection: asyncpg.Connection, seen: Snapshot, target: Snapsh
     """Return the lowest id in a window with events, or a lower one; read piece by piece."""
     ids = []
     for first, end in [*((one, one + 1) for one in seen[2]), (seen[1], target[1])]:
-        xid, limit, is_last = first, _SCAN_AT_MOST, False
+        xid, is_last = first, False
         while not is_last:
-            piece = await connection.fetchrow(statements.FIND_LOWEST_ID, xid, end, limit)
+            piece = await connection.fetchrow(statements.FIND_LOWEST_ID, xid, end, _SCAN_AT_MOST)
             ids.append(piece["id"])
-            is_last = piece["rows"] < limit
-            # Rows of one transaction may fill a piece, which is read again, then as a larger one.
-            limit *= 2 if piece["xid"] == xid else 1
-            xid = piece["xid"]
+            is_last = piece["rows"] < _SCAN_AT_MOST
+            if not is_last and piece["xid"] == xid:  # one transaction has more rows than a piece
+                ids.append(await connection.fetchval(statements.FIND_FIRST_ID))
+                xid += 1
+            else:
+                xid = piece["xid"]
     return int(min(one for one in ids if one is not None))
 
 

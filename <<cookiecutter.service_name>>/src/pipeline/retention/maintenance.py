@@ -14,7 +14,7 @@ from pipeline.settings import CLOCK_MARGIN, Settings
 
 from . import days, generations, partitions, statements
 from .archive import Archive, archive_day, lacking, record_archiving
-from .partitions import NotOwner, PartitionStatus
+from .partitions import NotOwner, PartitionStatus, State
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,10 @@ async def _drop(
         if why is None:
             await partitions.detach(connection, one.table, one.partition)
             if day is not None:
-                why = await archive_day(connection, archive, one.name, day, report)
+                # A command may have made its events wait again, before it was detached.
+                detached = one.partition._replace(state=State.DETACHED)
+                why = await days.needed_by(connection, day, detached)
+                why = why or await archive_day(connection, archive, one.name, day, report)
         return why or await partitions.drop(connection, one.name)
     except (TimeoutError, asyncpg.QueryCanceledError, asyncpg.LockNotAvailableError):
         return await partitions.used_by(connection, one.table, one.name)

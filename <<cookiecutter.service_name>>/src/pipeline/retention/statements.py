@@ -51,7 +51,7 @@ Plan: `backlog_discarded_idx` and `backlog_pkey`, or `outbox_rejected_discarded_
 """
 
 SUMMARIZE_INDEXES = """
-SELECT set_config('lock_timeout', '2s', true), brin_summarize_new_values(inhrelid)
+SELECT set_config('lock_timeout', '500ms', true), brin_summarize_new_values(inhrelid)
   FROM pg_inherits JOIN pg_class ON oid = inhrelid
  WHERE inhparent IN ('pipeline.inbox_find_idx'::regclass, 'pipeline.outbox_find_idx'::regclass)
    AND pg_has_role(relowner, 'USAGE')
@@ -60,8 +60,8 @@ SELECT set_config('lock_timeout', '2s', true), brin_summarize_new_values(inhreli
 
 What is summarized already is not read again, nor waits a round for who has locked a partition.
 
-Locks: each of these indexes and its table, in the mode SHARE UPDATE EXCLUSIVE, for two seconds at
-most to get one.
+Locks: each of these indexes and its table, in the mode SHARE UPDATE EXCLUSIVE. It waits for half a
+second at most: after `deadlock_timeout` a wait would cancel an autovacuum of the table.
 Plan: reads the catalogs; then the new blocks of each partition.
 """
 

@@ -297,7 +297,8 @@ def _read(
         decision = dead(Policy(), found.reason, found.error, history_of(row))
         return Row(row["key"], consumer, record, decision)
     if not consumer and found:
-        return [item._replace(was_young=True) for item in found]
+        # Their markers are not known to have been looked up: another copy may have been applied.
+        return found
     own = next((item for item in found if item.consumer == consumer), None)
     if own is not None:
         item = own._replace(

@@ -194,7 +194,7 @@ async def waiting(connection: asyncpg.Connection, most: int, idle: float) -> lis
         count_statements.COUNT_BACKLOG, most, FIRST_LANE_OF_CALLS, limit, _FIRST
     )
     return [
-        Waiting(*numbers, dict(zip(topics, ages, strict=True)))
+        Waiting(*(*numbers, dict(zip(topics, ages, strict=True))))
         for *numbers, topics, ages in rows
     ]
 

@@ -144,7 +144,7 @@ SELECT key, lane, order_key, consumer, topic, partition, "offset", timestamp, re
 """
 """Return the rows of the keys that are due longest, in the order of each key.
 
-At most `$3` rows, or one of each key if that is more; and `$4` bytes and one row.
+At most `$3` rows, and `$4` bytes and one row.
 
 A row that seems to be stored in the future was stored before the clock was set back. The reason
 completes the history of a row that a consume transaction has added, a command has redriven, or a

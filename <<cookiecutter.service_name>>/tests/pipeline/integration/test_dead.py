@@ -352,6 +352,24 @@ async def test_a_record_is_redriven_without_being_decoded(
     assert await became(desk, redriven) == {"waiting": 1}
 
 
+async def test_a_record_that_could_not_be_decoded_may_be_too_old_when_it_is_redriven(
+    bank: Bank, desk: Desk, db: asyncpg.Connection
+) -> None:
+    """Another copy of it may have been applied, whose marker is forgotten."""
+    await desk.position()
+    await desk.apply_batch(await nameless(desk, Deposit(1), start=0))
+    await db.execute("UPDATE pipeline.inbox_generation SET since = now()")
+    bank.handlers.topic(bank.deposits, codec=Plain("deposited", PayloadFields("amount")))
+    redriven = await redrive(desk)
+    await desk.work_off()
+    assert await became(desk, redriven) == {"dead": 1}
+    (letter,) = await letters(desk)
+    assert letter.reason == "too old"
+    await redrive(desk, Selection(reasons=["too old"]))
+    await desk.work_off()
+    assert await histories(db) == {"ada": [1]}
+
+
 async def test_what_nobody_takes_any_more_is_dead_again(bank: Bank, desk: Desk) -> None:
     await desk.position()
     await desk.apply_batch(await nameless(desk, Deposit(1), start=0))

@@ -434,6 +434,24 @@ async def test_what_is_detached_and_not_dropped_goes_in_the_next_round(
     assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
+async def test_a_day_stays_that_is_adopted_between_the_look_and_its_detaching(
+    old_day: asyncpg.Connection,
+    settings: Callable[..., Settings],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await publish_all(old_day)
+    detach = partitions.detach
+
+    async def late(connection: asyncpg.Connection, parent: str, one: Partition) -> None:
+        await adopting.adopt(connection, keep_progress=False)
+        await detach(connection, parent, one)
+
+    monkeypatch.setattr(partitions, "detach", late)
+    (held,) = (await run_retention(old_day, settings())).held
+    assert "attach it again" in str(held.needed_by)
+    assert await old_day.fetchval(f"SELECT count(*) FROM pipeline.{OLD}") == 1
+
+
 async def test_a_day_that_a_person_has_detached_stays(
     old_day: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:

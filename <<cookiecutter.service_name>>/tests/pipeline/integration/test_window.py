@@ -111,6 +111,19 @@ async def test_a_window_is_paged_through_a_long_gap_of_ids(
     assert progress.target is None
 
 
+async def test_a_window_of_one_large_transaction_is_read_from_its_first_event(
+    db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `service adopt`, which gives all events one transaction."""
+    monkeypatch.setattr(window, "_SCAN_AT_MOST", 10)
+    progress = await start_of(db)
+    await stage(db, numbered("t", range(35)))
+    await db.execute("UPDATE pipeline.outbox SET xid = DEFAULT")
+    ids, progress = await read_all(db, progress, 2)
+    assert ids == [str(number) for number in range(35)]
+    assert progress.target is None
+
+
 async def test_a_page_ends_with_the_event_that_fills_it_whatever_those_before_were_like(
     db: asyncpg.Connection,
 ) -> None:
