@@ -225,7 +225,7 @@ def test_a_package_does_not_hide_anything_of_the_service(folder: str) -> None:
 
     accepted = {n for n in possible if not mistakes({**DEFAULTS, "package_name": n})}
 
-    assert len(possible) > 3
+    assert possible
     assert accepted == set()
 
 

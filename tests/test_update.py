@@ -411,7 +411,7 @@ def test_a_password_in_the_location_is_not_recorded(monkeypatch: pytest.MonkeyPa
         ("gh:ada/t", "gh:ada/t"),
     ):
         found = local_extensions.source({"_template": given, "_commit": "1234"})
-        assert found == {"template": kept, "commit": "1234"}
+        assert (found["template"], found["commit"]) == (kept, "1234")
         assert updater["without_password"](given) == kept
 
 
