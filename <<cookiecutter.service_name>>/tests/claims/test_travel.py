@@ -287,10 +287,10 @@ async def test_twelve_partitions_with_large_data_each_need_less_than_768_mebibyt
     for name, value in {
         "PRESS_READS": "yes",
         "PIPELINE_CLAIM_MEMORY_BYTES": f"{2**27}",
-        "PIPELINE_CLAIM_TIMEOUT": "30",
-        "PIPELINE_TRANSACTION_TIMEOUT": "60",
-        "PIPELINE_KAFKA_SESSION_TIMEOUT": "120",
-        "PIPELINE_BACKLOG_LEASE": "120",
+        "PIPELINE_CLAIM_TIMEOUT": "120",
+        "PIPELINE_TRANSACTION_TIMEOUT": "240",
+        "PIPELINE_KAFKA_SESSION_TIMEOUT": "480",
+        "PIPELINE_BACKLOG_LEASE": "480",
         "PIPELINE_MEMORY_MEBIBYTES": "768",
     }.items():
         monkeypatch.setenv(name, value)
@@ -300,7 +300,7 @@ async def test_twelve_partitions_with_large_data_each_need_less_than_768_mebibyt
 
     process = await run(press, database_url, kafka, "run", dies=False)
     try:
-        await eventually(all_are_read)
+        await eventually(all_are_read, patience=800)
         assert most_memory(process.pid) < 768 * 2**20
     finally:
         process.send_signal(signal.SIGTERM)

@@ -55,9 +55,9 @@ def compute(seconds: float) -> None:
 
 def be_stopped() -> None:
     """Stop the process, as by SIGSTOP, in the middle of a step that takes a moment."""
-    compute(0.15)
+    compute(0.02)
     os.kill(os.getpid(), signal.SIGSTOP)
-    compute(0.15)
+    compute(0.02)
 
 
 BLOCKS: dict[str, Block] = {
