@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -145,10 +145,11 @@ def _fail_statement(failed: sa.ExceptionContext) -> None:
     statement = getattr(failed.execution_context, "pipeline_statement", None)
     if statement is not None:
         statement.end(failed.original_exception)
-    if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
-        guard.under_way.discard(failed.execution_context)
-        guard.fail(failed.original_exception)
-        guard.was_cancelled |= not isinstance(failed.original_exception, Exception)
+    with suppress(NotImplementedError):  # by SQLAlchemy's first look at a server, which has no info
+        if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
+            guard.under_way.discard(failed.execution_context)
+            guard.fail(failed.original_exception)
+            guard.was_cancelled |= not isinstance(failed.original_exception, Exception)
 
 
 def _refuse(text: str, connection: Any) -> None:
