@@ -3,9 +3,10 @@
 The statement that moves a position, or holds a lane, also reads the generations of the inbox.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import asyncpg
 from aiokafka import ConsumerRecord
@@ -33,12 +34,17 @@ class PositionMoved(SourceLost):
     commit whose result was lost."""
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """Key of a position: a topic partition as a consumer group reads it."""
 
     group: str
     topic: str
     partition: int
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what statements take."""
+        return iter((self.group, self.topic, self.partition))
 
 
 class Anchor(NamedTuple):

@@ -109,7 +109,8 @@ Plan: `scheduled_pkey` finds those that exist.
 CANCEL_SCHEDULED = "DELETE FROM pipeline.scheduled WHERE name = ANY ($1) RETURNING name"
 """Delete scheduled events by their names.
 
-Locks: the rows, in the order of the plan; `LOCK_SCHEDULED` has locked them by name before.
+Locks: the rows, in the order of the plan. A handler's transaction has locked them by name before; a
+command, whose role may not lock rows, may deadlock with it, and is then repeated by its user.
 It waits for transactions that store, cancel or move them.
 Plan: `scheduled_pkey`, for each name.
 """

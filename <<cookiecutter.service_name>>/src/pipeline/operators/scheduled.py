@@ -5,7 +5,7 @@ from datetime import datetime
 
 import asyncpg
 
-from pipeline.handlers.statements import CANCEL_SCHEDULED, LOCK_SCHEDULED
+from pipeline.handlers.statements import CANCEL_SCHEDULED
 
 from . import audit, statements
 from .audit import Change
@@ -42,7 +42,6 @@ async def cancel(
 ) -> list[str]:
     """Cancel scheduled events; returns the names of those that were still waiting."""
     async with audit.changing(connection, Change(operator, "cancel", why)) as subjects:
-        await connection.execute(LOCK_SCHEDULED, names)
         cancelled = sorted([row["name"] for row in await connection.fetch(CANCEL_SCHEDULED, names)])
         subjects.extend(f"scheduled event {name}" for name in cancelled)
     return cancelled

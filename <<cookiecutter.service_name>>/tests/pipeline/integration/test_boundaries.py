@@ -42,6 +42,7 @@ UNMET = (
     retention_statements.NOTE_ARCHIVING,
     retention_statements.CONTINUE_ROUND,
     relay_statements.FIND_LOWEST_ID,
+    relay_statements.FIND_FIRST_ID,
     apply_statements.TAKE_TURN,
 )
 """Statements that only damage, a long outage, an isolated message or somebody else leads to, or

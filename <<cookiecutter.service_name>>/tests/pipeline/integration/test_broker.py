@@ -10,6 +10,7 @@ import pytest
 from aiokafka import AIOKafkaProducer
 
 from pipeline.relay import publisher
+from pipeline.servers.clients import KafkaProducer
 from pipeline.settings import Settings
 
 from .bank import Bank
@@ -39,8 +40,8 @@ TOLD = dict.fromkeys(STRIKES, "waits for Kafka") | {"the partitions have no lead
 @pytest.fixture
 async def wire(kafka: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Wire]:
     """Return a wire to Kafka, and let producers wait for no answer longer than a second."""
-    impatient = partial(AIOKafkaProducer, request_timeout_ms=1_000)
-    monkeypatch.setattr(publisher, "AIOKafkaProducer", impatient)
+    impatient = partial(KafkaProducer, request_timeout_ms=1_000)
+    monkeypatch.setattr(publisher, "KafkaProducer", impatient)
     async with Wire(kafka).listening() as one:
         yield one
 

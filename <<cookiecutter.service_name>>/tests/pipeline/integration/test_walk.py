@@ -30,6 +30,7 @@ CLIMBS = {
     ("apply", "consume"),  # the source says which messages there are, and stores what they need
     ("apply", "runtime"),  # which wakes the relay after the commit
     ("servers", "handlers"),  # the handler uses its `tx`
+    ("servers", "apply"),  # `Attempts` repeats a transaction
 }
 """From which room what runs climbs to which one above."""
 
