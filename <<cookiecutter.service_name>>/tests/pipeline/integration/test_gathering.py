@@ -39,7 +39,7 @@ async def bank(new_desk: NewDesk, request: pytest.FixtureRequest) -> tuple[Bank,
     attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
 
     async def apply(deposit: Deposit, *, topic: str = "deposits") -> None:
-        slot = desk.slot._replace(topic=topic, partition=deposit.partition or 0)
+        slot = replace(desk.slot, topic=topic, partition=deposit.partition or 0)
         part = PartitionBatch(slot, await read(desk.handlers, 0, [deposit.record(topic, 0)]))
         memory = Memory()
         if not await gatherer.apply(part, memory):
@@ -51,7 +51,7 @@ async def bank(new_desk: NewDesk, request: pytest.FixtureRequest) -> tuple[Bank,
 async def assign(desk: Desk, number: int, topic: str = "deposits") -> None:
     """Store the first position of partitions, so that a batch of each is ready at the same time."""
     for partition in range(number):
-        slot = desk.slot._replace(topic=topic, partition=partition)
+        slot = replace(desk.slot, topic=topic, partition=partition)
         await replace(desk, slot=slot).position()
 
 

@@ -89,7 +89,7 @@ async def test_partitions_that_are_ready_at_once_share_none(
     gatherer = Gatherer(desk.consume)
 
     async def take(partition: int) -> None:
-        one = replace(desk, slot=desk.slot._replace(partition=partition))
+        one = replace(desk, slot=replace(desk.slot, partition=partition))
         start = await one.position()
         batch = await one.read(Deposit(2 * partition), Deposit(2 * partition + 1), start=start)
         if not await gatherer.apply(PartitionBatch(one.slot, batch), Memory()):

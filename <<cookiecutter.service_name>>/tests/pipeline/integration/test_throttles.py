@@ -255,7 +255,7 @@ async def test_batches_that_share_a_transaction_look_when_it_begins(
     limits = TopicLimits(desk.consume.throttles, bank.handlers.takers, bank.deposits)
     parts = []
     for number in range(2):
-        one = replace(desk, slot=desk.slot._replace(partition=number))
+        one = replace(desk, slot=replace(desk.slot, partition=number))
         batch = await one.read(Deposit(number, f"of {number}"), start=await one.position())
         parts.append(PartitionBatch(one.slot, batch, limits=limits))
     gatherer, slots = Gatherer(desk.consume), desk.consume._slots
