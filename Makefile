@@ -43,7 +43,7 @@ export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/build/hypothesis
 
 .DEFAULT_GOAL := help
 .PHONY: help setup up down demo chaos chaos-selftest bench instructions model docs test-unit test test-full
-.PHONY: test-docker canary release pin-image
+.PHONY: test-docker canary release wheel pin-image
 .PHONY: announce-test test-engine test-template test-engine-full test-template-full
 .PHONY: check check-raw format requirements clean
 
@@ -138,7 +138,7 @@ test-engine: $(INSTALLED)
 # The crash matrix runs alone: it runs its cases in parallel, and holds transactions open that other
 # tests would wait for. Tests that PgBouncer may affect run a second time behind it: see
 # BEHIND_A_POOLER.
-MATRIX = tests/pipeline/integration/test_crash_matrix.py
+MATRIX = tests/onceward/integration/test_crash_matrix.py
 test-engine-full: $(INSTALLED)
 	@cd '$(RAW)' || exit; status=0; \
 	    $(ENGINE) -m full $(MATRIX) || status=1; \
@@ -153,7 +153,7 @@ test-template: $(INSTALLED)
 test-template-full: $(INSTALLED)
 	@$(TEMPLATE) --numprocesses=3 -m full
 
-check: $(INSTALLED) check-raw ## check lint rules, formatting, types and the direction of imports
+check: $(INSTALLED) check-raw ## check lint rules, formatting, words, types and the direction of imports
 	@$(BIN)/mypy
 
 # Folders with names of questions need options: ruff gets the template's configuration, not the nearest
@@ -163,6 +163,7 @@ check-raw: $(INSTALLED)
 	@$(RUFF) check .
 	@$(RUFF) format --check .
 	@$(BIN)/python '$(RAW)/dev/alert_rules.py' --check
+	@$(BIN)/python -m tests.language README.md AGENTS.md SECURITY.md docs '$(RAW)/docs' '$(RAW)'/*.md
 	@rm -rf build/raw && mkdir -p build/raw
 	@ln -s '$(CURDIR)/$(RAW)/src/<<cookiecutter.package_name>>' build/raw/unbaked
 	@sed 's/<<cookiecutter.package_name>>/unbaked/g' '$(RAW)/pyproject.toml' > build/raw/pyproject.toml
@@ -175,6 +176,9 @@ format: $(INSTALLED) ## format the code and apply the linter's fixes
 
 release: $(INSTALLED) ## commit and tag the version that CHANGELOG.md begins with: see docs/contributing.md
 	@$(STACK) run --postgres -- $(BIN)/python -m tests.release
+
+wheel: $(BIN)/python ## build the engine as a wheel, and its SBOM, in build/wheel
+	@$(BIN)/python engine_wheel.py build/wheel
 
 requirements: $(INSTALLED) ## pin the packages of the .in files (UPGRADE=--upgrade: newest versions)
 	@cd '$(RAW)' && $(PIN) requirements/base.in --output-file requirements/base.txt

@@ -6,6 +6,7 @@ import json
 import keyword
 import os
 import re
+import runpy
 import subprocess
 import sys
 import unicodedata
@@ -27,6 +28,9 @@ PINS = SERVICE / "requirements" / "dev.txt"
 
 LIBRARIES = frozenset(re.findall(r"^([a-z0-9-]+)==", PINS.read_text("utf-8"), re.MULTILINE))
 """Distributions that a generated service needs to run and for development."""
+
+DISTRIBUTION = "onceward"
+"""The engine's, on which a service may depend."""
 
 IMPORTS = Path(__file__).parent / "imports.txt"
 """Names of modules that these have or import, also optional ones; `make requirements` writes it."""
@@ -51,6 +55,8 @@ EXAMPLES = ("parcels", "payments", "none")
 OLD_EXAMPLES = ("yes", "no")
 """Answers of services of 1.0, which mean parcels and none: in all files, as `make update` gives
 them, and cruft does with the filters of the old version."""
+
+ENGINES = ("source", "package")
 
 FEATURES = tuple(
     name
@@ -140,8 +146,8 @@ def checked(answers: Mapping[str, object]) -> str:
     return "yes"
 
 
-def source(answers: Mapping[str, object]) -> dict[str, str | None]:
-    """Return the template's location and its commit, for `.cookiecutter.json`.
+def source(answers: Mapping[str, object]) -> dict[str, object]:
+    """Return the template's location and its commit, for `.cookiecutter.json`, and the wheel.
 
     The location is the absolute path of a local folder, the URL of the repository that cookiecutter
     cloned (without password or token), or else the given one. The commit is null if the template is
@@ -153,6 +159,7 @@ def source(answers: Mapping[str, object]) -> dict[str, str | None]:
         return {
             "template": _without_password(location),
             "commit": str(commit) if commit else None,
+            "wheel": _wheel(answers),
         }
     folder = SERVICE.parent.resolve()
     top = _git(folder, "rev-parse", "--show-toplevel")
@@ -165,7 +172,15 @@ def source(answers: Mapping[str, object]) -> dict[str, str | None]:
     return {
         "template": _without_password(location),
         "commit": _git(folder, "rev-parse", "HEAD") if is_clean else None,
+        "wheel": _wheel(answers),
     }
+
+
+def _wheel(answers: Mapping[str, object]) -> object:
+    """Return what a service requires in place of the engine's source; None if it has that."""
+    if answers.get("engine") != "package":
+        return None
+    return runpy.run_path(str(SERVICE.parent / "engine_wheel.py"))["requirement"]()
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -210,6 +225,8 @@ def mistakes(answers: Mapping[str, object]) -> list[str]:
             print(f"warning: {sentence} The service has this name already and keeps it.")
         else:
             found.append(sentence)
+    if answers.get("engine") == "package" and answers.get("engine_tests") == "yes":
+        found.append("engine_tests must be no if engine is package, whose source is elsewhere.")
     return found
 
 
@@ -235,7 +252,7 @@ def _service_name(answer: str) -> str | None:
             "must be lower-case letters, digits and single hyphens between them, beginning with a "
             f"letter, of at most {LONGEST_NAME} characters"
         )
-    if answer in LIBRARIES:
+    if answer in LIBRARIES or answer == DISTRIBUTION:
         return OF_LIBRARIES[0]
     return None
 
@@ -283,6 +300,10 @@ def _example(answer: str) -> str | None:
     return None
 
 
+def _engine(answer: str) -> str | None:
+    return None if answer in ENGINES else "must be source or package"
+
+
 def _yes_or_no(answer: str) -> str | None:
     return None if answer in ("yes", "no") else "must be yes or no"
 
@@ -294,6 +315,7 @@ CHECKS: dict[str, Callable[[str], str | None]] = {
     "author": _author,
     "worked_example": _example,
     **dict.fromkeys(FEATURES, _yes_or_no),
+    "engine": _engine,
 }
 
 

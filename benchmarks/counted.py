@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy.dialects.postgresql.asyncpg  # noqa: F401  # before the forks
 import uvloop
 
-import operate.commands  # noqa: F401
-from pipeline.relay import publisher
-from pipeline.servers import database, tasks
-from pipeline.settings import Settings
+import onceward.cli.commands  # noqa: F401
+from onceward.relay import brokers, publisher
+from onceward.servers import database, tasks
+from onceward.settings import Settings
 
 from benchmarks.wire import EXCHANGES, STATEMENTS, Wire, count_messages
 
@@ -168,8 +168,8 @@ def main(jobs: str, folder: str | None = None) -> None:
         count_messages()
     # Nothing may happen by the clock: valgrind takes forty times as long, a busy machine longer.
     tasks.SLICE_SECONDS = math.inf
-    publisher.AIOKafkaProducer = partial(_producer, publisher.AIOKafkaProducer)
-    publisher._ACKNOWLEDGEMENT_SECONDS = 3_600.0
+    vars(publisher)["KafkaProducer"] = partial(_producer, publisher.KafkaProducer)
+    brokers._ACKNOWLEDGEMENT_SECONDS = 3_600.0
     database._CONNECT_SECONDS = database._COMMAND_SECONDS = 3_600.0
     counts = Path(folder) if folder else None
     started = [start(Job(**job), counts) for job in json.loads(jobs)]

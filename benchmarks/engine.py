@@ -1,11 +1,19 @@
 """How far the engine has changed since a commit: figures of an older engine must say so."""
 
+import re
 import subprocess
 from pathlib import Path
 
 from demo.flights import ROOT
 
-ENGINE = "<<cookiecutter.service_name>>/src/pipeline"
+ENGINE = "<<cookiecutter.service_name>>/src/onceward"
+_ROOMS = re.findall(r"`(\w+)/`", (ROOT / ENGINE / "README.md").read_text("utf-8"))
+_PLACES = (
+    *(f"{ENGINE}/{room}" for room in _ROOMS),
+    f":(glob){ENGINE}/*.py",
+    "<<cookiecutter.service_name>>/src/pipeline",
+)
+"""Where the engine is, without the packages next to it; the last one is of version 1."""
 OLDEST = 15
 """Commits of the engine after which figures are neither shown nor released."""
 
@@ -17,8 +25,8 @@ def changes_since(commit: str, root: Path = ROOT) -> int | None:
     """
     if _git(root, "merge-base", "--is-ancestor", commit, "HEAD") is None:
         return None
-    count = _git(root, "rev-list", "--count", f"{commit}..HEAD", "--", ENGINE)
-    edited = _git(root, "status", "--porcelain", "--", ENGINE)
+    count = _git(root, "rev-list", "--count", f"{commit}..HEAD", "--", *_PLACES)
+    edited = _git(root, "status", "--porcelain", "--", *_PLACES)
     return None if count is None else int(count) + bool(edited)
 
 

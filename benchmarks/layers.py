@@ -13,17 +13,17 @@ import uvloop
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.orm import Session
 
-from pipeline.apply import batch, calls, inbox, limits, positions
-from pipeline.apply.transactions import ConsumeTransactions
-from pipeline.consume.partition_source import PartitionSource
-from pipeline.events import cloudevents, codec
-from pipeline.handlers.rows import Rows
-from pipeline.handlers.staging import Outbox
-from pipeline.handlers.transaction import UnitOfWork
-from pipeline.observe import metrics, traces
-from pipeline.relay import window
-from pipeline.relay.publisher import Publisher
-from pipeline.settings import Settings
+from onceward.apply import batch, calls, inbox, limits, positions
+from onceward.apply.transactions import ConsumeTransactions
+from onceward.consume.partition_source import PartitionSource
+from onceward.events import cloudevents, codec
+from onceward.handlers.rows import Rows
+from onceward.handlers.staging import Outbox
+from onceward.handlers.transaction import UnitOfWork
+from onceward.observe import metrics, traces
+from onceward.relay import window
+from onceward.relay.publisher import Publisher
+from onceward.settings import Settings
 
 from benchmarks.clock import Clock, fetched
 from benchmarks.ours import handlers

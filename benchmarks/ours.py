@@ -16,10 +16,10 @@ from parcel_tracker.events import ParcelDelayed, ParcelMoved, ScanRecorded  # ty
 from parcel_tracker.handlers import LATE, record_scan  # type: ignore[import-not-found]
 from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 
-from operate.commands import command_line
-from pipeline import EventBatch, Handlers, Policy, Reject, Service, Transaction
-from pipeline.relay import cursor
-from pipeline.retention import days
+from onceward import EventBatch, Handlers, Policy, Reject, Service, Transaction
+from onceward.cli.commands import command_line
+from onceward.relay import cursor
+from onceward.retention import days
 
 from benchmarks.work import is_poison
 

@@ -6,8 +6,8 @@
 import os
 from dataclasses import replace
 
-from operate.commands import command_line
-from pipeline import Handlers, Service
+from onceward import Handlers, Service
+from onceward.cli.commands import command_line
 
 from benchmarks.payments_example import EVENTS, HANDLERS, TABLES
 

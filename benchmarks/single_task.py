@@ -8,24 +8,24 @@ from dataclasses import dataclass
 import asyncpg  # type: ignore[import-untyped]
 from aiokafka import ConsumerRecord  # type: ignore[import-untyped]
 
-from pipeline.apply import batch, positions
-from pipeline.apply.breaker import Breaker
-from pipeline.apply.positions import Slot
-from pipeline.apply.transactions import ConsumeTransactions, Signals
-from pipeline.consume.partition_source import PartitionBatch, PartitionSource
-from pipeline.handlers.registry import Handlers
-from pipeline.observe import exporters
-from pipeline.observe.health import Health
-from pipeline.relay import window
-from pipeline.relay.publisher import Publisher
-from pipeline.relay.window import Progress
-from pipeline.runtime import _collect_seldom
-from pipeline.schema import SHARDS
-from pipeline.servers import clients
-from pipeline.servers.consumer import _FETCH_BYTES, KafkaConsumer
-from pipeline.servers.database import autocommitting, create_engine
-from pipeline.servers.retrying import Attempts
-from pipeline.settings import Settings
+from onceward.apply import batch, positions
+from onceward.apply.breaker import Breaker
+from onceward.apply.positions import Slot
+from onceward.apply.transactions import ConsumeTransactions, Signals
+from onceward.consume.partition_source import PartitionBatch, PartitionSource
+from onceward.handlers.registry import Handlers
+from onceward.observe import exporters
+from onceward.observe.health import Health
+from onceward.relay import window
+from onceward.relay.publisher import Publisher
+from onceward.relay.window import Progress
+from onceward.runtime import _collect_seldom
+from onceward.schema import SHARDS
+from onceward.servers import clients
+from onceward.servers.consumer import _FETCH_BYTES, KafkaConsumer
+from onceward.servers.database import autocommitting, create_engine
+from onceward.servers.retrying import Attempts
+from onceward.settings import Settings
 
 TOPIC = os.environ["BENCH_INPUT"]
 

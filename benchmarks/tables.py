@@ -37,7 +37,7 @@ PLOTS = {
         "ordinary": "CPU a message by rate",
         "ordinary-latency": "Latency by rate",
     },
-    "### Beside an open transaction": {
+    "### During an open transaction": {
         "xmin": "Latency, p50, while a transaction is open, and without it",
         "xmin-size": "Positions, cursor and lanes while a transaction is open",
     },

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from payment_ledger.main import NAME  # type: ignore[import-not-found]
 
-from operate.commands import command_line
-from pipeline import Handlers, Service
+from onceward import Handlers, Service
+from onceward.cli.commands import command_line
 
 from benchmarks.payments_example import HANDLERS, TABLES
 from chaos.poison import SCHEDULE

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 
-PHASES = ("while faults go on", "until all is sent", "until all is done")
+PHASES = ("while faults last", "until all is sent", "until all is done")
 _SHORTEST = 1.0
 """Seconds of a phase that has a rate."""
 _INTERVAL = 0.1

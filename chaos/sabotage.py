@@ -379,7 +379,7 @@ SABOTAGES: Sequence[Sabotage] = (
         generations = await source.begin(driver)
 """,
                 """\
-        from pipeline.servers.database import autocommitting
+        from onceward.servers.database import autocommitting
         async with autocommitting(self.engine) as elsewhere:
             generations = await source.begin(elsewhere)
 """,
@@ -395,7 +395,7 @@ SABOTAGES: Sequence[Sabotage] = (
                 """\
         found = await look_up(driver, """,
                 """\
-        from pipeline.servers.database import autocommitting
+        from onceward.servers.database import autocommitting
         async with autocommitting(self.engine) as elsewhere:
           found = await look_up(elsewhere, """,
             )
@@ -409,7 +409,7 @@ SABOTAGES: Sequence[Sabotage] = (
                 "apply/runs.py",
                 "    if not await outbox.write(driver) and outcome.applied",
                 """\
-    from pipeline.servers.database import autocommitting
+    from onceward.servers.database import autocommitting
     async with autocommitting(attempt.connection.engine) as elsewhere:
         wrote = await outbox.write(elsewhere)
     if not wrote and outcome.applied""",
@@ -427,7 +427,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "the same events in two partitions",
         [
             Edit(
-                "retention/generations.py",
+                "retention/statements.py",
                 "{IDLE_LIMIT}, pg_advisory_xact_lock($1)",
                 "{IDLE_LIMIT}, $1::bigint",
             )
@@ -438,7 +438,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "a consumer that does not know it was replaced",
         [
             Edit(
-                "apply/positions.py",
+                "apply/statements.py",
                 "AND position.next_offset = move.fetched_from\n    RETURNING 1",
                 "AND move.fetched_from IS NOT NULL\n    RETURNING 1",
             ),
@@ -451,23 +451,32 @@ SABOTAGES: Sequence[Sabotage] = (
         [
             Edit(
                 "relay/window.py",
-                "    head, *events = await connection.fetch(_FRESH, ",
+                """\
+    head, *events = await connection.fetch(
+        statements.READ_WINDOW,""",
                 """\
     later = await connection.fetch(
-        f"SELECT {COLUMNS} FROM pipeline.outbox"
+        f"SELECT {statements.COLUMNS} FROM pipeline.outbox"
         " WHERE id > $1 AND shard = ANY ($2) ORDER BY id LIMIT $3",
         progress.last_id, shards, limit,
     )
     then = replace(progress, last_id=later[-1]["id"]) if later else progress
     return Page(shards, later, then, None)
-    head, *events = await connection.fetch(_FRESH, """,
+    head, *events = await connection.fetch(
+        statements.READ_WINDOW,""",
             )
         ],
     ),
     Sabotage(
         "snapshot without running transactions",
         "slow transactions",
-        [Edit("relay/window.py", "AND xid = ANY (ARRAY(", "AND false AND xid = ANY (ARRAY(")],
+        [
+            Edit(
+                "relay/statements.py",
+                "AND xid = ANY (ARRAY(",
+                "AND false AND xid = ANY (ARRAY(",
+            )
+        ],
     ),
     Sabotage(
         "cursor moves before the acknowledgement",
@@ -531,7 +540,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "lease without token and deadline",
         "relays that wake up late",
         [
-            Edit("relay/cursor.py", " AND cursor.token = mine.token", ""),
+            Edit("relay/statements.py", " AND cursor.token = mine.token", ""),
             Edit("relay/cursor.py", "return monotonic() < self._lease_ends", "return True"),
         ],
     ),
@@ -551,7 +560,7 @@ SABOTAGES: Sequence[Sabotage] = (
         "busy parcels that fail",
         [
             Edit(
-                "apply/backlog.py",
+                "apply/statements.py",
                 "reason, attempts, waited, clock_timestamp() + make_interval(secs => due_in),",
                 """\
 reason, attempts, waited,
@@ -671,7 +680,7 @@ reason, attempts, waited,
         "sessions that are misused",
         [
             Edit(
-                "handlers/sessions.py",
+                "handlers/statements.py",
                 """\
 RESET ALL; RESET SESSION AUTHORIZATION; RESET ROLE; CLOSE ALL; UNLISTEN *; DISCARD TEMP;
 SELECT pg_advisory_unlock_all()
@@ -683,14 +692,14 @@ SELECT pg_advisory_unlock_all()
     Sabotage(
         "the transaction that was begun may be another one",
         "sessions that are misused",
-        [Edit("handlers/sessions.py", "{_IS_AT_WORK}; {CHECK_DEFERRED}", "{CHECK_DEFERRED}")],
+        [Edit("handlers/sessions.py", "{statements.CHECK_GUARD}; ", "")],
     ),
     Sabotage(
         "lane's worker checks neither token nor markers",
         "workers that wake up late",
         [
             Edit(
-                "retry/lanes.py",
+                "retry/statements.py",
                 "AS own (lane, token) USING (lane, token)",
                 "AS own (lane, their_token) USING (lane)",
             ),
@@ -704,7 +713,7 @@ SELECT pg_advisory_unlock_all()
     Sabotage(
         "younger generations forgotten with an old one",
         "generations that are forgotten",
-        [Edit("retention/generations.py", "SET oldest = last + 1,", "SET oldest = current,")],
+        [Edit("retention/statements.py", "SET oldest = last + 1,", "SET oldest = current,")],
     ),
     Sabotage(
         "generation dropped before it is forgotten",
@@ -738,7 +747,7 @@ SELECT pg_advisory_unlock_all()
         "days that end",
         [
             Edit(
-                "relay/window.py",
+                "relay/statements.py",
                 "         WHERE {_BEGUN_SINCE} AND shard = ANY ($2)\n        UNION ALL\n",
                 """\
          WHERE {_BEGUN_SINCE} AND shard = ANY ($2)
@@ -778,7 +787,7 @@ SELECT pg_advisory_unlock_all()
         "an outside that fails",
         [
             Edit(
-                "../effects/workers.py",
+                "effects/workers.py",
                 "            call = self._call(lease, item, noted_at=",
                 """\
             await self._settle_together(lease, [CallResult(item)])
@@ -791,7 +800,7 @@ SELECT pg_advisory_unlock_all()
         "an outside that fails",
         [
             Edit(
-                "../effects/calls.py",
+                "effects/calls.py",
                 "return item.reason == UNKNOWN and not Effect.of(item).is_repeatable",
                 "return False",
             )
@@ -802,7 +811,7 @@ SELECT pg_advisory_unlock_all()
         "an outside that fails",
         [
             Edit(
-                "../effects/workers.py",
+                "effects/workers.py",
                 "heads = [items[0] for key, items in of_keys.items() if key not in calls]",
                 "heads = [items[-1] for key, items in of_keys.items() if key not in calls]",
             )
@@ -814,9 +823,12 @@ SELECT pg_advisory_unlock_all()
         [
             Edit(
                 "relay/scheduled.py",
-                "moved = int((await connection.execute(_MOVE, _AT_ONCE)).split()[-1])",
                 """\
-from pipeline.handlers.staging import StagedEvent, copy
+done = await connection.execute(statements.MOVE_SCHEDULED, _AT_ONCE)
+                    moved = int(done.split()[-1])""",
+                """\
+from onceward.handlers.staged import StagedEvent
+                    from onceward.handlers.staging import append
                     due = await connection.fetch(
                         "DELETE FROM pipeline.scheduled WHERE name IN ("
                         " SELECT name FROM pipeline.scheduled WHERE due_at <= now()"
@@ -826,9 +838,9 @@ from pipeline.handlers.staging import StagedEvent, copy
                     due.sort(key=lambda one: (one["due_at"], one["scheduled_at"]))
                     await connection.execute("COMMIT")
                     await connection.execute("BEGIN")
-                    await connection.fetchval(_LOCK, MOVE_LOCK, _STOPPED)
+                    await connection.fetchval(statements.LOCK_MOVE, MOVE_LOCK)
                     await connection.execute("SELECT pg_sleep(0.5)")
-                    await copy(
+                    await append(
                         connection,
                         [StagedEvent(*(one[n] for n in StagedEvent._fields)) for one in due],
                     )
@@ -841,12 +853,12 @@ from pipeline.handlers.staging import StagedEvent, copy
         "moves that are ended",
         [
             Edit(
-                "relay/scheduled.py",
+                "relay/statements.py",
                 "SELECT min(due_at) <= now() FROM",
                 "SELECT min(due_at) <= now() + interval '1.5 s' FROM",
             ),
             Edit(
-                "relay/scheduled.py",
+                "relay/statements.py",
                 "                     WHERE due_at <= now()\n",
                 "                     WHERE due_at <= now() + interval '1.5 s'\n",
             ),
@@ -867,7 +879,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         "a copy beside the database",
         [
             Edit(
-                "servers/cluster.py",
+                "servers/statements.py",
                 """
          JOIN pg_database ON pg_database.oid = database_oid
         WHERE datname = current_database())""",
@@ -885,7 +897,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         "a topic that refuses",
         [
             Edit(
-                "relay/rejected.py",
+                "relay/rejections.py",
                 "errors.BrokerResponseError: _REFUSES",
                 "errors.BrokerResponseError: None",
             )
@@ -918,7 +930,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         THROTTLED_TOPIC,
         [
             Edit(
-                "apply/throttles.py",
+                "apply/statements.py",
                 "AND subject = $2 AND per_second > 0",
                 "AND subject = $2 AND per_second < 0",
             )
@@ -949,7 +961,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         PAUSED_KEY,
         [
             Edit(
-                "apply/backlog.py",
+                "apply/statements.py",
                 "WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds))",
                 "WHERE b.order_key = wanted.key AND (b.died_at IS NULL OR b.holds)"
                 " AND b.reason <> 'paused')",
@@ -961,7 +973,7 @@ from pipeline.handlers.staging import StagedEvent, copy
         PAUSED_KEY,
         [
             Edit(
-                "apply/stopping.py",
+                "operators/stop_statements.py",
                 "UPDATE pipeline.backlog SET due_at = clock_timestamp()\n"
                 " WHERE key = ANY ($1::bytea[]) AND topic = '{PAUSES}'",
                 "DELETE FROM pipeline.backlog\n"

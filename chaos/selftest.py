@@ -24,7 +24,7 @@ from demo.running import only_one_in, until_interrupted
 
 SEEDS = (1, 2, 3)
 """A sabotage must be caught with one of them; the honest engine is tried with the first."""
-ENGINE = Path("src", "pipeline")
+ENGINE = Path("src", "onceward")
 SHOWN = 3
 """Findings of a round that are written out."""
 

@@ -24,12 +24,12 @@ from parcel_tracker.main import service  # type: ignore[import-not-found]
 from parcel_tracker.tables import Base, Parcel  # type: ignore[import-not-found]
 from sqlalchemy.orm import Mapped, mapped_column
 
-from effects import Call, Effects, EffectWorkers
-from operate.commands import command_line
-from pipeline import Event, Handlers, Park, Policy, Reject, Retry, Service, Transaction
-from pipeline.events.message import marker_key
-from pipeline.handlers.policy import DIED
-from pipeline.servers.database import driver_of
+from onceward import Event, Handlers, Park, Policy, Reject, Retry, Service, Transaction
+from onceward.cli.commands import command_line
+from onceward.effects import Call, Effects, EffectWorkers
+from onceward.events.message import marker_key
+from onceward.handlers.policy import DIED
+from onceward.servers.database import driver_of
 
 from chaos.errands import (
     AFTER,

@@ -10,7 +10,6 @@ import asyncio
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -31,7 +30,7 @@ from demo.flights import ROOT
 from demo.otlp import receiving
 from demo.processes import Service, Stack, bake
 from demo.running import add_into, only_one_in, short, until_interrupted
-from demo.waterfall import draw
+from demo.waterfall import Span, draw
 
 FIRST, SECOND = "parcel-tracker", "notice-board"
 PICTURE = ROOT / "docs" / "trace.svg"
@@ -50,7 +49,7 @@ SETTINGS = {
 
 EVENTS = '''"""The events that the service takes in and publishes."""
 
-from pipeline import Event
+from onceward import Event
 
 
 class ParcelMoved(Event, type="parcel.moved.v1"):
@@ -70,7 +69,7 @@ HANDLERS = '''"""What the service does with each event."""
 
 from datetime import timedelta
 
-from pipeline import Handlers, Policy, Retry, Transaction
+from onceward import Handlers, Policy, Retry, Transaction
 
 from .events import NoticePosted, ParcelMoved
 
@@ -92,28 +91,6 @@ async def post_notice(moved: ParcelMoved, tx: Transaction) -> None:
 
 SCAN = b"""{"scanner": "JFK", "number": 1, "parcel_id": "N14228", "place": "JFK",
 "scanned_at": "2013-01-01T06:00:00Z", "minutes_late": 75}"""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A span as it was received."""
-
-    service: str
-    name: str
-    consumer: str
-    """The handler's; empty where there is none."""
-    trace_id: str
-    id: str
-    parent: str
-    """Empty for the first of a trace."""
-    links: tuple[str, ...]
-    """Ids of the spans that it links to."""
-    begin: int
-    end: int
-    """In nanoseconds."""
-    is_error: bool
-    attributes: Mapping[str, str]
-    """By their names; empty where the value is no text."""
 
 
 def _read(request: dict[str, Any]) -> Iterator[Span]:

@@ -1,21 +1,38 @@
 """A trace as SVG: a bar for each span, below each other as they begin."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from website import pictures
-
-if TYPE_CHECKING:
-    from demo.traced import Span
 
 WIDTH, LEFT, RIGHT, TOP, ROW = 960.0, 330.0, 90.0, 64.0, 34.0
 COLOURS = ("#6b6b6b", "#2563a8", "#d9722e", "#3c8d5a")
 _INK, _FAINT, _RED = "#222222", "#d8d8d8", "#a83244"
 _LEAST = 4.0
 """Width of a bar at least: most spans are short beside the time between them."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span as it was received."""
+
+    service: str
+    name: str
+    consumer: str
+    """The handler's; empty where there is none."""
+    trace_id: str
+    id: str
+    parent: str
+    """Empty for the first of a trace."""
+    links: tuple[str, ...]
+    """Ids of the spans that it links to."""
+    begin: int
+    end: int
+    """In nanoseconds."""
+    is_error: bool
+    attributes: Mapping[str, str]
+    """By their names; empty where the value is no text."""
 
 
 def draw(title: str, spans: Sequence[Span]) -> str:

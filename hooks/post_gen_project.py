@@ -14,25 +14,12 @@ SOURCE = json.loads(r'<<cookiecutter | source | tojson>>')  # fmt: skip
 MANIFEST = Path(".features.json")
 RECORD = Path(".cookiecutter.json")
 CHECKSUMS = Path(".engine.sha256")
-PACKAGES = (
-    *(
-        "archive",
-        "claims",
-        "contracts",
-        "debezium",
-        "effects",
-        "history",
-        "http_api",
-        "http_server",
-        "object_store",
-        "oidc",
-        "operate",
-        "page",
-        "personal",
-    ),
-    *("pipeline", "schema_registry"),
-)
-ENGINE = tuple(f"src/{package}" for package in PACKAGES)
+ENGINE = ("src/onceward",)
+# Distributions that the service's own files import, or that the engine's wheel does not require.
+OWN = {
+    *("aiokafka", "alembic", "asyncpg", "fastapi", "httpx2", "pydantic", "pydantic-settings"),
+    *("opentelemetry-instrumentation-httpx", "sqlalchemy"),
+}
 # Variables that hooks and aliases of git set, which may name another repository.
 OF_A_REPOSITORY = {
     *("GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_DIR", "GIT_GRAFT_FILE"),
@@ -60,6 +47,36 @@ def remove_requirement(name: str) -> None:
         found += count
     if not found:
         raise SystemExit(f"{MANIFEST} names the requirement {name}, which no file has")
+
+
+def require_engine() -> None:
+    """Replace the source of the engine by a requirement. Raises `SystemExit` for cruft."""
+    if not SOURCE.get("wheel"):
+        raise SystemExit(
+            "engine=package is not possible by cruft: use cookiecutter, or make update"
+        )
+    wheel = SOURCE["wheel"]
+    for folder in ENGINE:
+        remove(Path(folder))
+    for name in ("grimp", "import-linter"):  # whose rules are about the engine
+        remove_requirement(name)
+    extras = ",".join(
+        sorted(extra for name, extra in wheel["extras"].items() if ANSWERS.get(name) == "yes")
+    )
+    requirement = f"{wheel['name']}[{extras}]" if extras else wheel["name"]
+    path = Path("requirements/base.in")
+    lines = path.read_text("utf-8").splitlines(keepends=True)
+    own = [one for one in lines if one[0] == "#" or re.split(r"[^\w-]", one)[0] in OWN]
+    own.append(f"{requirement}=={wheel['version']} # the engine\n")
+    own.sort(key=lambda line: (line[0] != "#", re.split(r"[^\w-]", line)[0]))
+    path.write_text("".join(own), "utf-8")
+    # The hash is that of each build from these files. Only the company's index has it.
+    pin = f"{wheel['name']}=={wheel['version']} \\\n    --hash=sha256:{wheel['hash']}\n"
+    for path in (Path("requirements/base.txt"), Path("requirements/dev.txt")):
+        text = path.read_text("utf-8")
+        pins = re.finditer(r"(?m)^([a-z][\w-]*)", text)
+        place = next((one.start() for one in pins if one[1] > wheel["name"]), len(text))
+        path.write_text(text[:place] + pin + text[place:], "utf-8")
 
 
 def git(*arguments: str, given: str = "") -> str:
@@ -155,6 +172,8 @@ for name in required:
     remove_requirement(name)
 for path in [*paths, MANIFEST]:
     remove(path)
+if ANSWERS.get("engine") == "package":
+    require_engine()
 
 # The pages are copied as they are, and name the service of the default answers.
 for path in Path("docs").glob("*.md"):
@@ -171,14 +190,13 @@ record = {**source, **json.loads(RECORD.read_text("utf-8"))}
 RECORD.write_text(json.dumps(record, indent=4, ensure_ascii=False) + "\n", "utf-8")
 
 # Checksums for `dev/engine.py`, in the format of `sha256sum`.
-CHECKSUMS.write_text(
-    "".join(
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.as_posix()}\n"
-        for path in sorted(path for folder in ENGINE for path in Path(folder).rglob("*"))
-        if path.is_file()
-    ),
-    "utf-8",
+checksums = "".join(
+    f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.as_posix()}\n"
+    for path in sorted(path for folder in ENGINE for path in Path(folder).rglob("*"))
+    if path.is_file()
 )
+if checksums:
+    CHECKSUMS.write_text(checksums, "utf-8")
 
 print(f"\n{ANSWERS['service_name']} was generated. {make_repository()}")
 print(f"Next: cd {Path.cwd().name} && make run")

@@ -335,7 +335,7 @@ inline give_up()
 
 inline forget_batch() { from = 0; end = 0; birth = FOLLOWER; at = LOST }
 
-/* _MOVE_POSITIONS: waits for the row, then compares and sets. */
+/* MOVE_POSITIONS: waits for the row, then compares and sets. */
 inline move_position()
 {
     position_locked_by[partition_of(from)] = me;

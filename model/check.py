@@ -130,7 +130,7 @@ FULL = (
     Run("backlog", "MISHAPS=0", is_for_cycles=True),
     Run("backlog", "MISHAPS=0 DECISIONS=0 PAUSES=2", is_for_cycles=True),
 )
-# The comments: what the counter-example shows, and the trap of tests/pipeline/unit/test_traps.py.
+# The comments: what the counter-example shows, and the trap of tests/onceward/unit/test_traps.py.
 FAULTS = (
     # The position moves in its own transaction; the next record commits before this one takes
     # effect. Trap 13.

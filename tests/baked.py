@@ -32,6 +32,7 @@ DEFAULTS = {
     "http_api": "no",
     "debezium": "no",
     "engine_tests": "no",
+    "engine": "source",
 }
 """The answers of `--no-input`."""
 
@@ -44,6 +45,9 @@ def names_of_tests(files: Mapping[str, str]) -> set[str]:
 
 EXAMPLES = ("parcels", "payments", "none")
 """The answers about the worked example."""
+
+ENGINES = ("source", "package")
+"""The answers about where the engine comes from."""
 
 
 def manifest() -> dict[str, list[str]]:
@@ -143,7 +147,13 @@ class Template:
         ignore = shutil.ignore_patterns("__pycache__", ".stack", ".venv", ".*_cache", "*.egg-info")
         for source in (ROOT / "hooks", RAW, ROOT / STUB):
             shutil.copytree(source, path / source.name, ignore=ignore)
-        for name in ("cookiecutter.json", "imports.txt", "local_extensions.py"):
+        for name in (
+            "LICENSE",
+            "cookiecutter.json",
+            "engine_wheel.py",
+            "imports.txt",
+            "local_extensions.py",
+        ):
             shutil.copy(ROOT / name, path)
         home = folder / "home"
         (home / "tmp").mkdir(parents=True)

@@ -27,6 +27,7 @@ import pytest
 import yaml
 from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 
+import engine_wheel
 from website.sources import links
 
 from tests.baked import (
@@ -44,11 +45,7 @@ from tests.baked import (
 from tests.programs import require
 
 COPIED = (
-    *("src/archive", "src/claims", "src/contracts", "src/debezium", "src/effects"),
-    *("src/history", "src/http_api", "src/http_server", "src/object_store", "src/oidc"),
-    *("src/operate", "src/page", "src/pipeline", "src/schema_registry"),
-    *("tests/archive", "tests/claims", "tests/contracts", "tests/debezium", "tests/effects"),
-    *("tests/history", "tests/http_api", "tests/page", "tests/pipeline", "tests/schema_registry"),
+    *("src/onceward", "tests/onceward"),
     *("tests/conftest.py", "tests/contract", "tests/servers"),
     *("dev", "docs"),
 )
@@ -81,6 +78,12 @@ def variant(
 def unusual(template: Template, tmp_path_factory: pytest.TempPathFactory) -> BakedProject:
     """A service with unusual answers."""
     return template.bake(tmp_path_factory.mktemp("unusual") / "müller's #1 & co;", **UNUSUAL)
+
+
+@pytest.fixture(scope="module")
+def packaged(template: Template, tmp_path_factory: pytest.TempPathFactory) -> BakedProject:
+    """A service that requires the engine's distribution, with the other default answers."""
+    return template.bake(tmp_path_factory.mktemp("packaged"), engine="package")
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +138,10 @@ def test_a_variant_with_the_engines_tests_passes_those_that_need_no_server(
 ) -> None:
     if variant.answers["engine_tests"] == "yes":
         run = ("-m", "pytest", "--numprocesses=2", "-m", "not integration and not full")
-        said = variant.run(sys.executable, *run, "tests/pipeline")
+        said = variant.run(sys.executable, *run, "tests/onceward")
         assert int(re.findall(r"(\d+) passed", said)[0]) > 800
     else:
-        assert not (variant.path / "tests" / "pipeline").exists()
+        assert not (variant.path / "tests" / "onceward").exists()
         assert "test-engine" not in variant.read("Makefile")
 
 
@@ -178,12 +181,14 @@ def test_the_manifest_says_what_a_variant_goes_without(variant: BakedProject) ->
 
 
 def test_what_two_features_name_is_removed_for_either(template: Template, output: Path) -> None:
-    assert "tests/archive" in set(features()["object_store"]) & set(features()["engine_tests"])
+    assert "tests/onceward/archive" in set(features()["object_store"]) & set(
+        features()["engine_tests"]
+    )
     for object_store, engine_tests in product(("yes", "no"), repeat=2):
         answers = {"object_store": object_store, "engine_tests": engine_tests}
         project = template.bake(output / object_store / engine_tests, **answers)
         is_wanted = (object_store, engine_tests) == ("yes", "yes")
-        assert (project.path / "tests" / "archive").exists() == is_wanted
+        assert (project.path / "tests" / "onceward" / "archive").exists() == is_wanted
 
 
 def test_the_contract_suite_stays_short(default_project: BakedProject) -> None:
@@ -194,7 +199,7 @@ def test_the_contract_suite_stays_short(default_project: BakedProject) -> None:
 
 def test_no_test_of_a_service_imports_the_engines(default_project: BakedProject) -> None:
     folders = [one for one in features()["engine_tests"] if one.startswith("tests/")]
-    modules = "|".join(one.removeprefix("tests/") for one in folders)
+    modules = "|".join(one.removeprefix("tests/").replace("/", r"\.") for one in folders)
     for name, text in default_project.files().items():
         if name.endswith(".py"):
             imports = rf"^(from|import) tests\.({modules})\b"
@@ -209,32 +214,40 @@ def test_an_edited_engine_is_a_warning_of_make_check_and_no_error(
     assert "engine was edited" not in project.make("check")
     assert project.run(sys.executable, "dev/engine.py", "--strict") == ""
     project.run("sha256sum", "--check", "--strict", ".engine.sha256")
-    edited = project.path / "src" / "pipeline" / "apply" / "inbox.py"
+    edited = project.path / "src" / "onceward" / "apply" / "inbox.py"
     edited.write_text(edited.read_text("utf-8") + "\n\nEDITED = True\n", "utf-8")
 
     said = project.make("check")
 
     with pytest.raises(pytest.fail.Exception, match="engine was edited"):
         project.run(sys.executable, "dev/engine.py", "--strict")
-    assert "warning: the engine was edited:\n  changed  src/pipeline/apply/inbox.py\n" in said
+    assert "warning: the engine was edited:\n  changed  src/onceward/apply/inbox.py\n" in said
     [advice] = re.findall('make update ANSWERS="engine_tests=yes"', said)
     assert advice in project.read("README.md")
     (edited.parent / "new.py").write_text("", "utf-8")
-    (project.path / "src" / "page" / "parameters.py").unlink()
+    (project.path / "src" / "onceward" / "page" / "parameters.py").unlink()
     said = project.run(sys.executable, "dev/engine.py")
-    assert "\n  added    src/pipeline/apply/new.py\n  missing  src/page/parameters.py\n" in said
+    assert (
+        "\n  added    src/onceward/apply/new.py\n  missing  src/onceward/page/parameters.py\n"
+        in said
+    )
 
 
 def test_an_edited_engine_is_left_to_its_own_tests_where_they_are(
     template: Template, output: Path
 ) -> None:
     project = template.bake(output, engine_tests="yes")
-    (project.path / "src" / "pipeline" / "apply" / "inbox.py").unlink()
+    (project.path / "src" / "onceward" / "apply" / "inbox.py").unlink()
     assert project.run(sys.executable, "dev/engine.py", "--strict") == ""
 
 
 def test_nothing_of_the_template_is_left_in_a_variant(variant: BakedProject) -> None:
-    for name, content in variant.files().items():
+    assert_rendered(variant)
+
+
+def assert_rendered(project: BakedProject) -> None:
+    """Check that no file of a service has anything that only the template understands."""
+    for name, content in project.files().items():
         assert not re.search(r"[<>]", name)
         if not name.startswith(COPIED):
             text = content.decode()
@@ -264,7 +277,12 @@ def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_
 
 
 def test_every_link_of_a_variants_pages_leads_to_a_file_and_a_place(variant: BakedProject) -> None:
-    pages = {name: text.decode() for name, text in variant.files().items() if name.endswith(".md")}
+    assert_links_lead_to_places(variant)
+
+
+def assert_links_lead_to_places(project: BakedProject) -> None:
+    """Check every link of a service's pages that leads to the service."""
+    pages = {name: text.decode() for name, text in project.files().items() if name.endswith(".md")}
     places = {
         name: {
             re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
@@ -276,8 +294,92 @@ def test_every_link_of_a_variants_pages_leads_to_a_file_and_a_place(variant: Bak
         for link in links(text):
             path, _, place = link["target"].partition("#")
             file = os.path.normpath(os.path.join(os.path.dirname(name), path))
-            assert (variant.path / file).exists(), f"{name}: {link['target']}"
+            assert (project.path / file).exists(), f"{name}: {link['target']}"
             assert not place or place in places[file], f"{name}: {link['target']}"
+
+
+def test_a_service_with_the_engine_as_a_package_has_none_of_its_files(
+    packaged: BakedProject,
+) -> None:
+    files = packaged.files()
+    assert {name.split("/")[1] for name in files if name.startswith("src/")} == {packaged.package}
+    assert not {".engine.sha256", ".features.json"} & files.keys()
+    assert len(files) <= 175
+    for name, content in files.items():
+        if not name.startswith(("dev/", "docs/")):  # which are the same in all services
+            assert "src/onceward" not in content.decode(), name
+            assert not re.search(r"lint-imports|importlinter|dev/engine\.py", content.decode()), (
+                name
+            )
+    assert_rendered(packaged)
+    assert_links_lead_to_places(packaged)
+
+
+def test_a_service_with_the_engine_as_a_package_requires_it_by_version_and_hash(
+    packaged: BakedProject,
+) -> None:
+    wheel = engine_wheel.requirement()
+    pin = rf"(?m)^onceward=={wheel['version']} \\\n    --hash=sha256:{wheel['hash']}\n(?=[a-z])"
+    extras = "history,object-store,operations-page,outside-calls"
+    required = packaged.read("requirements/base.in").splitlines()
+    assert f"onceward[{extras}]=={wheel['version']} # the engine" in required
+    assert required[1:] == sorted(required[1:], key=lambda line: re.split(r"[^\w-]", line)[0])
+    for file in ("base.txt", "dev.txt"):
+        pins = packaged.read(f"requirements/{file}")
+        assert re.search(pin, pins), file
+        names = re.findall(r"(?m)^([a-z][\w-]*)", pins)
+        assert names == sorted(names), file
+        assert not re.search("(?m)^(grimp|import-linter)==", pins), file
+    # What its own files import is named, although the engine requires it as well.
+    assert {"aiokafka", "pydantic", "sqlalchemy"} <= {
+        re.split(r"[^\w-]", one)[0] for one in required
+    }
+    assert not {"rich", "typer", "uvloop"} & {re.split(r"[^\w-]", one)[0] for one in required}
+
+
+def test_the_image_and_ci_of_a_service_get_the_index_of_the_engine_as_a_secret(
+    packaged: BakedProject, default_project: BakedProject
+) -> None:
+    name = "PIP_EXTRA_INDEX_URL"
+    assert f"--mount=type=secret,id={name}" in packaged.read("deploy/Dockerfile")
+    ci = yaml.safe_load(packaged.read(".github/workflows/ci.yaml"))
+    assert ci["env"] == {name: f"${{{{ secrets.{name} }}}}"}
+    builds = re.findall(r"buildx build .*", packaged.read(".github/workflows/ci.yaml"))
+    assert len(builds) == 2
+    assert all(f"--secret id={name} " in one for one in builds)
+    [script] = yaml.safe_load(packaged.read(".gitlab-ci.yml"))["build-image"]["script"]
+    assert f" --secret id={name},env={name} " in script
+    [pip, *_] = yaml.safe_load(packaged.read(".github/dependabot.yml"))["updates"]
+    assert pip["ignore"] == [{"dependency-name": "onceward"}]
+    for file in ("deploy/Dockerfile", ".github/workflows/ci.yaml", ".gitlab-ci.yml", "Makefile"):
+        assert name not in default_project.read(file)
+
+
+@pytest.mark.full
+@pytest.mark.integration
+@pytest.mark.timeout(3600)
+def test_a_service_with_the_engine_as_a_package_passes_its_own_checks_and_tests(
+    template: Template, output: Path
+) -> None:
+    require("pgbouncer")
+    project = template.bake(output, engine="package")
+    wheels = output / "wheels"
+    project.run(sys.executable, template.path / "engine_wheel.py", wheels)
+    found = {"PIP_FIND_LINKS": str(wheels)}
+
+    project.run("make", "setup", **found)
+
+    where = "from onceward import __file__; print(__file__)"
+    said = project.run(project.path / ".venv" / "bin" / "python", "-c", where)
+    assert said.startswith(f"{project.path}/.venv/lib/")
+    project.run("make", "check")
+    said = project.run("make", "test", "WORKERS=2")
+    assert re.search(r"\d+ passed", said)
+    assert not re.search(r"\d+ (skipped|xfailed)", said)
+
+    pins = re.findall(r"(?m)^onceward==.*\n.*$", project.read("requirements/base.txt"))
+    project.run("make", "requirements", **found)
+    assert [one for one in pins if one in project.read("requirements/base.txt")] == pins != []
 
 
 def test_the_engine_is_copied_byte_for_byte(template: Template, output: Path) -> None:
@@ -346,7 +448,7 @@ def test_what_lies_about_in_a_working_folder_is_not_baked(
 ) -> None:
     dirty = Template.copied_to(tmp_path)
     raw = dirty.path / RAW.name
-    for folder in ("src", "src/pipeline", "src/<<cookiecutter.package_name>>", "tests", "dev", "."):
+    for folder in ("src", "src/onceward", "src/<<cookiecutter.package_name>>", "tests", "dev", "."):
         for leftover in ("__pycache__", ".mypy_cache", ".hypothesis"):
             (raw / folder / leftover).mkdir(exist_ok=True)
             (raw / folder / leftover / "x.pyc").write_bytes(b"\x9f\x00 << # <% %>")
@@ -670,15 +772,15 @@ ELSEWHERE = {
     "dev/send.py scans": "there, too",
     "alembic revision": "is what the test of a new handler does",
     "dev/send.py lockers": "there, too",
-    "PIPELINE_KAFKA_SECURITY_PROTOCOL=": "settings, which tests/pipeline/integration has",
+    "PIPELINE_KAFKA_SECURITY_PROTOCOL=": "settings, which tests/onceward/integration has",
     "PIPELINE_DATABASE_TLS=": "likewise",
     "make update": "wants a clean tree and a template; tests/test_update.py has it",
     "dev/update.py": "likewise",
-    "kafka-acls.sh": "wants a broker that checks them: tests/pipeline/integration/test_acls.py",
+    "kafka-acls.sh": "wants a broker that checks them: tests/onceward/integration/test_acls.py",
     "docker ": "wants an engine; tests/test_deploy.py follows the steps of the Dockerfile",
     "kubectl": "wants a cluster; tests/test_deploy.py has the manifests and what their jobs say,"
     " and tests/test_guides.py what is done in a pod",
-    "service correct": "wants a function of yours: tests/history has one",
+    "service correct": "wants a function of yours: tests/onceward/history has one",
 }
 """What the pages show and the test below does not run, and why."""
 

@@ -505,7 +505,7 @@ def test_a_p99_below_the_one_before_is_good_enough_whatever_that_of_bare_orm_is(
 
 
 def test_the_shards_that_are_not_varied_are_those_of_the_schema() -> None:
-    engine = ROOT / "<<cookiecutter.service_name>>" / "src" / "pipeline" / "schema.py"
+    engine = ROOT / "<<cookiecutter.service_name>>" / "src" / "onceward" / "schema.py"
     assert f"\nSHARDS = {SHARDS}\n" in engine.read_text("utf-8")
 
 

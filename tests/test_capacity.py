@@ -21,7 +21,7 @@ from benchmarks.kept import PLOTS
 from demo.flights import ROOT
 
 TEXT = (ROOT / "docs" / "capacity.md").read_text("utf-8")
-ENGINE = ROOT / "<<cookiecutter.service_name>>" / "src" / "pipeline"
+ENGINE = ROOT / "<<cookiecutter.service_name>>" / "src" / "onceward"
 
 
 def test_the_table_of_the_guide_is_what_the_formulas_give() -> None:

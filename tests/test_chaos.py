@@ -232,7 +232,7 @@ def test_a_day_that_is_over_is_waited_for_at_whatever_hour_the_round_begins(hour
 def test_lanes_that_were_lost_are_counted_by_the_words_of_those_who_lost_them(
     tmp_path: Path,
 ) -> None:
-    engine = RAW / "src" / "pipeline"
+    engine = RAW / "src" / "onceward"
     lost = '"; ".join(f"backlog lane {lane} was taken over" for lane in'
     assert lost in (engine / "retry/lanes.py").read_text()
     assert "\nLANES = 32\n" in (engine / "schema.py").read_text()
@@ -1090,7 +1090,7 @@ async def until_it_answers(member: Member) -> None:
 SERVING = f"""
 import os, sys, time
 sys.path.insert(0, {str(RAW / "src")!r})
-from pipeline.observe import health
+from onceward.observe import health
 
 state = health.Health(stall_after=60)
 with health.serving(state, host="127.0.0.1", port=int(os.environ["PIPELINE_HEALTH_PORT"])):
@@ -1404,7 +1404,7 @@ async def test_a_fault_excuses_the_lanes_of_those_that_it_hits_alone(tmp_path: P
         def excused(kind: schedule.Kind, target: str, server: str = "") -> int:
             return breaker._lanes_lost(Fault(0, kind, target, server=server))
 
-        settings = (RAW / "src" / "pipeline" / "settings.py").read_text()
+        settings = (RAW / "src" / "onceward" / "settings.py").read_text()
         assert f"backlog_workers: Count = {WORKERS}\n" in settings
         assert excused("kill", "consume-1") == WORKERS
         assert excused("halfopen", EVERYBODY, "postgres") == 2 * WORKERS
@@ -1443,7 +1443,7 @@ def test_the_reason_of_a_failure_is_told_however_deep_it_lies() -> None:
 
 
 def test_nobody_counts_as_stuck_before_dead_connections_can_have_been_noticed() -> None:
-    engine = RAW / "src" / "pipeline"
+    engine = RAW / "src" / "onceward"
     assert (
         f"_COMMAND_SECONDS = {NOTICED['postgres']}\n"
         in (engine / "servers/database.py").read_text()
@@ -1454,19 +1454,18 @@ def test_nobody_counts_as_stuck_before_dead_connections_can_have_been_noticed() 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES, ids=lambda sabotage: sabotage.name)
 def test_every_sabotage_still_fits_the_engine(sabotage: Sabotage, tmp_path: Path) -> None:
-    engine = tmp_path / "pipeline"
-    for package in ("pipeline", "effects"):
-        shutil.copytree(RAW / "src" / package, tmp_path / package)
+    engine = tmp_path / "onceward"
+    shutil.copytree(RAW / "src" / "onceward", engine)
     assert sabotage.load in LOADS
     for edit in sabotage.edits:
         edit.apply(engine)
         text = (engine / edit.module).read_text()
         compile(text, edit.module, "exec")
-        assert text != (RAW / "src" / "pipeline" / edit.module).read_text()
+        assert text != (RAW / "src" / "onceward" / edit.module).read_text()
 
 
 def test_a_column_is_renamed_under_fewer_keys_than_open_the_breaker() -> None:
-    settings = (RAW / "src" / "pipeline" / "settings.py").read_text()
+    settings = (RAW / "src" / "onceward" / "settings.py").read_text()
     [keys] = re.findall(r"breaker_keys: Count = (\d+)\n", settings)
     load = LOADS["a column renamed under few keys"]
     assert {fault.kind for fault in load.schedule} == {"renamed"}
@@ -1475,7 +1474,7 @@ def test_a_column_is_renamed_under_fewer_keys_than_open_the_breaker() -> None:
 
 
 def test_a_partition_of_connections_that_do_not_answer_outlasts_the_probe() -> None:
-    probe = (RAW / "src" / "pipeline" / "servers" / "probe.py").read_text()
+    probe = (RAW / "src" / "onceward" / "servers" / "probe.py").read_text()
     [seconds] = re.findall(r"^_SECONDS = ([\d.]+)$", probe, re.MULTILINE)
     load = LOADS["connections that do not answer"]
     # For two seconds SQLAlchemy tries to end the connection in an orderly way.
@@ -1486,7 +1485,7 @@ def test_a_partition_of_connections_that_do_not_answer_outlasts_the_probe() -> N
 
 
 def test_what_is_stopped_is_obeyed_before_it_ends_by_itself() -> None:
-    engine = (RAW / "src" / "pipeline" / "apply" / "throttles.py").read_text()
+    engine = (RAW / "src" / "onceward" / "apply" / "throttles.py").read_text()
     [fresh] = re.findall(r"^_FRESH_SECONDS = ([\d.]+)$", engine, re.MULTILINE)
     limit = float(system.SETTINGS["PIPELINE_TRANSACTION_TIMEOUT"])
     assert float(fresh) + limit <= stops.OBEYED_WITHIN

@@ -31,10 +31,10 @@ LEAST_WORRYING = 2
 SHOTS = os.environ.get("PAGE_SHOTS")
 """A folder for screenshots, for who wants to look."""
 EVERYTHING = """
-from contracts.asyncapi import described
-from contracts.export import written
-from tests.contracts.test_export import EVENTS, shop
-from contracts import export
+from onceward.contracts.asyncapi import described
+from onceward.contracts.export import written
+from tests.onceward.contracts.test_export import EVENTS, shop
+from onceward.contracts import export
 export.declared_events = lambda: EVENTS
 print(written(described(shop())))
 """

@@ -11,7 +11,7 @@ PAGE = (ROOT / "docs" / "crash-matrix.md").read_text("utf-8")
 
 def listed() -> ModuleType:
     """Return the engine's list, which nothing here could import by its name."""
-    path = RAW / "tests" / "pipeline" / "integration" / "boundaries.py"
+    path = RAW / "tests" / "onceward" / "integration" / "boundaries.py"
     spec = importlib.util.spec_from_file_location("boundaries", path)
     assert spec is not None
     assert spec.loader is not None

@@ -250,12 +250,12 @@ def test_the_image_holds_the_service_and_no_more(
     image: Image, default_project: BakedProject
 ) -> None:
     held = {path.name for path in (image.last.files / "app").iterdir()}
-    [source] = (image.last.files / "service" / "lib").glob("python*/site-packages/pipeline")
+    [source] = (image.last.files / "service" / "lib").glob("python*/site-packages/onceward")
 
     assert held == {"alembic.ini", "migrations"}
     assert {path.name for path in image.last.files.iterdir()} == {"app", "service"}
     assert (source / "runtime.py").read_text("utf-8") == default_project.read(
-        "src/pipeline/runtime.py"
+        "src/onceward/runtime.py"
     )
     assert "Usage: service" in image.run("service", "--help")
 
@@ -506,7 +506,7 @@ def test_processes_have_longer_to_end_than_the_setting_gives_them(
     production: list[dict[str, Any]],
 ) -> None:
     [grace] = re.findall(
-        r"shutdown_grace: Seconds = ([\d.]+)", (RAW / "src/pipeline/settings.py").read_text("utf-8")
+        r"shutdown_grace: Seconds = ([\d.]+)", (RAW / "src/onceward/settings.py").read_text("utf-8")
     )
     [settings] = [each["data"] for each in production if each["kind"] == "ConfigMap"]
     pods = workloads(production)
@@ -655,7 +655,7 @@ def test_a_mistake_in_an_object_of_an_operator_is_found(
 
 def setting(name: str) -> str:
     """Return the default of a setting of the engine."""
-    text = (RAW / "src/pipeline/settings.py").read_text("utf-8")
+    text = (RAW / "src/onceward/settings.py").read_text("utf-8")
     [found] = re.findall(rf"\n    {name}: .* = \"?([\w.]+)", text)
     return str(found)
 
@@ -722,7 +722,7 @@ def test_the_autoscaler_connects_as_the_consumers_do(
         assert not parameter.values or value in parameter.values
     mechanism = re.search(
         r'kafka_sasl_mechanism: .*\n +"([\w-]+)"\n',
-        (RAW / "src/pipeline/server_settings.py").read_text("utf-8"),
+        (RAW / "src/onceward/server_settings.py").read_text("utf-8"),
     )
     assert mechanism
     assert told["tls"] == "enable"
@@ -911,7 +911,7 @@ def test_probes_ask_what_the_service_answers_on_the_port_of_the_image(
 
 
 def test_settings_in_the_manifests_exist(with_components: list[dict[str, Any]]) -> None:
-    modules = (RAW / f"src/pipeline/{name}.py" for name in ("settings", "server_settings"))
+    modules = (RAW / f"src/onceward/{name}.py" for name in ("settings", "server_settings"))
     known = "".join(module.read_text("utf-8") for module in modules)
     [settings] = [each["data"] for each in with_components if each["kind"] == "ConfigMap"]
     for name in settings:
@@ -1113,8 +1113,8 @@ def test_the_release_that_the_page_describes_migrates_before_processes_change(
 
 def test_the_page_counts_connections_as_the_engine_does(image: Image) -> None:
     count = (
-        "from pipeline.servers.database import create_engine;"
-        "from pipeline.settings import Settings;"
+        "from onceward.servers.database import create_engine;"
+        "from onceward.settings import Settings;"
         "print(create_engine(Settings(), name='').pool.size())"
     )
     url = "postgresql+asyncpg://a@b/c"

@@ -1,6 +1,7 @@
 """The guides to errors against the engine that they describe."""
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -49,14 +50,15 @@ SAGAS = (RAW / "docs" / "sagas.md").read_text("utf-8")
 SAGA = (RAW / "docs" / "saga.py").read_text("utf-8")
 SAGA_TEST = (RAW / "docs" / "saga_test.py").read_text("utf-8")
 TEMPLATES = (ROOT / "README.md").read_text("utf-8")
-ENGINE = RAW / "src" / "pipeline"
+ENGINE = RAW / "src" / "onceward"
 BEFORE = """```python
 from datetime import datetime
 
 from sqlalchemy import Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pipeline import Aggregate, Event, Handlers, Header, Park, Plain, Policy, Reject, Transaction
+from onceward import Aggregate, Event, Handlers, Park, Policy, Reject, Transaction
+from onceward.plain import Header, Plain
 
 handlers = Handlers()
 
@@ -301,7 +303,7 @@ CONFTEST = """
 import pytest
 from sqlalchemy.orm import DeclarativeBase
 
-from pipeline import Service
+from onceward import Service
 
 import test_examples
 from tests.servers import databases
@@ -340,7 +342,7 @@ def harness_migrate():
     ],
 )
 def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None:
-    plugin = "http_api.testing" if guide is HTTP else "pipeline.testing.plugin"
+    plugin = "onceward.http.testing" if guide is HTTP else "onceward.testing.plugin"
     calls = "from effects" in guide
     done = run_tests_of(tmp_path, blocks(guide), makes_calls=calls, plugin=plugin)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -384,12 +386,12 @@ def run_tests_of(
     code: str,
     *arguments: str,
     makes_calls: bool,
-    plugin: str = "pipeline.testing.plugin",
+    plugin: str = "onceward.testing.plugin",
 ) -> subprocess.CompletedProcess[str]:
     """Run the tests of a module as a service would."""
     module = tmp_path / "test_examples.py"
     module.write_text(code, "utf-8")
-    workers = "from effects import EffectWorkers\nWORKERS = [EffectWorkers]\n"
+    workers = "from onceward.effects import EffectWorkers\nWORKERS = [EffectWorkers]\n"
     conftest = (workers if makes_calls else "WORKERS = []\n") + f"PLUGIN = {plugin!r}\n" + CONFTEST
     (tmp_path / "conftest.py").write_text(conftest, "utf-8")
     (tmp_path / "pytest.ini").write_text(
@@ -552,33 +554,34 @@ def in_first_cells(text: str) -> set[str]:
     return set(re.findall(r"^\| `([^`|]+)` \|", text, re.MULTILINE))
 
 
-def test_the_glossary_defines_words_as_the_operations_page_does() -> None:
-    page = ast.literal_eval(assigned("page/words.py", "WORDS"))
-    glossary = dict(
-        re.findall(
-            r"^- \*\*([^*]+)\*\*[^:\n]*: (.+?)(?=\n- |\n\n)", GLOSSARY, re.MULTILINE | re.DOTALL
-        )
-    )
-    shared = page.keys() & glossary.keys()
-    assert {"Backlog", "Consumer", "Dead letters", "Key", "Outbox", "Redrive", "Relays"} <= shared
-    for word in shared:
-        assert " ".join(glossary[word].split()).startswith(page[word]), word
+def test_the_glossary_has_the_words_that_the_service_explains() -> None:
+    """After a change of the words, WRITE_GLOSSARY=1 writes the page."""
+    page = RAW / "docs" / "glossary.md"
+    words = json.loads((ENGINE / "cli" / "words.json").read_text("utf-8"))
+    assert list(words) == sorted(words)
+    assert len(words) <= 50
+    rows = (f"| **{name}** | {' | '.join(word.values())} |\n" for name, word in words.items())
+    head, line, _ = GLOSSARY.partition("| --- | --- | --- |\n")
+    text = head + line + "".join(rows)
+    if os.environ.get("WRITE_GLOSSARY"):
+        page.write_text(text, "utf-8")
+    assert page.read_text("utf-8") == text
 
 
 def test_every_reason_is_in_the_guide_for_operators() -> None:
-    known = set(ast.literal_eval(assigned("operate/dead_letters.py", "REASONS")))
+    known = set(ast.literal_eval(assigned("onceward/cli/dead_letters.py", "REASONS")))
     chapter = DEAD_LETTERS.partition("## The reasons")[2].partition("\n## ")[0]
     assert in_first_cells(chapter) == known
 
 
 def test_every_reason_for_which_an_event_is_not_sent_is_in_the_guide_for_operators() -> None:
-    known = set(ast.literal_eval(assigned("operate/dead_events.py", "REASONS")))
+    known = set(ast.literal_eval(assigned("onceward/cli/dead_events.py", "REASONS")))
     assert in_first_cells(DEAD_EVENTS) == known
 
 
 def test_the_fields_for_scripts_are_some_of_those_that_the_commands_write() -> None:
     written = {
-        *columns("operate/dead_letters.py", "DeadLetters"),
+        *columns("onceward/cli/dead_letters.py", "DeadLetters"),
         *("found", "redriven", "became", "died", "discarded"),
     }
     paragraph = re.search(r"^For scripts, .*?(?=\n\n)", DEAD_LETTERS, re.DOTALL | re.MULTILINE)
@@ -587,7 +590,7 @@ def test_the_fields_for_scripts_are_some_of_those_that_the_commands_write() -> N
     assert len(named) > 5
     assert named <= written
     assert "`size`" in DEAD_EVENTS
-    assert "size" in columns("operate/dead_events.py", "DeadEvents")
+    assert "size" in columns("onceward/cli/dead_events.py", "DeadEvents")
 
 
 @pytest.mark.parametrize(
@@ -604,7 +607,7 @@ def test_the_fields_for_scripts_are_some_of_those_that_the_commands_write() -> N
 def test_the_doctor_and_the_alerts_have_the_same_thresholds(
     threshold: str, alert: str, line: str
 ) -> None:
-    value = ast.literal_eval(assigned("operate/health.py", threshold))
+    value = ast.literal_eval(assigned("onceward/cli/health.py", threshold))
     alerts = (RAW / "deploy" / "prometheus" / "alerts.yaml").read_text("utf-8")
     rule = alerts.partition(f"- alert: {alert}\n")[2].partition("- alert: ")[0]
     assert line.format(value / 60 if line.startswith("for") else value) in rule
@@ -613,7 +616,7 @@ def test_the_doctor_and_the_alerts_have_the_same_thresholds(
 def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
     modules = (ENGINE / "settings.py", ENGINE / "server_settings.py")
     settings = "".join(module.read_text("utf-8") for module in modules)
-    claims = (ENGINE.parent / "claims" / "settings.py").read_text("utf-8")
+    claims = (ENGINE / "claims" / "settings.py").read_text("utf-8")
     guides = "".join(
         (HANDLERS, RETRIES, TESTING, WRITER, RETENTION, REPLAY, SCHEDULING, SEQUENCES, GLOSSARY)
     )
@@ -623,7 +626,7 @@ def test_the_settings_and_defaults_that_the_guides_name_exist() -> None:
         elif name not in ("ARCHIVE_URL", "EFFECT_CALLS"):  # of other packages
             assert f"    {name.lower()}: " in settings, name
     policy = (ENGINE / "handlers/policy.py").read_text("utf-8")
-    for name in fields("pipeline/handlers/policy.py", "Policy"):
+    for name in fields("onceward/handlers/policy.py", "Policy"):
         assert f"| `{name}`" in RETRIES
     assert "attempts: int = 6" in policy
     assert "(30.0, 120.0, 480.0, 1_920.0, 3_600.0)" in policy
@@ -716,6 +719,7 @@ ON_THE_PAGE = {
     "timeline": "/timeline",
     "affected": "/affected",
     "correct": "/correct/begin",
+    "help words": "/words",
 }
 """Commands that the operations page has, too, and where."""
 
@@ -731,7 +735,10 @@ def test_every_command_is_on_the_operations_page_or_named_as_a_command_only(
     left = names - ON_THE_PAGE.keys()
     assert {one for one in left if not f"{one} ".startswith(groups)} == set()
     assert not ON_THE_PAGE.keys() & {*only}
-    views = [RAW / "src" / "page" / "app.py", RAW / "src" / "history" / "views.py"]
+    views = [
+        RAW / "src" / "onceward" / "page" / "app.py",
+        RAW / "src" / "onceward" / "history" / "views.py",
+    ]
     routes = "".join(one.read_text("utf-8") for one in views)
     assert [path for path in ON_THE_PAGE.values() if f'"{path}"' not in routes] == []
 

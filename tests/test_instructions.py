@@ -174,7 +174,7 @@ def test_a_message_costs_what_is_recorded(counted: Counted) -> None:
 @pytest.mark.integration
 @pytest.mark.timeout(3_600)
 def test_a_loop_for_each_message_is_noticed(counted: Counted) -> None:
-    codec = counted.rig.project / "src" / "pipeline" / "events" / "codec.py"
+    codec = counted.rig.project / "src" / "onceward" / "events" / "codec.py"
     codec.write_text(
         codec.read_text()
         + "\n_quick = decode\n\ndef decode(*args, **options):\n"

@@ -140,7 +140,7 @@ def address(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     }
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.page.exhibit"],
+            [sys.executable, "-m", "tests.onceward.page.exhibit"],
             cwd=RAW,
             env=environment,
             stdout=output,
@@ -442,7 +442,7 @@ def test_every_page_fits_the_screen(page: Page, width: int, scheme: str) -> None
 def test_the_pictures_in_the_guide_are_of_the_page_as_it_is_now() -> None:
     found = hashlib.sha256()
     for folder in ("templates", "static"):
-        for path in sorted((RAW / "src" / "page" / folder).iterdir()):
+        for path in sorted((RAW / "src" / "onceward" / "page" / folder).iterdir()):
             found.update(path.read_bytes())
     guide = (RAW / "docs" / "operations-page.md").read_text("utf-8")
 

@@ -16,8 +16,10 @@ from pip._internal.models.index import PyPI
 
 from local_extensions import UNUSABLE
 
+from tests import language
 from tests.baked import (
     DEFAULTS,
+    ENGINES,
     EXAMPLES,
     RAW,
     ROOT,
@@ -117,6 +119,14 @@ def test_the_worked_example_is_a_question_with_the_names_of_the_examples() -> No
     assert typed.split() == ["Type", "parcels,", "payments", "or", "none"]
 
 
+def test_the_engine_is_a_question_with_the_names_of_its_kinds() -> None:
+    _, *kinds, typed = QUESTIONS["__prompts__"]["engine"].splitlines()
+
+    assert QUESTIONS["engine"] == DEFAULTS["engine"] == ENGINES[0]
+    assert [one.strip().partition(": ")[0] for one in kinds] == [*ENGINES]
+    assert typed.split() == ["Type", "source", "or", "package"]
+
+
 def test_what_the_manifest_takes_away_exists() -> None:
     for paths in manifest().values():
         asked = [path.removeprefix("shared: ") for path in paths if "requirements: " not in path]
@@ -126,7 +136,7 @@ def test_what_the_manifest_takes_away_exists() -> None:
 def test_the_folders_that_are_copied_hold_no_template() -> None:
     folders = [pattern for pattern in QUESTIONS["_copy_without_render"] if "*" not in pattern]
 
-    assert "src/pipeline" in folders
+    assert "src/onceward" in folders
     for folder in folders:
         for path in (RAW / folder).rglob("*.*"):
             if path.suffix in {".py", ".sql", ".mako", ".ini"}:
@@ -230,3 +240,12 @@ def test_every_test_that_a_page_names_exists() -> None:
         named = re.findall(r"`(?:[\w/]+/)?(test_[\w*]+)(?:\.py)?`", page.read_text("utf-8"))
         for name in named:
             assert fnmatch.filter(known, name), f"{page.name}: {name}"
+
+
+def test_a_forbidden_phrase_is_found_with_its_line() -> None:
+    forbidden = " ".join(("is", "no"))
+    text = f"There {forbidden} error.\n\n`{forbidden}`, and\nthis is\nno error.\n"
+    assert [line for line, _ in language.faults(text, is_page=True)] == [4]
+    names = f"def test_a_path_that_{forbidden.replace(' ', '_')}_link_is_found() -> None:\n"
+    assert [line for line, _ in language.faults(names, is_page=False)] == [1]
+    assert list(language.faults("it is not one, and is no longer\n", is_page=True)) == []

@@ -91,15 +91,15 @@ import httpx2
 import sqlalchemy as sa
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 
-from archive.commands import group as archive_commands
-from claims.commands import app as claims_commands
-from history.commands import app as history_commands
-from page.commands import group as page_commands
-from page.settings import PageSettings
-from pipeline import Event, Handlers, Policy, Transaction
-from operate.commands import command_line
-from pipeline.events.event import declared_events
-from pipeline.settings import Settings
+from onceward import Event, Handlers, Policy, Transaction
+from onceward.archive.commands import group as archive_commands
+from onceward.claims.commands import app as claims_commands
+from onceward.cli.commands import command_line
+from onceward.events.event import declared_events
+from onceward.history.commands import app as history_commands
+from onceward.page.commands import group as page_commands
+from onceward.page.settings import PageSettings
+from onceward.settings import Settings
 
 from parcel_tracker.handlers import client, handlers, webhook
 from parcel_tracker.main import archive, service
@@ -173,7 +173,7 @@ main = command_line(
     history_commands,
     archive=archive_commands(archive),
     claims=claims_commands,
-    page=page_commands(service, "history.views"),
+    page=page_commands(service, "onceward.history.views"),
 )
 
 
@@ -700,7 +700,7 @@ def test_what_should_fail_has_failed_and_is_told(run: Run, output: str, text: st
 
 def test_libraries_that_nobody_has_named_are_heard_from_warnings_on(run: Run) -> None:
     lines = [json.loads(line) for line in run.written["log in JSON"].splitlines()]
-    ours = ("pipeline.", "parcel_tracker.")
+    ours = ("onceward.", "parcel_tracker.")
     chatter = [
         one
         for one in lines

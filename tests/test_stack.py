@@ -440,7 +440,7 @@ KIT = """
 import pytest
 from sqlalchemy import MetaData
 
-from pipeline import Event, Handlers, Service, Transaction
+from onceward import Event, Handlers, Service, Transaction
 from tests.servers import databases
 
 handlers = Handlers()
@@ -475,7 +475,7 @@ async def test_it_is_seen(harness, number):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_test_kit_starts_postgres_and_stops_it(tmp_path: Path, workers: int) -> None:
     (tmp_path / "dev").symlink_to(SERVICE / "dev")
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["pipeline.testing.plugin"]\n')
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["onceward.testing.plugin"]\n')
     (tmp_path / "test_kit.py").write_text(KIT)
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"

@@ -17,8 +17,8 @@ from opentelemetry.semconv.attributes import (
 
 from demo.collector import SOURCE, collecting, find
 from demo.processes import ProcessFailed
-from demo.traced import FIRST, PICTURE, SECOND, SECRET, Span, trace_of_a_scan
-from demo.waterfall import draw
+from demo.traced import FIRST, PICTURE, SECOND, SECRET, trace_of_a_scan
+from demo.waterfall import Span, draw
 
 from tests.baked import BakedProject
 

@@ -16,7 +16,15 @@ import pytest
 
 import local_extensions
 
-from tests.baked import DEFAULTS, RAW, ROOT, BakedProject, Template, clean_environment
+from tests.baked import (
+    DEFAULTS,
+    ENGINES,
+    RAW,
+    ROOT,
+    BakedProject,
+    Template,
+    clean_environment,
+)
 from tests.release import released
 
 AGES = range(30, 301, 30)
@@ -215,13 +223,13 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
     edit(path / "CHANGELOG.md", (r"(?m)^- \*\*Handlers\.\*\*.*\n", ""))
     edit(raw / "README.md", (r"(?m)^## Tests$", "## Testing"))
     edit(path / "imports.txt", (r"(?m)^redis\n", ""))
-    edit(raw / "src/pipeline/migrations/first_inbox.py", (r"\A", "# As it was.\n"))
-    edit(raw / "src/pipeline/settings.py", (r"\A", "# As it was.\n"))
-    (raw / "src/pipeline/errors.py").rename(raw / "src/pipeline/mistakes.py")
+    edit(raw / "src/onceward/migrations/first_inbox.py", (r"\A", "# As it was.\n"))
+    edit(raw / "src/onceward/settings.py", (r"\A", "# As it was.\n"))
+    (raw / "src/onceward/errors.py").rename(raw / "src/onceward/mistakes.py")
     questions(path, "bygone")
     old = commit(path, "Older")
     git(path, "checkout", "--quiet", present, ".")
-    (raw / "src/pipeline/mistakes.py").unlink()
+    (raw / "src/onceward/mistakes.py").unlink()
     questions(path, "shelf")
     new = commit(path, "Newer")
     git(path, "tag", "v1.9.0")
@@ -403,7 +411,7 @@ def test_a_password_in_the_location_is_not_recorded(monkeypatch: pytest.MonkeyPa
         ("gh:ada/t", "gh:ada/t"),
     ):
         found = local_extensions.source({"_template": given, "_commit": "1234"})
-        assert found == {"template": kept, "commit": "1234"}
+        assert (found["template"], found["commit"]) == (kept, "1234")
         assert updater["without_password"](given) == kept
 
 
@@ -489,7 +497,7 @@ def test_other_answers_are_merged_at_the_recorded_version(history: History, outp
     assert conflicts(project) == {"README.md"}
     assert_merged(project, fresh)
     project.run("git", "merge", "--abort")
-    assert (project.path / "src" / "page").exists()
+    assert (project.path / "src" / "onceward" / "page").exists()
 
     edit(project.path / "README.md", (r"Parcels of shelf 4711\.", f"{DEFAULTS['description']}."))
     commit(project.path, "As the template has it")
@@ -498,7 +506,56 @@ def test_other_answers_are_merged_at_the_recorded_version(history: History, outp
     assert outcome.code == 0, outcome.said
     assert "It's Ada's, at 5." in project.read("README.md")
     assert project.run("git", "rev-list", "--count", "template").strip() == "2"
-    assert not (project.path / "src" / "page").exists()
+    assert not (project.path / "src" / "onceward" / "page").exists()
+
+
+@pytest.mark.full
+def test_an_update_brings_another_version_of_an_engine_that_is_a_package(
+    history: History, output: Path
+) -> None:
+    path = history.template.path
+    git(path, "checkout", "--quiet", "-b", "later", history.new)
+    edit(path / "cookiecutter.json", (r'("_template_version": )"[^"]+"', r'\1"1.11.0"'))
+    newer = commit(path, "Later")
+    git(path, "checkout", "--quiet", "main")
+    fresh = history.bake(output / "fresh", newer, engine="package")
+    project = owned(history.bake(output, history.old, engine="package"))
+    pin = r"(?m)^onceward==(\S+) \\\n    --hash=sha256:(\w+)$"
+    [before] = re.findall(pin, project.read("requirements/base.txt"))
+
+    outcome = update(project.path, f"--to={newer}")
+
+    assert outcome.code == (1 if conflicts(project) else 0), outcome.said
+    assert "`service migrate`" in outcome.said, "the migrations are in the distribution"
+    assert_merged(project, fresh)
+    assert "==1.11.0 # the engine\n" in project.read("requirements/base.in")
+    for file in ("base.txt", "dev.txt"):
+        [after] = re.findall(pin, project.read(f"requirements/{file}"))
+        assert after[0] == "1.11.0"
+        assert after[1] != before[1]
+
+
+@pytest.mark.full
+def test_an_update_replaces_the_source_of_the_engine_by_a_package_and_back(
+    history: History, output: Path
+) -> None:
+    fresh = {kind: history.bake(output / kind, history.new, engine=kind) for kind in ENGINES}
+    project = history.bake(output, history.new)
+    for name, value in ADA.items():
+        project.run("git", "config", name, value)
+
+    for kind in ("package", "source", "package"):
+        outcome = update(project.path, f"engine={kind}")
+        assert outcome.code == 0, outcome.said
+        assert project.files() == fresh[kind].files()
+        assert project.run("git", "status", "--porcelain") == ""
+
+    refused = update(project.path, "engine_tests=yes")
+    assert refused.code == 1
+    assert (
+        "engine_tests must be no if engine is package, whose source is elsewhere." in refused.said
+    )
+    assert project.files() == fresh["package"].files()
 
 
 @pytest.mark.full
@@ -550,27 +607,27 @@ def test_an_edited_line_of_the_engine_is_merged_like_any_other(
     history: History, output: Path
 ) -> None:
     project = owned(history.bake(output, history.old))
-    edit(project.path / "src/pipeline/settings.py", (r"\Z", "# Ada's.\n"))
-    edit(project.path / "src/pipeline/mistakes.py", (r"\Z", "# Ada's.\n"))
+    edit(project.path / "src/onceward/settings.py", (r"\Z", "# Ada's.\n"))
+    edit(project.path / "src/onceward/mistakes.py", (r"\Z", "# Ada's.\n"))
     commit(project.path, "The engine")
 
     outcome = update(project.path)
 
     assert outcome.code == 0, outcome.said
-    assert project.read("src/pipeline/settings.py").endswith("# Ada's.\n")
-    assert "As it was" not in project.read("src/pipeline/settings.py")
-    assert project.read("src/pipeline/errors.py").endswith("# Ada's.\n")
+    assert project.read("src/onceward/settings.py").endswith("# Ada's.\n")
+    assert "As it was" not in project.read("src/onceward/settings.py")
+    assert project.read("src/onceward/errors.py").endswith("# Ada's.\n")
     warned = project.run(sys.executable, "dev/engine.py")
     assert re.findall(r"(?m)^  \w+ +(\S+)$", warned) == [
-        "src/pipeline/errors.py",
-        "src/pipeline/settings.py",
+        "src/onceward/errors.py",
+        "src/onceward/settings.py",
     ]
 
 
 @pytest.mark.full
 def test_an_engine_that_is_unedited_never_conflicts(history: History, output: Path) -> None:
     """Even where the version that it came from is given wrong, as for one that records none."""
-    path, wrong = history.template.path, f"{RAW.name}/src/pipeline/settings.py"
+    path, wrong = history.template.path, f"{RAW.name}/src/onceward/settings.py"
     git(path, "checkout", "--quiet", "--detach", history.old)
     edit(path / wrong, (r"\A", "# Never.\n"))
     never = commit(path, "Not an ancestor of the service")
@@ -749,7 +806,7 @@ def small_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     git(path.parent, "init", "--quiet", "--initial-branch=main", str(path))
     (raw / ".gitignore").write_text("build/\nmade.txt\n", "utf-8")
     (raw / "docs").mkdir()
-    (raw / "src/pipeline").mkdir(parents=True)
+    (raw / "src/onceward").mkdir(parents=True)
     for number in (1, 2, 3):
         version = f"0.{number}.0"
         (path / "cookiecutter.json").write_text(
@@ -760,7 +817,7 @@ def small_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with (raw / "notes.txt").open("a", encoding="utf-8") as notes:
             notes.write(f"As of {version}\n")
         (raw / "docs" / f"of_{number}.txt").write_text(f"{version}\n", "utf-8")
-        engine = ["src/pipeline/engine.py"] + ["src/archive/files.py"] * (number == 3)
+        engine = ["src/onceward/engine.py"] + ["src/onceward/archive/files.py"] * (number == 3)
         for name in engine:
             (raw / name).parent.mkdir(exist_ok=True)
             (raw / name).write_text(f"# {version}\n", "utf-8")
@@ -870,32 +927,32 @@ def test_a_file_that_is_not_in_git_is_not_overwritten(small: Small, name: str) -
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_hidden_file_beside_an_unedited_engine_is_kept(small: Small) -> None:
-    (small.path / "src/pipeline/.notes").write_text("Ada's\n", "utf-8")
+    (small.path / "src/onceward/.notes").write_text("Ada's\n", "utf-8")
     commit(small.path, "Notes")
 
     outcome = small.update("--to=v0.2.0")
 
     assert outcome.code == 0, outcome.said
-    assert small.read("src/pipeline/.notes") == "Ada's\n"
-    assert small.read("src/pipeline/engine.py") == "# 0.2.0\n"
+    assert small.read("src/onceward/.notes") == "Ada's\n"
+    assert small.read("src/onceward/engine.py") == "# 0.2.0\n"
     assert small.git("status", "--porcelain") == ""
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_package_of_the_owner_is_merged_with_one_that_the_engine_gains(small: Small) -> None:
-    (small.path / "src/archive").mkdir()
+    (small.path / "src/onceward/archive").mkdir()
     for name in ("mine.py", "files.py"):
-        (small.path / "src/archive" / name).write_text("# Ada's\n", "utf-8")
+        (small.path / "src/onceward/archive" / name).write_text("# Ada's\n", "utf-8")
     commit(small.path, "Archive")
 
     outcome = small.update("--to=v0.3.0")
 
     assert outcome.code == 1, outcome.said
-    assert small.git("diff", "--name-only", "--diff-filter=U") == "src/archive/files.py"
-    assert small.read("src/archive/mine.py") == "# Ada's\n"
-    assert {"# Ada's", "# 0.3.0"} < set(small.read("src/archive/files.py").splitlines())
-    assert small.read("src/pipeline/engine.py") == "# 0.3.0\n"
+    assert small.git("diff", "--name-only", "--diff-filter=U") == "src/onceward/archive/files.py"
+    assert small.read("src/onceward/archive/mine.py") == "# Ada's\n"
+    assert {"# Ada's", "# 0.3.0"} < set(small.read("src/onceward/archive/files.py").splitlines())
+    assert small.read("src/onceward/engine.py") == "# 0.3.0\n"
 
 
 @pytest.mark.full
@@ -1119,15 +1176,37 @@ def test_a_service_of_an_old_commit_with_an_edited_engine_is_updated(
 ) -> None:
     old, baked = grown.bake_aged(output, AGES[0])
     project = without_unmarked(owned(baked))
-    edit(project.path / "src/pipeline/settings.py", (r"\Z", "# Ada's.\n"))
+    engines = (project.path / "src" / one for one in ("onceward", "pipeline"))
+    [engine] = (one for one in engines if one.exists())
+    edit(engine / "settings.py", (r"\Z", "# Ada's.\n"))
     commit(project.path, "The engine")
 
     location = f"--template={grown.template.path}"
     outcome = update(project.path, location, f"--from={old}", f"--to={grown.new}")
 
     assert "What to do next" in outcome.said
-    assert project.read("src/pipeline/settings.py").endswith("# Ada's.\n")
+    assert project.read("src/onceward/settings.py").endswith("# Ada's.\n")
     assert conflicts(project) <= {path.format(package=project.package) for path in EDITS}
+
+
+@pytest.mark.full
+def test_a_name_that_was_moved_since_1_0_is_imported_from_its_old_place(
+    grown: History, output: Path
+) -> None:
+    (old,) = [one["commit"] for one in released() if one["version"] == "1.0.0"]
+    project = without_unmarked(owned(grown.bake(output, old)))
+    codecs = project.path / "src" / project.package / "codecs.py"
+    codecs.write_text("from pipeline import Plain, Position\n\nPlain('a', Position())\n", "utf-8")
+    commit(project.path, "A codec")
+
+    location = f"--template={grown.template.path}"
+    outcome = update(project.path, location, f"--from={old}", f"--to={grown.new}")
+    command = (sys.executable, "-W", "default", "-c", f"import {project.package}.codecs")
+    imported = run(project.path, *command, PYTHONPATH="src")
+
+    assert "What to do next" in outcome.said
+    assert imported.code == 0, imported.said
+    assert "import Plain from onceward.plain, not from onceward" in imported.said
 
 
 @pytest.mark.full

@@ -47,6 +47,7 @@ def test_every_page_of_template_and_service_is_on_the_site() -> None:
 
 GENERATED = (
     "| variable | default, values |",
+    "| word | meaning | for example |",
     "| messages a day |",
     *("| reason of a dead letter |", "| reason to wait |", "| reason | state |"),
 )
@@ -339,17 +340,20 @@ def test_the_reference_has_every_command_and_setting(site: Path) -> None:
 @pytest.mark.slow
 def test_the_reference_describes_what_users_call(site: Path) -> None:
     for page, place in (
-        ("service", "pipeline.Handlers.on"),
-        ("service", "pipeline.Transaction.publish"),
-        ("service", "pipeline.Service"),
-        ("rows", "pipeline.Aggregate.by"),
-        ("writer", "pipeline.Writer.write"),
-        ("errors", "pipeline.Conflict"),
-        ("errors", "pipeline.Unpublishable"),
-        ("testing", "pipeline.testing.Harness.handle"),
-        ("optional", "effects.Effects.on"),
+        ("service", "onceward.Handlers.on"),
+        ("service", "onceward.Transaction.publish"),
+        ("service", "onceward.Service"),
+        ("rows", "onceward.Aggregate.by"),
+        ("writer", "onceward.Writer.write"),
+        ("errors", "onceward.Conflict"),
+        ("errors", "onceward.Unpublishable"),
+        ("testing", "onceward.testing.Harness.handle"),
+        ("optional", "onceward.effects.Effects.on"),
     ):
         assert f'id="{place}"' in (site / "api" / f"{page}.html").read_text("utf-8"), place
+    errors = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", text_of(site, "api/errors"), re.MULTILINE)
+    assert {"BreakerOpen", "KeyReused", "NotSent", "Unframed"} <= {name for name, _ in errors}
+    assert all(meaning for _, meaning in errors)
 
 
 @pytest.mark.full
@@ -495,4 +499,4 @@ def test_what_agents_are_told_of_a_service_is_true(default_project: BakedProject
     )
     assert "make schema-check" in text
     for name in ("advance",):
-        assert f"def {name}(" in default_project.read("src/pipeline/testing/harness.py")
+        assert f"def {name}(" in default_project.read("src/onceward/testing/harness.py")

@@ -7,8 +7,10 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from inspect import getdoc
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import typer
 from opentelemetry import metrics
@@ -20,19 +22,22 @@ from . import samples
 from .instruments import Recorder, table
 from .navigation import RAW, ROOT
 
+T = TypeVar("T")
+
 MAIN = "parcel_tracker.main"
 EXCEPTIONS = {
-    "Exceptions that a handler raises": ("pipeline.Retry", "pipeline.Park", "pipeline.Reject"),
+    "Exceptions that a handler raises": ("onceward.Retry", "onceward.Park", "onceward.Reject"),
     "Exceptions that your code meets": (
-        "pipeline.Conflict",
-        "pipeline.Unpublishable",
-        "pipeline.Undecodable",
-        "pipeline.HandlerFault",
-        "pipeline.StoreUnavailable",
-        "pipeline.Misconfigured",
-        "pipeline.WrongDatabase",
-        "pipeline.NotAdopted",
-        "pipeline.testing.HarnessMisused",
+        "onceward.OncewardError",
+        "onceward.Conflict",
+        "onceward.Unpublishable",
+        "onceward.Undecodable",
+        "onceward.HandlerFault",
+        "onceward.StoreUnavailable",
+        "onceward.Misconfigured",
+        "onceward.WrongDatabase",
+        "onceward.NotAdopted",
+        "onceward.testing.HarnessMisused",
     ),
 }
 """Described on a page of their own."""
@@ -40,39 +45,44 @@ EXCEPTIONS = {
 API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "service": (
         "Service, handlers, transaction",
-        {"pipeline": ("Service", "Handlers", "Transaction", "EventBatch", "Policy")},
+        {"onceward": ("Service", "Handlers", "Transaction", "EventBatch", "Policy")},
     ),
     "rows": (
         "Rows",
-        {"pipeline": ("Aggregate", "Loads", "Sequenced", "Gaps", "Timed", "Versioned")},
+        {"onceward": ("Aggregate", "Loads", "Sequenced", "Gaps", "Timed", "Versioned")},
     ),
     "events": (
         "Events, messages, codecs",
         {
-            "pipeline": (
-                *("Event", "Tombstone", "Message", "Codec", "CloudEvents"),
-                *("Plain", "Header", "PayloadFields", "Position", "Applied", "AppliedEvent"),
-                *("Record", "Outgoing", "Encoded", "Reason", "payload_hash"),
-            )
+            "onceward": (
+                *("Event", "Tombstone", "Message", "Codec", "CloudEvents", "Applied"),
+                *("AppliedEvent", "Record", "Outgoing", "Encoded", "Reason", "payload_hash"),
+            ),
+            "onceward.plain": (),
         },
     ),
-    "writer": ("Writers", {"pipeline": ("Writer", "Writing")}),
-    "testing": ("The test kit", {"pipeline.testing": ()}),
+    "writer": ("Writers", {"onceward": ("Writer", "Writing")}),
+    "testing": ("The test kit", {"onceward.testing": ()}),
     "optional": (
         "Optional packages",
-        {"effects": (), "schema_registry": (), "archive": (), "claims": ()},
+        {
+            "onceward.effects": (),
+            "onceward.schema_registry": (),
+            "onceward.archive": (),
+            "onceward.claims": (),
+        },
     ),
 }
 """Title of each page and the names on it, by package; without names: all that it exports."""
 
 MEMBERS = {
-    "pipeline.Handlers": "on, on_batch, correct, topic",
-    "pipeline.Service": "writer",
-    "effects.Effects": "on",
+    "onceward.Handlers": "on, on_batch, correct, topic",
+    "onceward.Service": "writer",
+    "onceward.effects.Effects": "on",
 }
 """What users call, of classes that the engine calls as well; of others: all."""
 
-SHAPES = {"pipeline.Outgoing", "pipeline.Record"}
+SHAPES = {"onceward.Outgoing", "onceward.Record"}
 """Classes whose members have no docstrings: their names and types say it."""
 
 INTERNAL = "end, placed, model_config, model_post_init"
@@ -88,7 +98,7 @@ def write(folder: Path) -> None:
     recorder = Recorder()
     metrics.set_meter_provider(recorder)  # before a module of the service gets it
     import_module(MAIN)
-    import_module("pipeline.runtime")
+    import_module("onceward.runtime")
     (folder / "metrics.md").write_text(_metrics(recorder), "utf-8")
     (folder / "commands.md").write_text(_commands(), "utf-8")
     with (folder / "settings.md").open("a", encoding="utf-8") as page:
@@ -128,17 +138,17 @@ def _commands() -> str:
 def _optional_settings() -> Iterator[str]:
     """Yield the settings of each optional package, as `dev/settings_guide.py` prints them."""
     guide = _guide()
-    found = {one.model_config.get("env_prefix", ""): one for one in _settings(BaseSettings)}
+    found = {one.model_config.get("env_prefix", ""): one for one in _derived(BaseSettings)}
     for prefix, one in sorted(found.items()):
         if prefix.startswith("PIPELINE_") and prefix != "PIPELINE_":
-            package = one.__module__.partition(".")[0]
+            package = one.__module__.rpartition(".")[0]
             yield f"\n## Of the optional package `{package}`\n\n{guide.table(one)}"
 
 
-def _settings(base: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
+def _derived(base: type[T]) -> Iterator[type[T]]:
     for one in base.__subclasses__():
         yield one
-        yield from _settings(one)
+        yield from _derived(one)
 
 
 def _guide() -> ModuleType:
@@ -168,7 +178,26 @@ def _errors() -> str:
         for path in names:
             package, _, name = path.rpartition(".")
             page.append(_object(package, name, getattr(import_module(package), name)))
-    return "\n".join(page)
+    return "\n".join([*page, "".join(_all_errors())])
+
+
+def _all_errors() -> Iterator[str]:
+    """Yield a table of the errors with the common base, which says where each is and what it means.
+
+    Modules that nothing has imported yet have errors, too.
+    """
+    source = Path(str(import_module("onceward").__file__)).parents[1]
+    for path in source.rglob("*.py"):
+        if path.name != "__init__.py" and "OncewardError" in path.read_text("utf-8"):
+            import_module(".".join(path.relative_to(source).with_suffix("").parts))
+    base: type[Exception] = import_module("onceward").OncewardError
+    yield f"## All errors\n\nAll derive from `{base.__name__}`.\n\n"
+    yield "| error | module | meaning |\n| --- | --- | --- |\n"
+    for one in sorted(_derived(base), key=lambda one: (one.__module__, one.__name__)):
+        if not one.__name__.startswith("_"):
+            text = (getdoc(one) or "").partition("\n\n")[0]
+            meaning = text.replace("\n", " ").replace("|", "\\|")
+            yield f"| `{one.__name__}` | `{one.__module__}` | {meaning} |\n"
 
 
 def _object(package: str, name: str, what: object) -> str:
@@ -192,7 +221,7 @@ def _object(package: str, name: str, what: object) -> str:
 
 def _unlisted() -> list[str]:
     """Return names that the engine exports and no page describes."""
-    package = import_module("pipeline")
-    listed = {name for _, packages in API.values() for name in packages.get("pipeline", ())}
+    package = import_module("onceward")
+    listed = {name for _, packages in API.values() for name in packages.get("onceward", ())}
     listed |= {path.rpartition(".")[2] for names in EXCEPTIONS.values() for path in names}
     return sorted(set(package.__all__) - listed)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 CHECKSUMS = ".engine.sha256"
-TESTS = "tests/pipeline"
+TESTS = "tests/onceward"
 
 WARNING = """warning: the engine was edited:
 {differences}

@@ -1,7 +1,7 @@
 """The guide to the settings: `python dev/settings_guide.py > docs/settings.md` writes it.
 
 The settings of an optional package are a table in its guide: `python dev/settings_guide.py
-page.settings.PageSettings` prints one.
+onceward.page.settings.PageSettings` prints one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from pipeline.settings import SECONDS, Settings
+from onceward.settings import SECONDS, Settings
 
 HEAD = """\
 # Settings

@@ -24,6 +24,7 @@ Data, logs and process ids are in a state directory, `.stack` in the current dir
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import signal
@@ -49,12 +50,23 @@ from servers.sources import (
 )
 from servers.state import StateDirectory
 
-SOURCE = Path(__file__).resolve().parents[1] / "src"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src"
+
+
+def has(package: Path, question: str) -> bool:
+    """Return whether the service has an optional package: here, or in the engine's distribution."""
+    record = ROOT / ".cookiecutter.json"
+    if package.exists() or not record.exists():
+        return package.exists()
+    return bool(json.loads(record.read_text("utf-8"))["cookiecutter"].get(question) == "yes")
+
+
 PORTS = {"PIPELINE_HEALTH_PORT": 8080}
-if (SOURCE / "page").exists():
+if has(SOURCE / "onceward" / "page", "operations_page"):
     PORTS |= {"PIPELINE_PAGE_PORT": 8081}
 KEYS = {}
-if (SOURCE / "personal").exists():  # 32 bytes, not secret
+if has(SOURCE / "onceward" / "personal", "personal_data"):  # 32 bytes, not secret
     KEYS = {"PIPELINE_PERSONAL_KEYS": "ZGV2ZWxvcG1lbnQga2V5LCB3aGljaCBpcyBwdWJsaWM="}
 
 

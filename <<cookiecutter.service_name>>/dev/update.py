@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine import CHECKSUMS, differences
+from renaming import NAMES, Renames, modules_in
 
 RECORD = ".cookiecutter.json"
 QUESTIONS = "cookiecutter.json"
@@ -79,6 +80,33 @@ def git(*arguments: str | Path, cwd: Path, given: str = "", **environment: str) 
     if done.returncode != 0:
         raise GitFailed((done.stderr or done.stdout).strip())
     return done.stdout.strip()
+
+
+def contents(objects: list[str], cwd: Path) -> list[bytes]:
+    """Return the contents of objects of a repository."""
+    given = "".join(f"{one}\n" for one in objects).encode("ascii")
+    said = _pipe("cat-file", "--batch", cwd=cwd, given=given)
+    found: list[bytes] = []
+    place = 0
+    for _ in objects:
+        begin = said.index(b"\n", place) + 1
+        end = begin + int(said[place:begin].split()[2])
+        found.append(said[begin:end])
+        place = end + 1  # behind a line feed
+    return found
+
+
+def stored(content: bytes, cwd: Path) -> str:
+    """Store the content of a file in a repository, and return the name of the object."""
+    return _pipe("hash-object", "-w", "--stdin", cwd=cwd, given=content).decode("ascii").strip()
+
+
+def _pipe(*arguments: str, cwd: Path, given: bytes) -> bytes:
+    command = ["git", *arguments]
+    environment = environment_here()
+    return subprocess.run(
+        command, cwd=cwd, env=environment, input=given, stdout=subprocess.PIPE, check=True
+    ).stdout
 
 
 def succeeds(*arguments: str, cwd: Path) -> bool:
@@ -252,6 +280,37 @@ class Service:
         if parent and tree == self.git("rev-parse", f"{parent}^{{tree}}"):
             return parent
         return self.commit_tree(tree, parent, message)
+
+    def renamed(self, commit: str, renames: Renames, folder: Path) -> str:
+        """Return the tree of a commit in which packages have their new names.
+
+        It lacks the record, so that nothing takes it for the bake of a version. Raises `Refused`
+        if a file has the new path of another one.
+        """
+        listed = self.git("ls-tree", "-r", "-z", "--full-tree", commit).split("\0")
+        entries = (entry.partition("\t") for entry in listed if entry)
+        found = {
+            name.removeprefix(self.prefix): what.split()
+            for what, _, name in entries
+            if name.startswith(self.prefix)
+        }
+        files = {path: what for path, what in found.items() if what[1] == "blob"}
+        texts = contents([name for _, _, name in files.values()], self.root)
+        changes = [f"0 {files[RECORD][2]}\t{self.prefix}{RECORD}"]
+        for (path, (mode, _, name)), before in zip(files.items(), texts, strict=True):
+            new_path = renames.path(path)
+            after = renames.content(path, before) if mode.startswith("100") else before
+            if new_path != path and new_path in found:
+                raise Refused(f"{new_path} will be the path of {path}: move your file first")
+            if path != RECORD and (new_path, after) != (path, before):
+                new_name = stored(after, self.root) if after != before else name
+                changes.append(f"0 {name}\t{self.prefix}{path}")
+                changes.append(f"{mode} {new_name}\t{self.prefix}{new_path}")
+        index = {"GIT_INDEX_FILE": str(folder / "renamed.index")}
+        self.git("read-tree", commit, **index)
+        given = "".join(f"{one}\0" for one in changes)
+        self.git("update-index", "-z", "--index-info", given=given, **index)
+        return self.git("write-tree", **index)
 
     def link(self, base: str, name: str) -> None:
         """Make a bake an ancestor of HEAD without changing files."""
@@ -451,23 +510,59 @@ def _update(service: Service, template: Template, options: Namespace) -> bool:
     record = {name: record[name] for name in (*order, *record) if name in record}
     (baked / RECORD).write_text(json.dumps(record, indent=4, ensure_ascii=False) + "\n", "utf-8")
     title = " ".join([f"Template {template.name(new)}", *options.answers])
+    engine, renames = unedited_engine(service), _renames(service, template, base)
+    if renames:
+        tree = service.renamed(base, renames, template.folder)
+        tip = service.commit_tree(tree, tip, f"Names of {template.name(new)}")
     merged = service.commit(baked, tip, title)
     service.check_untracked(base, merged)
     head = service.git("rev-parse", "HEAD")
     if not succeeds("merge-base", "--is-ancestor", base, "HEAD", cwd=service.root):
         service.link(base, template.name(old) if old else "an unknown version")
+    before = service.git("rev-parse", "HEAD")
     try:
-        is_begun = begin(service, merged, f"Merge: {title}")
+        if renames:
+            # The merge compares files under their new names: HEAD has them until it has begun.
+            tree = service.renamed(before, renames, template.folder)
+            parents = ("-p", before, "-p", str(tip))
+            own = service.git("commit-tree", tree, *parents, "-m", f"Names: {title}")
+            service.git("reset", "--quiet", "--keep", own)
+            engine = renames.text(CHECKSUMS, engine)
+        is_begun = begin(service, merged, f"Merge: {title}", engine)
     except Refused:
-        service.git("update-ref", "-m", "The update was refused", "HEAD", head)
+        service.git("reset", "--quiet", "--keep", head)
         raise
+    service.git("update-ref", "-m", f"Merge: {title}", "HEAD", before)
     service.git("update-ref", f"refs/heads/{service.branch}", merged)
     conflicts = finish(service, f"Merge: {title}") if is_begun else []
     _report_answers(record["cookiecutter"], chosen)
     _report_changes(template, old, new)
     changed = service.git("diff", "--name-only", "--relative", base, merged).splitlines()
-    _report_steps(changed, conflicts, service.settings(merged) - service.settings(base))
+    if old and not (baked / CHECKSUMS).exists():  # the engine's migrations are in its distribution
+        of_engine = ":(glob)*/src/**/migrations/**"
+        changed += template.git("diff", "--name-only", old, new, "--", of_engine).splitlines()
+    settings = service.settings(merged) - service.settings(base)
+    _report_steps(changed, conflicts, settings, is_renamed=bool(renames))
     return not conflicts
+
+
+def _renames(service: Service, template: Template, base: str) -> Renames | None:
+    """Return new names of packages in the version that was baked last; None if there are none.
+
+    They are those of the template's source, which a service with `engine=package` lacks.
+    """
+    found = [*(template.folder / "clone").glob(f"*/{NAMES}")]
+    if not found:
+        return None
+    names: dict[str, str] = json.loads(found[0].read_text("utf-8"))
+    names.pop(service.record["cookiecutter"].get("package_name"), None)
+    paths = service.git("ls-tree", "-r", "-z", "--name-only", base).split("\0")
+    modules = modules_in(paths, names, moved=False)
+    if not modules:
+        return None
+    return Renames(
+        modules, paths, lambda path: service.git("show", f"{base}:{service.prefix}{path}")
+    )
 
 
 def _wanted(template: Template, old: str | None, options: Namespace) -> str:
@@ -508,14 +603,19 @@ def _chosen(
     return answers
 
 
-def begin(service: Service, bake: str, message: str) -> bool:
-    """Merge a bake into index and working tree; return whether there was anything to merge.
-
-    Raises `Refused` if git did not begin the merge.
-    """
+def unedited_engine(service: Service) -> str:
+    """Return the checksums of the engine; an empty text if the service has edited a file."""
     checksums = service.root / CHECKSUMS
     is_unedited = checksums.exists() and not differences(service.root)
-    engine = checksums.read_text("utf-8") if is_unedited else ""
+    return checksums.read_text("utf-8") if is_unedited else ""
+
+
+def begin(service: Service, bake: str, message: str, engine: str) -> bool:
+    """Merge a bake into index and working tree; return whether there was anything to merge.
+
+    `engine` has the checksums of an engine that is replaced. Raises `Refused` if git did not begin
+    the merge.
+    """
     try:
         service.git("merge", "--no-ff", "--no-commit", "-m", message, bake)
     except GitFailed as error:
@@ -550,7 +650,9 @@ def take_engine(service: Service, checksums: str, bake: str) -> None:
 
     What the service has in folders that are new in the engine is its own: they stay merged.
     """
-    new_checksums = service.git("show", f"{bake}:{service.prefix}{CHECKSUMS}")
+    file = f"{bake}:{service.prefix}{CHECKSUMS}"
+    is_source = succeeds("cat-file", "-e", file, cwd=service.root)
+    new_checksums = service.git("show", file) if is_source else ""  # a package has none
     before, after = (
         set(re.findall(r"(?m)^\S+  ([^/\n]+/[^/\n]+)/", text))
         for text in (checksums, new_checksums)
@@ -562,7 +664,8 @@ def take_engine(service: Service, checksums: str, bake: str) -> None:
         return
     kept = [f":(exclude,glob){folder}/**/.*" for folder in before]  # not in the checksums
     service.git("rm", "-r", "-f", "--quiet", "--ignore-unmatch", "--", *before, *kept)
-    service.git("checkout", "--quiet", bake, "--", *after, CHECKSUMS)
+    if is_source:
+        service.git("checkout", "--quiet", bake, "--", *after, CHECKSUMS)
 
 
 def _report_answers(recorded: dict[str, str], chosen: dict[str, str]) -> None:
@@ -586,7 +689,9 @@ def _report_changes(template: Template, old: str | None, new: str) -> None:
     print("\n".join(lines) or "(nothing)")
 
 
-def _report_steps(changed: list[str], conflicts: list[str], settings: set[str]) -> None:
+def _report_steps(
+    changed: list[str], conflicts: list[str], settings: set[str], *, is_renamed: bool
+) -> None:
     print("\nWhat to do next:\n")
     if conflicts:
         print("- Resolve the conflicts, `git add` the files, and `git commit`:")
@@ -603,6 +708,8 @@ def _report_steps(changed: list[str], conflicts: list[str], settings: set[str]) 
         print(f"- New in deploy/, set where the service runs: {', '.join(sorted(settings))}.")
     if any(name.startswith("deploy/") for name in changed):
         print("- deploy/ changed: apply the manifests, roles and alerts that you use.")
+    if is_renamed:
+        print("- Packages have new names, also in your files: `make format` sorts the imports.")
     print("- `make check test`")
 
 

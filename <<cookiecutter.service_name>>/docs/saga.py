@@ -6,8 +6,8 @@ import httpx2
 from sqlalchemy import Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from effects import Call, Effects
-from pipeline import Aggregate, Event, Handlers, Park, Policy, Reject, Transaction
+from onceward import Aggregate, Event, Handlers, Park, Policy, Reject, Transaction
+from onceward.effects import Call, Effects
 
 handlers = Handlers()
 effects = Effects(handlers)

@@ -15,8 +15,8 @@ from saga import (
     StockReserved,
 )
 
-from effects import Call
-from pipeline.testing import Harness, Sent
+from onceward.effects import Call
+from onceward.testing import Harness, Sent
 
 PLACED = OrderPlaced(order_id="o-1", article="book", pieces=2, cents=900)
 RESERVED, OVERDUE = StockReserved(order_id="o-1"), OrderOverdue(order_id="o-1")

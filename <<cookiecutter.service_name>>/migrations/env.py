@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from pipeline import migrations
+from onceward import migrations
 
 main = import_module("<<cookiecutter.package_name>>.main")
 migrations.run(main.service.metadata, main.service.name)

@@ -13,15 +13,16 @@ from uuid import uuid4
 
 import asyncpg
 import pytest
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord
+from aiokafka import AIOKafkaProducer, ConsumerRecord
 from sqlalchemy import make_url
 
-from pipeline import Service
-from pipeline.observe import logs
-from pipeline.observe.health import Health
-from pipeline.relay.relay import Relay
-from pipeline.runtime import Part, serve
-from pipeline.settings import Settings
+from onceward import Service
+from onceward.observe import logs
+from onceward.observe.health import Health
+from onceward.relay.relay import Relay
+from onceward.runtime import Part, serve
+from onceward.servers.consumer import KafkaConsumer
+from onceward.settings import Settings
 
 from .contract.bank import Base
 from .servers.databases import built, copied, drop_databases, migrations_of_the_engine, url_of
@@ -30,8 +31,10 @@ from .servers.scheduling import pytest_xdist_make_scheduler  # noqa: F401 (a hoo
 from .servers.topics import create_topic, delete_topics
 from .servers.waiting import PATIENCE, let_servers_be_slow
 
-# With the HTTP API the fixture `harness` has `receive`, too.
-pytest_plugins = ["http_api.testing" if find_spec("http_api") else "pipeline.testing.plugin"]
+# With the HTTP API the fixture `harness` has `receive`, too. The engine's distribution always has
+# that package, but requires FastAPI only as an extra.
+HAS_API = find_spec("onceward.http") is not None and find_spec("fastapi") is not None
+pytest_plugins = ["onceward.http.testing" if HAS_API else "onceward.testing.plugin"]
 
 DATABASE_URL, KAFKA = "PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
 SERVERS = {"apicurio", "harness_database", "kafka", "s3proxy", "server_url", "store_url"}
@@ -302,7 +305,7 @@ def records(kafka: str) -> Records:
 
     async def read(topic: str, count: int, patience: float = PATIENCE) -> list[ConsumerRecord]:
         found: list[ConsumerRecord] = []
-        async with AIOKafkaConsumer(
+        async with KafkaConsumer(
             topic, bootstrap_servers=kafka, auto_offset_reset="earliest"
         ) as one:
             until = asyncio.get_running_loop().time() + patience

@@ -30,14 +30,14 @@ from aiokafka import AIOKafkaProducer  # type: ignore[import-untyped]
 from servers.postgres import installation
 from sqlalchemy import make_url
 
-from pipeline import Service
-from pipeline.apply import inbox
-from pipeline.retention import partitions
-from pipeline.retention.maintenance import run_retention
-from pipeline.servers.database import autocommitting, create_engine
-from pipeline.settings import Settings
-from pipeline.testing.databases import ResettableDatabase
-from pipeline.testing.harness import Harness
+from onceward import Service
+from onceward.apply import inbox
+from onceward.retention import partitions
+from onceward.retention.maintenance import run_retention
+from onceward.servers.database import autocommitting, create_engine
+from onceward.settings import Settings
+from onceward.testing.databases import ResettableDatabase
+from onceward.testing.harness import Harness
 
 from tests.contract.bank import Base, Deposit
 from tests.contract.ledger import Ledger
@@ -61,7 +61,9 @@ NEAR = timedelta(days=30)
 SENT = 1_699_920_000_000
 """The time of the records, in milliseconds: a midnight, as all times of a dump."""
 KAFKA = "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
-LOCATIONS = ("pipeline:migrations/versions", "personal:migrations")
+LOCATIONS = ("onceward:migrations/versions", "onceward.personal:migrations")
+OLD_LOCATIONS = ("pipeline:migrations/versions", "personal:migrations")
+"""Of version 1, whose packages had other names."""
 
 ACCOUNTS = ("eve", "eve", "ada", "bob", "ada", "bob", "ada", "bob")
 POISON, FAILING, ROTATED = 1, 7, 4
@@ -181,7 +183,7 @@ async def use(database: ResettableDatabase, version: str) -> None:
     engine = create_engine(database.settings(), name="release", check=None)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.dispose)
-        stack.enter_context(patch("pipeline.testing.records.time", lambda: SENT / 1_000))
+        stack.enter_context(patch("onceward.testing.records.time", lambda: SENT / 1_000))
         folder = stack.enter_context(TemporaryDirectory())
         harness = Harness(service, engine, database, Path(folder))
         driver = await stack.enter_async_context(autocommitting(engine))
@@ -349,7 +351,8 @@ class Upgrade:
         """Start the bank's program with the code of a raw tree; it is killed at the end."""
         home = self.folder / ("new" if code == NEW else "old")
         home.mkdir(exist_ok=True)
-        locations = "".join(f"\n    {one}" for one in LOCATIONS)
+        is_old = (code / "src" / "pipeline").exists()
+        locations = "".join(f"\n    {one}" for one in (OLD_LOCATIONS if is_old else LOCATIONS))
         (home / "alembic.ini").write_text(
             f"[alembic]\nscript_location = {code / 'tests/servers/alembic'}\n"
             f"path_separator = newline\nversion_locations ={locations}\n",

@@ -5,7 +5,7 @@
 --   psql --set service=parcels_service --set relay=parcels_relay --set operator=parcels_operator \
 --        --set retention=parcels_retention --file deploy/postgres/roles.sql "$URL"
 --
--- Run it after the first `service migrate` and after each migration of src/pipeline; the service may
+-- Run it after the first `service migrate` and after each migration of the engine; the service may
 -- run. In one transaction it grants what each role needs and revokes all other privileges. The roles
 -- must exist; several may be the same. If a lock times out, run it again.
 

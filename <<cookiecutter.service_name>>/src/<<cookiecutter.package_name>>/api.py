@@ -3,17 +3,17 @@
 # <% if cookiecutter.worked_example in ("parcels", "yes") %>
 from pydantic import BaseModel
 
-from http_api.app import Idempotent, create_app
+from onceward.http.app import Idempotent, create_app
 
 from .events import ScanRecorded
 # <% elif cookiecutter.worked_example == "payments" %>
 from pydantic import BaseModel
 
-from http_api.app import Idempotent, create_app
+from onceward.http.app import Idempotent, create_app
 
 from .events import Reason, RequestPayment
 # <% else %>
-from http_api.app import create_app
+from onceward.http.app import create_app
 
 # <% endif %>
 from .main import service

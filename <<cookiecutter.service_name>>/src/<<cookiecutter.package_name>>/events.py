@@ -3,14 +3,14 @@
 
 from pydantic import AwareDatetime
 
-from pipeline import Event
+from onceward import Event
 # <%- elif cookiecutter.worked_example == "payments" +%>
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pipeline import Event
+from onceward import Event
 # <%- endif +%>
 # <%- if cookiecutter.worked_example in ("parcels", "yes") +%>
 

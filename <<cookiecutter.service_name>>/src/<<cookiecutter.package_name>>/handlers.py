@@ -7,9 +7,11 @@ from opentelemetry.instrumentation.httpx import HTTPX2ClientInstrumentor
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
-from effects import Call, Effects
 # <% endif %>
-from pipeline import Handlers, Transaction
+from onceward import Handlers, Transaction
+# <% if cookiecutter.outside_calls == "yes" %>
+from onceward.effects import Call, Effects
+# <% endif %>
 
 from .events import ParcelDelayed, ParcelMoved, ScanRecorded
 from .tables import Parcel
@@ -25,10 +27,10 @@ from opentelemetry.instrumentation.httpx import HTTPX2ClientInstrumentor
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
-from effects import Call, Effects
-from pipeline import Handlers, Policy, Reject, Retry, Transaction
+from onceward import Handlers, Policy, Reject, Retry, Transaction
+from onceward.effects import Call, Effects
 # <% else %>
-from pipeline import Handlers, Policy, Reject, Transaction
+from onceward import Handlers, Policy, Reject, Transaction
 # <% endif %>
 
 from .events import (
@@ -55,10 +57,10 @@ from .events import (
 )
 from .tables import Account, Base, Deposit, Payment, Refund, move
 # <% else %>
+from onceward import Handlers
 # <% if cookiecutter.outside_calls == "yes" %>
-from effects import Effects
+from onceward.effects import Effects
 # <% endif %>
-from pipeline import Handlers
 # <% endif %>
 
 handlers = Handlers()

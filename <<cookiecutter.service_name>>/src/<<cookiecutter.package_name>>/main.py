@@ -1,39 +1,39 @@
 """The service: its name, its handlers, its tables. `service` on the command line is `main`."""
 
+from onceward import Service
 # <% if cookiecutter.object_store == "yes" %>
-from archive import Archive, ArchiveSettings
-from archive.commands import group as archive_commands
-from claims import ClaimSettings, open_claims
-from claims.commands import app as claims_commands
+from onceward.archive import Archive, ArchiveSettings
+from onceward.archive.commands import group as archive_commands
+from onceward.claims import ClaimSettings, open_claims
+from onceward.claims.commands import app as claims_commands
 # <% endif %>
-from contracts.commands import group as schema_commands
+from onceward.cli.commands import command_line
+from onceward.contracts.commands import group as schema_commands
 # <% if cookiecutter.debezium == "yes" %>
-from debezium.commands import app as debezium_commands
+from onceward.debezium.commands import app as debezium_commands
 # <% endif %>
 # <% if cookiecutter.outside_calls == "yes" %>
-from effects import EffectSettings, EffectWorkers
+from onceward.effects import EffectSettings, EffectWorkers
 # <% endif %>
 # <% if cookiecutter.history == "yes" %>
-from history.commands import app as history_commands
+from onceward.history.commands import app as history_commands
 # <% endif %>
 # <% if cookiecutter.http_api == "yes" %>
-from http_api.commands import group as api_commands
+from onceward.http.commands import group as api_commands
 # <% endif %>
 # <% if cookiecutter.object_store == "yes" %>
-from object_store import EndpointSettings
+from onceward.object_store import EndpointSettings
 # <% endif %>
-from operate.commands import command_line
 # <% if cookiecutter.operations_page == "yes" %>
-from page.commands import group as page_commands
+from onceward.page.commands import group as page_commands
 # <% endif %>
 # <% if cookiecutter.personal_data == "yes" %>
-from personal import PersonalData, PersonalSettings
-from personal.commands import group as personal_commands
+from onceward.personal import PersonalData, PersonalSettings
+from onceward.personal.commands import group as personal_commands
 # <% endif %>
-from pipeline import Service
 # <% if cookiecutter.schema_registry == "yes" %>
-from schema_registry import RegistrySettings
-from schema_registry.commands import group as registry_commands
+from onceward.schema_registry import RegistrySettings
+from onceward.schema_registry.commands import group as registry_commands
 # <% endif %>
 
 from .handlers import handlers
@@ -102,7 +102,7 @@ main = command_line(
     page=page_commands(
         service,
         # <% if cookiecutter.history == "yes" %>
-        "history.views",
+        "onceward.history.views",
         # <% endif %>
     ),
     # <% endif %>

@@ -6,7 +6,7 @@ from datetime import datetime
 from sqlalchemy import DateTime, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pipeline import Aggregate
+from onceward import Aggregate
 
 # <%- elif cookiecutter.worked_example == "payments" %>
 from datetime import datetime
@@ -14,7 +14,7 @@ from datetime import datetime
 from sqlalchemy import BigInteger, CheckConstraint, DateTime, ForeignKey, Identity, Text, func
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pipeline import Aggregate
+from onceward import Aggregate
 
 from .events import AuthorizePayment, CapturePayment, DepositReceived, Reason, RefundPayment
 

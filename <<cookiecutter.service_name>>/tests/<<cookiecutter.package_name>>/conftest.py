@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline import Service
+from onceward import Service
 
 from <<cookiecutter.package_name>>.main import service
 

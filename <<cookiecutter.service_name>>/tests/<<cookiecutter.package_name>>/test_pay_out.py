@@ -7,8 +7,8 @@ import httpx2
 import pytest
 from pydantic import SecretStr
 
-from pipeline import Event
-from pipeline.testing import Harness, Outcome
+from onceward import Event
+from onceward.testing import Harness, Outcome
 
 from <<cookiecutter.package_name>> import handlers
 from <<cookiecutter.package_name>>.events import PayoutMade, PayoutRefused, Reason, RequestPayout

@@ -6,8 +6,8 @@ import pytest
 from sqlalchemy import func, select, text
 from sqlalchemy.exc import DBAPIError
 
-from pipeline import Event
-from pipeline.testing import Harness
+from onceward import Event
+from onceward.testing import Harness
 
 from <<cookiecutter.package_name>>.events import (
     AuthorizePayment,

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from pipeline.testing import Harness
+from onceward.testing import Harness
 
 from <<cookiecutter.package_name>>.events import ParcelDelayed, ParcelMoved, ScanRecorded
 from <<cookiecutter.package_name>>.tables import Parcel

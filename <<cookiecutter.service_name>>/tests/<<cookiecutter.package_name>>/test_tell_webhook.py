@@ -3,8 +3,8 @@
 import pytest
 from pydantic import SecretStr
 
-from effects import Call
-from pipeline.testing import Harness
+from onceward.effects import Call
+from onceward.testing import Harness
 
 from <<cookiecutter.package_name>> import handlers
 from <<cookiecutter.package_name>>.events import ParcelDelayed

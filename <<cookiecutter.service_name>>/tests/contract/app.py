@@ -3,8 +3,8 @@
 import os
 from collections import Counter
 
-from operate.commands import command_line
-from pipeline import Event, Handlers, Policy, Service, Transaction
+from onceward import Event, Handlers, Policy, Service, Transaction
+from onceward.cli.commands import command_line
 
 from .bank import Account, Base, Deposited
 

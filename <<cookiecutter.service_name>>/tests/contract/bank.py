@@ -8,7 +8,7 @@ from aiokafka import AIOKafkaProducer, ConsumerRecord
 from sqlalchemy import Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from pipeline import Aggregate, Event
+from onceward import Aggregate, Event
 
 
 class Base(DeclarativeBase):

@@ -61,7 +61,7 @@ async def test_the_schema_is_upgraded_under_a_running_service_and_all_data_stays
     (tmp_path / "next.py").write_text(NEXT.format(head=head), "utf-8")
     (tmp_path / "alembic.ini").write_text(
         f"[alembic]\nscript_location = {HOME}\npath_separator = newline\n"
-        f"version_locations =\n    pipeline:migrations/versions\n    {tmp_path}\n",
+        f"version_locations =\n    onceward:migrations/versions\n    {tmp_path}\n",
         "utf-8",
     )
     async with ledger.traffic():

@@ -12,10 +12,10 @@ from alembic.config import Config
 from sqlalchemy import MetaData, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from pipeline.retention.maintenance import run_retention
-from pipeline.servers.database import autocommitting
-from pipeline.settings import Settings
-from pipeline.testing.databases import with_alembic
+from onceward.retention.maintenance import run_retention
+from onceward.servers.database import autocommitting
+from onceward.settings import Settings
+from onceward.testing.databases import with_alembic
 
 HOME = Path(__file__).with_name("alembic")
 """Working directory of the tests' processes: its `alembic.ini` names the engine's migrations."""
@@ -38,7 +38,7 @@ UPDATE pipeline.outbox_cluster SET database_oid = oid, kafka_cluster = NULL
 
 def migrations_of_the_engine(*others: str) -> Config:
     """Return Alembic's configuration for the engine's branch, and those in other locations."""
-    locations = ("pipeline:migrations/versions", *others)
+    locations = ("onceward:migrations/versions", *others)
     config = Config()
     config.set_main_option("script_location", str(HOME))
     config.set_main_option("version_locations", "\n".join(locations))

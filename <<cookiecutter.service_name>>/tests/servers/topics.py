@@ -11,7 +11,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 
-from pipeline import Event
+from onceward import Event
 
 from .waiting import eventually
 

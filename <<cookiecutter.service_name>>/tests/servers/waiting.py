@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from operate import status
-from pipeline.consume import stamps
+from onceward.cli import status
+from onceward.consume import stamps
 
 PATIENCE = 300.0
 """Seconds until a test that waits is taken for one that hangs."""

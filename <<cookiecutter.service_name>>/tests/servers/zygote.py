@@ -23,8 +23,9 @@ from tempfile import TemporaryDirectory
 from .databases import HOME
 from .waiting import eventually, let_servers_be_slow
 
-_NEEDED = ("operate.commands", "sqlalchemy.dialects.postgresql.asyncpg", "uvloop")
-_OPTIONAL = ("http_api", "page.app")
+_NEEDED = ("onceward.cli.commands", "sqlalchemy.dialects.postgresql.asyncpg", "uvloop")
+_OPTIONAL = {"onceward.http": "fastapi", "onceward.page.app": "jinja2"}
+"""Modules of optional packages, and the library of each, without which it can't be imported."""
 
 
 class Forked:
@@ -122,7 +123,8 @@ def write_code(log: Path, code: int) -> None:
 
 def serve() -> None:
     """Fork a process for every order, until there are no more."""
-    for name in (*_NEEDED, *filter(_is_there, _OPTIONAL)):
+    optional = (one for one, library in _OPTIONAL.items() if _is_there(one) and _is_there(library))
+    for name in (*_NEEDED, *optional):
         importlib.import_module(name)
     let_servers_be_slow()
     gc.freeze()
@@ -153,7 +155,7 @@ def serve() -> None:
 
 
 def _is_there(name: str) -> bool:
-    return find_spec(name.partition(".")[0]) is not None
+    return find_spec(".".join(name.split(".")[:2])) is not None
 
 
 def _note_ends(running: dict[int, Path]) -> None:

@@ -15,8 +15,8 @@ from aiokafka import ConsumerRecord
 from alembic.config import Config
 from sqlalchemy import MetaData
 
-from pipeline.events.event import declared_events
-from pipeline.observe.health import Health
+from onceward.events.event import declared_events
+from onceward.observe.health import Health
 
 from <<cookiecutter.package_name>>.main import service
 

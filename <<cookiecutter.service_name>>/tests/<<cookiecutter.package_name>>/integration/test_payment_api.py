@@ -6,8 +6,8 @@ import asyncpg
 import httpx2
 import pytest
 
-from http_api import open_receiver
-from pipeline.settings import Settings
+from onceward.http import open_receiver
+from onceward.settings import Settings
 
 from <<cookiecutter.package_name>>.api import app
 from <<cookiecutter.package_name>>.main import service

@@ -7,7 +7,7 @@ import asyncpg
 import pytest
 from aiokafka import AIOKafkaProducer
 
-from pipeline import Event
+from onceward import Event
 
 from <<cookiecutter.package_name>>.events import AuthorizePayment, CapturePayment, DepositReceived
 

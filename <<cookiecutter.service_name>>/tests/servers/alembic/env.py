@@ -2,6 +2,6 @@
 
 from sqlalchemy import MetaData
 
-from pipeline import migrations
+from onceward import migrations
 
 migrations.run(MetaData())

@@ -1,0 +1,41 @@
+"""A staged event: a row of the outbox that a transaction will insert."""
+
+from typing import NamedTuple
+
+HEADERS_AT_MOST = 700
+"""Upper limit, in bytes, of the names, separators and fixed values of the headers."""
+
+
+class StagedEvent(NamedTuple):
+    """A row of the outbox. The database adds id, xid, shard and time."""
+
+    topic: str
+    key: bytes | None
+    payload: bytes | None
+    event_id: str
+    source: str
+    type: str
+    subject: str | None
+    sequence: int | None
+    content_type: str
+    traceparent: str | None
+    tracestate: str | None
+    baggage: str | None
+    headers: str | None = None
+    """Headers of the record, as JSON; None: CloudEvents, which are made of the other columns."""
+    dataref: str | None = None
+    """Location of the payload if it is too large for a record; `payload` is then empty."""
+    datalength: int | None = None
+    datachecksum: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Upper limit of its record's size in bytes, with payload, key and headers."""
+        key, payload = len(self.key or b""), len(self.payload or b"")
+        names = len((self.source + self.type).encode())
+        others = len((self.tracestate or "") + (self.baggage or "") + (self.headers or ""))
+        return HEADERS_AT_MOST + payload + 2 * key + names + others
+
+
+COLUMNS = ", ".join(StagedEvent._fields)
+"""Columns of an event, in each table that stores events."""

@@ -1,9 +1,0 @@
-"""The engine's fixtures, on a database server of the module's own."""
-
-from tests.pipeline.integration.conftest import bank, commands  # noqa: F401 (fixtures)
-from tests.pipeline.integration.private_server import (  # noqa: F401 (fixtures)
-    server_url,
-    template,
-    used_databases,
-    way_in,
-)

@@ -1,0 +1,171 @@
+"""Turns of transactions that have deadlocked: one at a time of all processes, and not for ever."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import asyncpg
+import pytest
+
+from onceward import Handlers, Transaction
+from onceward.apply import turns
+from onceward.consume.partition_source import PartitionBatch, PartitionSource
+
+from .bank import Bank
+from .desk import Desk, NewDesk
+from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.servers.waiting import PATIENCE, eventually
+
+WAITS = """
+SELECT EXISTS (SELECT FROM pg_locks JOIN pg_database ON oid = database
+                WHERE datname = current_database() AND NOT granted AND objid = $1)
+"""
+DEADLOCK = asyncpg.DeadlockDetectedError("deadlock detected")
+
+
+@pytest.fixture
+async def desks(new_desk: NewDesk) -> Sequence[Desk]:
+    """Return two processes of one service, which have deadlocked."""
+    return await deadlocked(new_desk)
+
+
+async def deadlocked(new_desk: NewDesk, **limits: float) -> Sequence[Desk]:
+    """Return two processes of one service, which have deadlocked."""
+    bank = Bank(deposits="deposits", balances="balances", name="bank")
+    found = [
+        await new_desk(bank.handlers, topic=bank.deposits, partition=n, **limits) for n in (0, 1)
+    ]
+    for desk in found:
+        error = ExceptionGroup("of tasks", [DEADLOCK])
+        desk.consume.turns.learn(error, await source_of(desk), ())
+    return found
+
+
+@dataclass(frozen=True)
+class Waiting(PartitionSource):
+    """A partition that waits for so long."""
+
+    patience: float = PATIENCE
+
+
+async def source_of(desk: Desk, patience: float = PATIENCE) -> Waiting:
+    """Return a message of the consumer."""
+    batch = PartitionBatch(desk.slot, await desk.read(Deposit(1), start=0))
+    return Waiting([batch], patience=patience)
+
+
+async def turn_of(desk: Desk, patience: float = PATIENCE) -> AbstractAsyncContextManager[None]:
+    """Return a turn of the process."""
+    return desk.consume.turns.take(await source_of(desk, patience), ())
+
+
+async def test_one_transaction_runs_at_a_time_of_all_processes(
+    desks: Sequence[Desk], db: asyncpg.Connection
+) -> None:
+    first, second = desks
+    async with await turn_of(first):
+        applying = asyncio.create_task(second.apply(Deposit(1)))
+        await eventually(lambda: db.fetchval(WAITS, turns._LOCK))
+        assert not applying.done()
+    await applying
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_turn_that_does_not_come_is_not_waited_for_for_ever(desks: Sequence[Desk]) -> None:
+    first, second = desks
+    async with await turn_of(first):
+        for one in (first, second):  # in the process, and in another
+            async with asyncio.timeout(PATIENCE), await turn_of(one, 0.1):
+                pass
+
+
+async def test_who_is_cancelled_while_waiting_leaves_the_turn_to_others(
+    desks: Sequence[Desk], db: asyncpg.Connection
+) -> None:
+    first, second = desks
+    async with await turn_of(first):
+        waiting = [asyncio.create_task(second.apply(Deposit(1))) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        for one in waiting:
+            one.cancel()
+        await asyncio.wait(waiting)
+    await second.apply(Deposit(1))
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_turn_whose_connection_is_lost_fails_no_transaction(
+    desks: Sequence[Desk], db: asyncpg.Connection
+) -> None:
+    first, second = desks
+    first.consume.turns._longest = "100ms"
+    async with await turn_of(first), await turn_of(second):
+        pass  # the server has ended the first one's session
+    await first.apply(Deposit(1))
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_lock_of_python_around_a_load_costs_time_and_is_named(
+    new_desk: NewDesk, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One holds the lock and waits for a row; whoever has the row waits for the lock."""
+    handlers, lock = Handlers(), asyncio.Lock()
+
+    @handlers.on(Deposited, topic="deposits", consumer="guarded")
+    async def guarded(event: Deposited, tx: Transaction) -> None:
+        async with lock:
+            account = await tx.load_or_create(Account, "ada")
+        account.balance += 1
+        account.history += f"{event.amount},"
+
+    desks = [
+        await new_desk(handlers, topic="deposits", partition=n, lock_timeout=0.2) for n in range(4)
+    ]
+    numbers = [range(10 * n, 10 * n + 10) for n in range(4)]
+    async with asyncio.TaskGroup() as group:
+        for desk, its in zip(desks, numbers, strict=True):
+            group.create_task(desk.apply(*(Deposit(n, account=f"{n}") for n in its)))
+    for desk in desks:
+        await desk.make_due()
+        await desk.work_off()
+    assert await desks[0].backlog() == []
+    [amounts] = (await histories(db)).values()
+    assert sorted(amounts) == [*range(40)]
+    assert "waits itself for a lock of Python, such as asyncio.Lock" in caplog.text
+
+
+async def test_a_transaction_may_take_its_whole_time_in_its_turn(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    """Its turn has begun before it, as it waits for a slot, too."""
+    limit = 5
+    first, second = await deadlocked(new_desk, transaction_timeout=limit, lock_timeout=1)
+    async with await turn_of(first):
+        applying = asyncio.create_task(second.apply(Deposit(1)))
+        await asyncio.sleep(limit + 1)
+        assert not applying.done()
+    await applying
+    assert await histories(db) == {"ada": [1]}
+
+
+async def test_a_consumer_that_has_not_deadlocked_waits_for_no_turn(
+    new_desk: NewDesk, desks: Sequence[Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Bank(deposits="others", balances="balances", name="other")
+    desk = await new_desk(other.handlers, topic=other.deposits)
+    source = await source_of(desk)
+    with caplog.at_level(logging.WARNING):
+        assert not desk.consume.turns.are_needed(source.items)
+        desk.consume.turns.learn(asyncpg.LockNotAvailableError("timeout"), source, ())
+        assert not desk.consume.turns.are_needed(source.items)
+        (record,) = caplog.records
+        assert "a handler that waits itself for a lock of Python" in record.getMessage()
+        caplog.clear()
+        locked = [(Account, ("ada",)), (Account, ("bob",))]
+        desk.consume.turns.learn(DEADLOCK, source, (), locked)
+        desk.consume.turns.learn(DEADLOCK, source, ())
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "deposit deadlock: they take turns for 600 s, which costs time and no order" in text
+    assert text.endswith("Locked, among others: Account ('ada',), Account ('bob',)")

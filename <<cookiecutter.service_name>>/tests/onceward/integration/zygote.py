@@ -1,0 +1,13 @@
+"""The zygote of the crash matrix: its batches share transactions however slow the machine is."""
+
+import math
+
+from onceward.apply import transactions
+from onceward.consume import gathering
+
+from tests.servers.zygote import serve
+
+if __name__ == "__main__":
+    gathering._EXPECTED_SECONDS, gathering._TIME_SHARE = math.inf, 1.0
+    transactions._CAREFUL_SECONDS = 0.5  # also soon after a failure
+    serve()
