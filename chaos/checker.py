@@ -161,12 +161,8 @@ class Checker:
 
     async def _unapplied(self) -> str:
         """Return what is unread, or waits in the backlog."""
-        connection = await asyncpg.connect(self._database)
-        try:
-            left = await look(self._kafka, connection, feed.TOPIC, ())
-        finally:
-            await connection.close()
-        return str(replace(left, unpublished=0))
+        left = await self._backlog()
+        return str(Backlog(left.unread, left.waiting, 0))
 
     async def _backlog(self) -> Backlog:
         connection = await asyncpg.connect(self._database)

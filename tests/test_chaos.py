@@ -1024,19 +1024,28 @@ async def test_who_takes_what_is_paused_or_more_than_is_allowed_is_noted(
         await growing.servers.execute(f"DROP DATABASE {own} WITH (FORCE)")
 
 
-CHATTY = """
-import json, os, threading, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
+ALIVE = """
+import json, os
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 class Alive(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"seconds_since_beat": time.monotonic() - beat}).encode())
+        self.wfile.write(json.dumps({"seconds_since_beat": seconds_since_beat()}).encode())
 
     def log_message(self, *arguments):
         pass
+
+PORT = "127.0.0.1", int(os.environ["PIPELINE_HEALTH_PORT"])
+"""
+"""The health port of a service, which says when that had its last heartbeat."""
+CHATTY = f"""{ALIVE}
+import threading, time
+from itertools import count
+
+def seconds_since_beat():
+    return time.monotonic() - beat
 
 def write():
     os.write(2, b"%d\\n" % next(numbers))
@@ -1047,7 +1056,7 @@ def write_all():
         time.sleep(0.01)
 
 beat, numbers = time.monotonic(), count()
-server = ThreadingHTTPServer(("127.0.0.1", int(os.environ["PIPELINE_HEALTH_PORT"])), Alive)
+server = ThreadingHTTPServer(PORT, Alive)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 if not WAITS:
     threading.Thread(target=write_all, daemon=True).start()
@@ -1099,20 +1108,9 @@ with health.serving(state, host="127.0.0.1", port=int(os.environ["PIPELINE_HEALT
         time.sleep(0.1)
 """
 """A service that has nothing but its health port."""
-ONE_BY_ONE = """
-import json, os
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-class Alive(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"seconds_since_beat": 0.0}).encode())
-
-    def log_message(self, *arguments):
-        pass
-
-HTTPServer(("127.0.0.1", int(os.environ["PIPELINE_HEALTH_PORT"])), Alive).serve_forever()
+ONE_BY_ONE = f"""{ALIVE}
+seconds_since_beat = float
+HTTPServer(PORT, Alive).serve_forever()
 """
 """A service whose port waits for one client before it answers the next."""
 

@@ -103,10 +103,8 @@ async def _lowest(connection: asyncpg.Connection, seen: Snapshot, target: Snapsh
             ids.append(piece["id"])
             is_last = piece["rows"] < _SCAN_AT_MOST
             if not is_last and piece["xid"] == xid:  # one transaction has more rows than a piece
-                ids.append(await connection.fetchval(statements.FIND_FIRST_ID))
-                xid += 1
-            else:
-                xid = piece["xid"]
+                return int(await connection.fetchval(statements.FIND_FIRST_ID))
+            xid = piece["xid"]
     return int(min(one for one in ids if one is not None))
 
 

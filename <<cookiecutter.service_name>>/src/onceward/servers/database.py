@@ -145,11 +145,13 @@ def _fail_statement(failed: sa.ExceptionContext) -> None:
     statement = getattr(failed.execution_context, "pipeline_statement", None)
     if statement is not None:
         statement.end(failed.original_exception)
-    with suppress(NotImplementedError):  # by SQLAlchemy's first look at a server, which has no info
-        if failed.connection is not None and (guard := failed.connection.info.get(GUARD)):
-            guard.under_way.discard(failed.execution_context)
-            guard.fail(failed.original_exception)
-            guard.was_cancelled |= not isinstance(failed.original_exception, Exception)
+    guard = None
+    with suppress(NotImplementedError):  # SQLAlchemy's first look at a server has no info
+        guard = failed.connection and failed.connection.info.get(GUARD)
+    if guard:
+        guard.under_way.discard(failed.execution_context)
+        guard.fail(failed.original_exception)
+        guard.was_cancelled |= not isinstance(failed.original_exception, Exception)
 
 
 def _refuse(text: str, connection: Any) -> None:

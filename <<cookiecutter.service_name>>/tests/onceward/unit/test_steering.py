@@ -14,6 +14,8 @@ from onceward.apply.failures import RolledBack
 from onceward.errors import Paused, Repeat, SourceLost
 from onceward.servers.record_batches import UnreadableBatch
 
+from tests.onceward import rooms
+
 KINDS = (Repeat, RolledBack, Paused, SourceLost, UnreadableBatch)
 """The exceptions that steer, with those that derive from them."""
 OTHERS = {
@@ -38,17 +40,13 @@ OTHERS = {
 BESIDE = "onceward.migrations", "onceward.operators", "onceward.testing"
 """What runs beside a service, and not in its processes."""
 README = Path(onceward.__path__[0]) / "README.md"
-ROOMS = set(re.findall(r"`(\w+)/`", README.read_text("utf-8")))
-"""Folders of the engine. All others are optional."""
 OURS = onceward.__name__ + "."
 
 
 def modules() -> Iterator[ModuleType]:
     """Yield the modules that run in the processes of a service."""
     for one in pkgutil.walk_packages(onceward.__path__, OURS):
-        room, *below = one.name.removeprefix(OURS).split(".")
-        is_optional = room not in ROOMS and (below or one.ispkg)
-        if not (is_optional or one.name.startswith(BESIDE)):
+        if rooms.have(one.name) and not one.name.startswith(BESIDE):
             yield importlib.import_module(one.name)
 
 
