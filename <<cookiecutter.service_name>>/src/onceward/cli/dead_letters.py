@@ -161,7 +161,7 @@ SELECT *, key AS row_key, lane AS lock, received_at AS waiting_since, reason AS 
         return entry
 
     async def _lock(self, number: int) -> None:
-        await dead_rows.fence_lane(self.connection, number)
+        await dead_rows.lock_lane(self.connection, number)
 
     async def _redrive(self, rows: Rows, copy: Copy | None) -> Sequence[Redriven]:
         if copy is not None:

@@ -212,7 +212,7 @@ class Correcting:
     async def cancel(self, *, who: str, why: str) -> int:
         """Delete what waits for the correction, so that its keys go on; return how many.
 
-        They can be handed again.
+        They can be handed again. What a worker is handling meanwhile is corrected all the same.
         """
         change = Change(who, "cancel", why)
         await audit.note(self._connection, change, f"consumer {self._name}")
@@ -223,7 +223,7 @@ class Correcting:
                 async with self._connection.transaction():
                     # As long as a lease lasts, for which a worker may hold the lane.
                     await self._limit(self._settings.backlog_lease)
-                    await dead_rows.fence_lane(self._connection, lane)
+                    await dead_rows.lock_lane(self._connection, lane)
                     rows = await self._connection.fetch(_CANCEL, lane, self._name)
                     keys = {row["order_key"] for row in rows}
                     await lanes.schedule_heads(self._connection, [lane], keys)

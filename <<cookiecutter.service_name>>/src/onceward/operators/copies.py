@@ -43,7 +43,7 @@ async def redrive(
 
     An id stands for one payload, so the copy's differs: a new value in the header `ce_id`, or the
     payload's own where the codec reads it there. Only the letter's consumers handle the copy;
-    returns its message for each. Call `fence_lane` before, in the same transaction. Raises
+    returns its message for each. Call `lock_lane` before, in the same transaction. Raises
     `Refused` if it can't be handled, or if its id is the letter's or one that is stored already.
     """
     row = await connection.fetchrow(statements.READ_ROW, key)

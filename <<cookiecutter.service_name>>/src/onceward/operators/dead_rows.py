@@ -6,27 +6,23 @@ import asyncpg
 
 from onceward.handlers.policy import DIED, REDRIVEN
 from onceward.retry import lanes
-from onceward.schema import FIRST_LANE_OF_CALLS
 
 from . import statements
 
 
-async def fence_lane(connection: asyncpg.Connection, lane: int) -> None:
+async def lock_lane(connection: asyncpg.Connection, lane: int) -> None:
     """Lock the lane to the end of the transaction, to change its dead rows.
 
-    Waits for the transaction of the worker that holds the lane, whose later transactions raise
-    `LaneLost`. That worker has not died, so its start is not left over in the lane's count. A
-    worker of calls keeps the lane: it has to store how its calls end, and has read no dead row.
+    Waits for the transaction of the worker that holds the lane. It keeps the lane: what it has read
+    before, it compares with the first rows of its keys when it has locked the lane.
     """
-    await connection.execute(
-        statements.LOCK_LANE if lane >= FIRST_LANE_OF_CALLS else statements.FENCE_LANE, lane
-    )
+    await connection.execute(statements.LOCK_LANE, lane)
 
 
 async def redrive(connection: asyncpg.Connection, rows: Sequence[asyncpg.Record]) -> None:
     """Make dead rows wait to be tried again, with a new budget of attempts, in their keys' order.
 
-    They have `key`, `lane` and `order_key`. Call `fence_lane` before.
+    They have `key`, `lane` and `order_key`. Call `lock_lane` before.
     """
     keys = [row["key"] for row in rows]
     await connection.execute(statements.REDRIVE_ROWS, keys, DIED, REDRIVEN)
@@ -39,7 +35,7 @@ async def discard(
     """Close dead rows, so that those that wait behind them go on. They are kept for a while, so
     that their message is recognised if it comes again.
 
-    They have `key`, `lane` and `order_key`. Call `fence_lane` before.
+    They have `key`, `lane` and `order_key`. Call `lock_lane` before.
     """
     keys = [row["key"] for row in rows]
     await connection.execute(statements.DISCARD_ROWS, keys, operator, why)

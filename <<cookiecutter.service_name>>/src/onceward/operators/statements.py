@@ -54,21 +54,10 @@ Plan: `backlog_pkey`.
 """
 
 LOCK_LANE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
-"""Lock a lane of calls, whose worker keeps it.
+"""Lock a lane, to change its dead rows.
 
-Locks: the lane, until the transaction ends.
-Plan: `backlog_lane_pkey`, or a scan.
-"""
-
-FENCE_LANE = """
-UPDATE pipeline.backlog_lane
-   SET token = token + 1, owner = NULL, lease_until = NULL,
-       starts = starts - CASE WHEN lease_until > clock_timestamp() THEN 1 ELSE 0 END
- WHERE lane = $1
-"""
-"""Take a lane from its worker, to change its dead rows.
-
-Locks: the lane, until the transaction ends. It waits for the transaction of the worker.
+Locks: the lane, until the transaction ends. It waits for the transaction of the worker, and the
+worker for it.
 Plan: `backlog_lane_pkey`, or a scan.
 """
 

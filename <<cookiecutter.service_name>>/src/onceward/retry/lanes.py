@@ -23,7 +23,7 @@ _DEMOTED = 10_000
 
 
 class LaneLost(SourceLost):
-    """The lane's lease has ended: another worker has claimed the lane, or a command fenced it."""
+    """The lane's lease has ended, and another worker has claimed the lane."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,5 +251,5 @@ async def redrive(driver: asyncpg.Connection, letters: Iterable[DeadLetter]) -> 
         if len(rows) != len(set(ids)):
             raise HarnessMisused("a letter is not there any more: get them by dead_letters()")
         for number in sorted({row["lane"] for row in rows}):
-            await dead_rows.fence_lane(driver, number)
+            await dead_rows.lock_lane(driver, number)
         await dead_rows.redrive(driver, rows)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from weakref import ref
 
 import asyncpg
@@ -45,8 +46,7 @@ from onceward.operators.copies import Copy
 from onceward.plain import PayloadFields, Plain
 from onceward.retry import lanes
 from onceward.retry import statements as retry_statements
-from onceward.retry.lane_source import read_rows, take
-from onceward.retry.lanes import LaneLost
+from onceward.retry.lane_source import LaneSource, read_rows, take
 from onceward.runtime import Part
 from onceward.servers.database import autocommitting
 from onceward.servers.retrying import Attempts
@@ -513,28 +513,60 @@ async def test_letters_come_newest_first_over_as_many_pages_as_there_are(
     assert [one.offset for one in await letters(desk, limit=5)] == [one.offset for one in found][:5]
 
 
-async def test_a_worker_that_has_read_rows_before_does_nothing_with_them(
-    bank: Bank, desk: Desk, db: asyncpg.Connection
-) -> None:
+async def failed_behind_a_letter(bank: Bank, desk: Desk) -> None:
+    """Store a dead deposit of 5, and one of 10 of the same key that has failed and is due."""
+    await bury(desk, Deposit(5))
     bank.refused = {10}
     await desk.apply(Deposit(10))
-    await bury(desk, Deposit(5))
     bank.refused = set()
     await desk.make_due()
+
+
+@pytest.mark.parametrize(
+    ("decide", "at_once", "later"), [(redrive, {}, [5, 10]), (discard, {"ada": [10]}, [10])]
+)
+async def test_a_worker_keeps_its_lane_and_compares_what_it_has_read(
+    bank: Bank,
+    desk: Desk,
+    db: asyncpg.Connection,
+    decide: Callable[[Desk], Awaitable[object]],
+    at_once: dict[str, list[int]],
+    later: list[int],
+) -> None:
+    await failed_behind_a_letter(bank, desk)
     async with autocommitting(desk.engine) as driver:
         lane = await lanes.claim(driver, "a worker", 60, ["deposit"])
         assert lane is not None
         source = await read_rows(lane, desk.handlers, await take(driver, lane, ["deposit"], 100))
-        assert await discard(desk) == 1
+        await decide(desk)
         attempts = Attempts(
             "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
         )
-        with pytest.raises(LaneLost):
-            await desk.consume.apply(source, attempts)
-        assert await histories(db) == {}
-        again = await lanes.claim(driver, "another", 60, ["deposit"])
-        assert again is not None
-        assert again.starts == 1, "the first one has not died"
+        await desk.consume.apply(source, attempts)
+        assert await histories(db) == at_once
+        await lanes.release(driver, lane, forgets_deaths=False)
+    await desk.work_off()
+    assert await histories(db) == {"ada": later}
+
+
+async def test_a_command_costs_a_row_that_is_tried_alone_no_attempt(
+    bank: Bank, desk: Desk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await failed_behind_a_letter(bank, desk)
+    assert await lanes.claim(db, "a worker that dies", 0.0, ["deposit"]) is not None
+    read = desk.lanes._read
+
+    async def redrive_before(*arguments: Any, **options: Any) -> LaneSource:
+        """Redrive the letter when the attempt is stored, and the row not handled yet."""
+        if not redriven:
+            redriven.extend(await redrive(desk))
+        return await read(*arguments, **options)
+
+    redriven: list[Redriven] = []
+    monkeypatch.setattr(desk.lanes, "_read", redrive_before)
+    await desk.work_off()
+    assert len(redriven) == 1
+    assert await histories(db) == {"ada": [10, 5]}
 
 
 async def test_an_operator_waits_for_the_worker_and_is_cut_off_when_he_stops(
@@ -889,15 +921,15 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
     monkeypatch.setattr(dead, "CHUNK", 1)
     monkeypatch.setattr(dead_commands, "PROGRESS", 2)
     await bury(desk, *(Deposit(n, "ada") for n in range(3)))
-    fence, calls = dead_rows.fence_lane, []
+    lock, calls = dead_rows.lock_lane, []
 
     async def lose(connection: asyncpg.Connection, lane: int) -> None:
         calls.append(lane)
         if len(calls) == 3:
             await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-        await fence(connection, lane)
+        await lock(connection, lane)
 
-    monkeypatch.setattr(dead_rows, "fence_lane", lose)
+    monkeypatch.setattr(dead_rows, "lock_lane", lose)
     command = ("discard", "--because", "x", "--all", "--yes")
     done = await service(*command)
     assert done.exit_code == 1
@@ -906,7 +938,7 @@ async def test_a_command_that_loses_the_database_says_how_far_it_came(
         "discarded 2 of 3; run it again to continue",
     ]
     assert "PostgreSQL at " in done.stderr
-    monkeypatch.setattr(dead_rows, "fence_lane", fence)
+    monkeypatch.setattr(dead_rows, "lock_lane", lock)
     assert "discarded 1 of 1" in (await service(*command)).stderr
 
 

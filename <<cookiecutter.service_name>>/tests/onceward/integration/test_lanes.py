@@ -20,7 +20,6 @@ from onceward.apply.encryption import Rows
 from onceward.apply.item import Item, order_key
 from onceward.apply.outcome import BatchOutcome
 from onceward.apply.transactions import ConsumeTransactions
-from onceward.operators import dead_rows
 from onceward.retry import lane_source, lanes
 from onceward.retry.lane_source import LaneSource, is_suspect, read_rows, take
 from onceward.retry.lanes import LaneLost, Lease
@@ -749,7 +748,11 @@ async def test_a_lane_that_is_lost_takes_no_other_with_it(
     lease = await desk.lanes._claim(8)
     assert lease is not None
     assert len(lease.lanes) == 8
-    await dead_rows.fence_lane(db, lease.lanes[3])
+    await db.execute(
+        "UPDATE pipeline.backlog_lane SET token = token + 1, owner = NULL, lease_until = NULL,"
+        " starts = 0 WHERE lane = $1",
+        lease.lanes[3],
+    )
     await desk.lanes._work_at(lease)  # and loses it
     assert await histories(db) == {}
     assert await starts_of(db) == 0

@@ -83,7 +83,6 @@ BY_OTHERS = {*BY_RETENTION}
 
 BY_A_PERSON = (
     *(
-        operator_statements.FENCE_LANE,
         operator_statements.LOCK_LANE,
         operator_statements.REDRIVE_ROWS,
         operator_statements.DISCARD_ROWS,
