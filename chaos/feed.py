@@ -42,7 +42,12 @@ each fault is to meet some, however long faults wait for one another."""
 KEPT_FOR_CRASHES = 0.3
 """That share if scans crash the server, each time all processes begin anew."""
 SLOWLY = 0.5
-"""Seconds between two of these."""
+"""Seconds between the first two of these."""
+SLOWER = 1.02
+"""Factor by which each pause exceeds the one before, so that some are left however long it takes.
+
+The pauses of a message that crashes the server double, so others always commit in between.
+"""
 
 
 class Outgoing(Protocol):
@@ -165,10 +170,12 @@ class Feed:
         await self._send(sends[:steady], seconds * steady / max(1, len(sends)))
         if may_end:
             self._tell(slow=True)
+            pause = SLOWLY
             while not may_end.is_set() and self._done + 1 < len(sends):
                 await self._burst(sends[self._done : self._done + 1])
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(may_end.wait(), SLOWLY)
+                    await asyncio.wait_for(may_end.wait(), pause)
+                pause *= SLOWER
             await may_end.wait()
         rest = sends[self._done :]
         await self._send(rest, seconds * len(rest) / max(1, len(sends)))

@@ -343,7 +343,7 @@ def harness_migrate():
 )
 def test_the_tests_that_the_guides_show_pass(tmp_path: Path, guide: str) -> None:
     plugin = "onceward.http.testing" if guide is HTTP else "onceward.testing.plugin"
-    calls = "from effects" in guide
+    calls = "onceward.effects" in guide
     done = run_tests_of(tmp_path, blocks(guide), makes_calls=calls, plugin=plugin)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = blocks(guide).count("async def test_")

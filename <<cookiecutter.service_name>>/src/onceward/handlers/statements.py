@@ -10,11 +10,14 @@ AT_WORK = "at work"
 """Value of the setting `pipeline.handler` while handlers have sessions of their own: the database
 then rejects COMMIT, see `pipeline.refuse_commit`."""
 
-_GUARD = f"""
-INSERT INTO pipeline.guarded_transaction SELECT pg_current_xact_id() WHERE %s = '{AT_WORK}'
+
+def _guard(setting: str) -> str:
+    return f"""
+INSERT INTO pipeline.guarded_transaction SELECT pg_current_xact_id() WHERE {setting} = '{AT_WORK}'
 """
 
-GUARD_COMMIT = _GUARD % "current_setting('pipeline.handler')"
+
+GUARD_COMMIT = _guard("current_setting('pipeline.handler')")
 """Make the database reject COMMIT, in a transaction that moves no position.
 
 It inserts nothing unless handlers have sessions of their own.
@@ -23,7 +26,7 @@ Locks: the new row. A deferred trigger deletes it in the COMMIT, so that each le
 Plan: finds no row.
 """
 
-GUARD_WRITER = _GUARD % f"set_config('pipeline.handler', '{AT_WORK}', true)"
+GUARD_WRITER = _guard(f"set_config('pipeline.handler', '{AT_WORK}', true)")
 """Begin the transaction of a writer, whose COMMIT the database rejects until `END_GUARD`.
 
 Locks: the new row. A deferred trigger deletes it in the COMMIT, so that each leaves a dead one.

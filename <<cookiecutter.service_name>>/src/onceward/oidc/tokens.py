@@ -6,8 +6,7 @@ import time
 import requests
 from pydantic import ValidationError
 
-from onceward.errors import OncewardError
-
+from .errors import TokenRefused
 from .settings import OidcSettings
 
 _ANSWER_SECONDS = 5.0
@@ -15,10 +14,6 @@ _ANSWER_SECONDS = 5.0
 _RENEW_AT = 0.8
 """Share of its life after which a token is renewed, as Kafka's own clients do it."""
 _LONGEST_REASON = 300
-
-
-class TokenRefused(OncewardError):
-    """The provider has answered, and with no token; the text has its reason."""
 
 
 class Tokens:

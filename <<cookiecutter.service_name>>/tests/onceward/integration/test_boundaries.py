@@ -31,7 +31,7 @@ BY_COMMANDS = (
 """Modules whose statements run when a person asks for it; a service never does."""
 
 UNMET = (
-    *(handler_statements.GUARD_WRITER, handler_statements.GUARD_COMMIT, handler_statements._GUARD),
+    *(handler_statements.GUARD_WRITER, handler_statements.GUARD_COMMIT),
     *(handler_statements.END_GUARD, handler_statements.CHECK_GUARD),
     *(retry_statements._LOCKED, retry_statements.EXTEND_UNLOCKED_LEASES),
     apply_statements.SHARE_GENERATIONS,  # a part of the statement that begins a transaction

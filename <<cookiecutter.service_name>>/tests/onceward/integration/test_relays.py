@@ -437,7 +437,7 @@ async def test_a_key_of_many_events_goes_by_pages_and_not_event_by_event(
     await stage(db, numbered(topic, range(10_000)))
     async with (
         following(kafka, topic) as tail,
-        relaying(settings(relay_batch_events=2_000), Counting),
+        relaying(settings(relay_batch_events=2_000, relay_lease=60), Counting),
     ):
         await tail.until_ids(range(10_000))
     assert pages == [2_000] * 5

@@ -13,6 +13,7 @@ import pytest
 import requests
 from pydantic import ValidationError
 
+from onceward.oidc.errors import TokenRefused
 from onceward.oidc.settings import OidcSettings
 
 LOOPBACK = "127.0.0.1"
@@ -72,7 +73,7 @@ def tokens(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
         settings = {"token_url": provider.url, "client_id": "teller", "client_secret": "secret"}
         return module.Tokens(OidcSettings.model_validate(settings | changes))
 
-    return SimpleNamespace(make=make, clock=clock, refused=module.TokenRefused)
+    return SimpleNamespace(make=make, clock=clock)
 
 
 def test_a_token_is_kept_renewed_in_time_and_used_to_its_end(
@@ -88,7 +89,7 @@ def test_a_token_is_kept_renewed_in_time_and_used_to_its_end(
     tokens.clock.now += 99
     assert ours.current() == "u"
     tokens.clock.now += 2
-    with pytest.raises(tokens.refused, match=r"has answered 500.*down"):
+    with pytest.raises(TokenRefused, match=r"has answered 500.*down"):
         ours.current()
     assert len(provider.asked) == 4
 
@@ -107,7 +108,7 @@ def test_an_answer_that_has_no_token_is_refused(
     provider: Provider, tokens: SimpleNamespace, answer: Any
 ) -> None:
     provider.answer = answer
-    with pytest.raises(tokens.refused, match="has answered 200: no token"):
+    with pytest.raises(TokenRefused, match="has answered 200: no token"):
         tokens.make().current()
 
 
