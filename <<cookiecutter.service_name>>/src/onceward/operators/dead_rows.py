@@ -11,7 +11,7 @@ from . import statements
 
 
 async def lock_lane(connection: asyncpg.Connection, lane: int) -> None:
-    """Lock the lane to the end of the transaction, to change its dead rows.
+    """Lock the lane to the end of the transaction, to change its rows.
 
     Waits for the transaction of the worker that holds the lane. It keeps the lane: what it has read
     before, it compares with the first rows of its keys when it has locked the lane.

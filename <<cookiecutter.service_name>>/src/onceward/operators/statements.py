@@ -54,7 +54,7 @@ Plan: `backlog_pkey`.
 """
 
 LOCK_LANE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
-"""Lock a lane, to change its dead rows.
+"""Lock a lane, to change its rows.
 
 Locks: the lane, until the transaction ends. It waits for the transaction of the worker, and the
 worker for it.

@@ -538,7 +538,7 @@ async def test_a_worker_keeps_its_lane_and_compares_what_it_has_read(
         lane = await lanes.claim(driver, "a worker", 60, ["deposit"])
         assert lane is not None
         source = await read_rows(lane, desk.handlers, await take(driver, lane, ["deposit"], 100))
-        await decide(desk)
+        assert await decide(desk), "the letter"
         attempts = Attempts(
             "the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append
         )

@@ -28,7 +28,7 @@ from onceward.consume.limits import TopicLimits
 from onceward.consume.partition_source import PartitionBatch, PartitionSource
 from onceward.observe import metrics
 from onceward.observe.health import Health
-from onceward.operators import offsets, stopping
+from onceward.operators import dead_rows, offsets, stopping
 from onceward.operators.audit import Change
 from onceward.operators.stopping import Subject
 from onceward.retry import lanes
@@ -539,7 +539,7 @@ async def test_a_row_that_another_lane_demotes_as_a_pause_ends_goes_on(
     (row,) = [row for row in await desk.backlog() if row["topic"] == bank.deposits]
     other = await connect()
     async with other.transaction():  # of the worker that has the lane of deferred messages
-        await other.execute(_LOCK_LANE, row["lane"])
+        await dead_rows.lock_lane(other, row["lane"])
         await lanes.schedule_heads(other, [row["lane"]], [row["order_key"]])
         ending = asyncio.create_task(desk.work_off())
 
@@ -552,9 +552,6 @@ async def test_a_row_that_another_lane_demotes_as_a_pause_ends_goes_on(
     await desk.work_off()
     assert await histories(db) == {"ada": [1]}
     assert await desk.backlog() == []
-
-
-_LOCK_LANE = "SELECT FROM pipeline.backlog_lane WHERE lane = $1 FOR NO KEY UPDATE"
 
 
 async def test_a_key_that_a_process_has_died_with_is_not_tried_for_its_pause(
