@@ -37,10 +37,9 @@ log = logging.getLogger(__name__)
 BEAT = 1.0
 """Seconds between heartbeats."""
 LAST_RESORT = 5.0
-"""Seconds after the watchdog's own time-out at which `faulthandler` writes the stacks, if no thread
-of Python runs. Twice and three times as late are the two signals of which the second one ends the
-process, also if nothing reads standard error."""
-_LIBC = ctypes.CDLL(None)
+"""Seconds after the watchdog's own time-out at which a signal has the stack of the event loop
+written, if no thread of Python runs. Twice as late another one ends the process."""
+_STANDARD_ERROR = 2
 _REPORT_SECONDS = 1.0
 """Time that the reason for the end may take to be written."""
 _END_SECONDS = 3.0
@@ -115,19 +114,20 @@ async def heartbeat(
         stopping.set()
         watching.join()
         RUNNING.limit = math.inf
-        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
+        faulthandler.unregister(signal.SIGALRM)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _watch_loop(health: Health, thread: int, stopping: threading.Event) -> None:
     """Send signals to the thread of a blocked event loop; end the process after `stall_after`."""
     tick, postpone_at = RUNNING.limit / 12, -math.inf
+    postpone = _last_resort(health.stall_after)
     while (silence := RUNNING.seconds - RUNNING.turned_at) < health.stall_after:
-        # Each time starts a thread. By a clock that goes on while the process is stopped, as those
-        # of the last resort do: afterwards it is postponed at once.
+        # By a clock that goes on while the process is stopped, as the timer of the kernel does:
+        # afterwards it is postponed at once.
         if (now := time.monotonic()) >= postpone_at:
-            _postpone_last_resort(health.stall_after)
+            postpone()
             postpone_at = now + BEAT
         if stopping.wait(tick):
             return
@@ -140,16 +140,25 @@ def _watch_loop(health: Health, thread: int, stopping: threading.Event) -> None:
     _end_process(_LOOP_BLOCKED, text, silence, stack=stack)
 
 
-def _postpone_last_resort(seconds: float) -> None:
-    """Have the process end if no thread of Python calls this again for so many seconds.
+def _last_resort(seconds: float) -> Callable[[], None]:
+    """Return what postpones the signals that end the process if no thread of Python runs.
 
-    All times are over if the process was stopped for longer. So the first signal does nothing: it
-    calls a function of C, as Python may not run, and restores the default action of the next one.
+    The first one is over, too, once the process was stopped for longer. So it does not end it: in
+    C, as Python may not run, it writes the stack of the thread that it interrupts, and restores
+    the default action for the second one. Stacks of other threads could not be read safely then.
     """
-    faulthandler.dump_traceback_later(seconds + LAST_RESORT)
-    if on_first := getattr(_LIBC, "sysv_signal", None):  # not every C library has it
-        on_first(signal.SIGALRM, _LIBC.abs)
-    signal.setitimer(signal.ITIMER_REAL, seconds + 2 * LAST_RESORT, LAST_RESORT)
+    # A handler for one signal only. Not every C library has it: there the first signal is the last.
+    if handle_once := getattr(ctypes.CDLL(None), "sysv_signal", None):
+        handle_once.argtypes, handle_once.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        faulthandler.register(signal.SIGALRM, _STANDARD_ERROR, all_threads=False)
+        write_stack = handle_once(signal.SIGALRM, None)
+
+    def postpone() -> None:
+        if handle_once:
+            handle_once(signal.SIGALRM, write_stack)
+        signal.setitimer(signal.ITIMER_REAL, seconds + LAST_RESORT, LAST_RESORT)
+
+    return postpone
 
 
 def _end_process(code: int, text: str, *args: object, stack: str | None = None) -> NoReturn:

@@ -477,7 +477,7 @@ def test_a_process_in_which_no_thread_runs_any_more_ends_all_the_same() -> None:
 
 def test_the_last_resort_is_postponed_once_a_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     postponed: list[float] = []
-    monkeypatch.setattr(watchdog, "_postpone_last_resort", postponed.append)
+    monkeypatch.setattr(watchdog, "_last_resort", lambda seconds: lambda: postponed.append(seconds))
     monkeypatch.setattr(watchdog, "BEAT", 3_600.0)
 
     class Ticks(threading.Event):
@@ -495,8 +495,12 @@ def test_the_last_resort_is_postponed_once_a_beat(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_process_that_is_stopped_for_longer_than_the_last_resort_goes_on() -> None:
-    done = hang(f"{CONTINUE.format(seconds=20)}; {STOP}", then="print('to the end')")
+    # Signals are due after 7 s and every 5 s from then on.
+    done = hang(f"{CONTINUE.format(seconds=18)}; {STOP}", then="print('to the end')")
     assert (done.returncode, done.stdout) == (0, "to the end\n"), done.stderr
+    # Only of the thread that was interrupted: to read those of threads that run ends the process.
+    assert done.stderr.count("Stack (most recent call first)") == 1
+    assert "Thread 0x" not in done.stderr
 
 
 UNREAD = """
