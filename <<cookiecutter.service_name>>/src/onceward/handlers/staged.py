@@ -22,7 +22,8 @@ class StagedEvent(NamedTuple):
     tracestate: str | None
     baggage: str | None
     headers: str | None = None
-    """Headers of the record, as JSON; None: CloudEvents, which are made of the other columns."""
+    """Headers of the record, as JSON pairs; None: CloudEvents, which are made of the other columns.
+    A JSON object has the event's own headers, which come beside those of CloudEvents."""
     dataref: str | None = None
     """Location of the payload if it is too large for a record; `payload` is then empty."""
     datalength: int | None = None
