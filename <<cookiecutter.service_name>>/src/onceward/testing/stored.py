@@ -139,6 +139,7 @@ async def since(
             row["topic"],
             None if row["key"] is None else row["key"].decode(),
             row["sequence"],
+            dict(sent_headers(row)),
         )
         for row in await fetch("payload", _PUBLISHED, mark.outbox)
     ]

@@ -398,6 +398,7 @@ async def test_an_event_as_large_as_it_may_be_is_one_that_kafka_accepts(
     told = await new_topic(**{"max.message.bytes": str(limit)})
     handlers = Handlers()
     sizes: list[int] = []
+    own = {"tenant": "ü" * 100, "region": ""}
 
     class Told(
         Event,
@@ -413,13 +414,13 @@ async def test_an_event_as_large_as_it_may_be_is_one_that_kafka_accepts(
             size = (fits + too_large) // 2
             try:
                 Outbox(service.source, limit).stage(
-                    Told(text="x" * size), id="0" * 32, key="k" * 500, sequence=1
+                    Told(text="x" * size), id="0" * 32, key="k" * 500, sequence=1, headers=own
                 )
                 fits = size
             except Unpublishable:
                 too_large = size
         sizes.append(fits)
-        tx.publish(Told(text="x" * fits), key="k" * 500)
+        tx.publish(Told(text="x" * fits), key="k" * 500, headers=own)
 
     trace = (
         ("traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b9c7c989f97918e1-01"),
@@ -434,3 +435,7 @@ async def test_an_event_as_large_as_it_may_be_is_one_that_kafka_accepts(
     assert [len(json.loads(event.value)["text"]) for event in events] == sizes
     assert sizes[0] < sizes[1]
     assert sizes[1] > limit - 3_000
+    traced, untraced = (dict(event.headers) for event in events)
+    assert {"ce_id", "traceparent", "baggage"} <= traced.keys()
+    for sent in (traced, untraced):
+        assert (sent["tenant"], sent["region"]) == (("ü" * 100).encode(), b"")

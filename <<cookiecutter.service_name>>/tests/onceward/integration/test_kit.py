@@ -100,7 +100,7 @@ async def book(event: Deposited, tx: Transaction) -> int:
     booked = Booked(account=account.id, balance=account.balance)
     tx.publish(booked, of=account)
     if event.amount >= 1_000:
-        tx.publish(booked, after=timedelta(hours=1), name="reminder")
+        tx.publish(booked, after=timedelta(hours=1), name="reminder", headers={"tenant": "a"})
     log.warning("booked", extra={"cents": event.amount})
     booked_cents.add(event.amount, {"account": account.id})
     if errors := rules.raises.get(event.amount):
@@ -226,7 +226,7 @@ async def test_an_event_takes_effect_and_the_outcome_has_what_was_published(
     assert outcome.applied == ["book"]
     assert outcome.results == [5]
     assert outcome.published == [Booked(account="ada", balance=5)]
-    assert [one[1:] for one in outcome.records] == [("bookings", "ada", 1)]
+    assert [one[1:4] for one in outcome.records] == [("bookings", "ada", 1)]
     assert (outcome.failures, outcome.calls, outcome.scheduled) == ([], [], [])
     assert not outcome.is_duplicate
     assert (await harness.get(Account, "ada")).history == "5,"
@@ -335,6 +335,8 @@ async def test_a_scheduled_event_is_published_when_its_time_has_come(harness: Ha
     assert (await harness.advance(minutes=59)).published == []
     late = await harness.advance(minutes=1)
     assert late.published == [scheduled.event] == [Booked(account="ada", balance=1_000)]
+    headers = late.records[0].headers
+    assert (headers["tenant"], headers["ce_type"]) == (b"a", b"kit.booked")
 
 
 async def test_a_gap_is_waited_for_until_its_time_has_passed(harness: Harness) -> None:
