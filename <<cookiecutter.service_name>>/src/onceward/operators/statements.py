@@ -89,14 +89,14 @@ SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS count,
        extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest,
        (SELECT error IS NOT NULL FROM pipeline.outbox_rejected AS first
          WHERE first.topic BETWEEN few.topic AND few.topic AND died_at IS NULL
-         ORDER BY first.topic, id LIMIT 1) AS rejects
+         ORDER BY first.topic, shard, id LIMIT 1) AS rejects
   FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_rejected
          WHERE died_at IS NULL LIMIT $1) AS few
  GROUP BY topic ORDER BY topic
 """
 """Count the events that wait, by topic and up to a limit, with the reasons and the oldest.
 
-The first event of a topic is the one that is tried.
+The first event of a topic is one that is tried.
 
 Locks: none.
 Plan: a scan of those that wait, up to the limit; `outbox_rejected_waiting_idx` for the first one of

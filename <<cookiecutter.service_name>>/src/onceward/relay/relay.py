@@ -7,6 +7,7 @@ import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -33,7 +34,7 @@ from .rejected import Rejected
 from .rejections import Rejections
 from .scheduled import Scheduled
 from .trial import Trial
-from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
+from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, opened, page
 
 log = logging.getLogger(__name__)
 
@@ -240,12 +241,20 @@ class Relay:
         for one, shards in paged:
             async with self._cursor.turn:
                 pages.append(await page(driver, one, shards, limit, at_most))
+        narrow = []
+        for one, shards in unpaged:
+            extend = partial(self._cursor.extend_in_time, driver)
+            if monotonic() > self._narrow_until and (
+                wide := await opened(driver, one, shards, extend)
+            ):
+                pages.append(wide)
+            else:
+                narrow.append((one, shards))
         # One snapshot for all groups, so that they have the same progress and become one group.
         snapshot = driver.transaction(isolation="repeatable_read", readonly=True)
-        async with snapshot if len(unpaged) > 1 else nullcontext():
-            for one, shards in unpaged:
-                wide = monotonic() > self._narrow_until
-                pages.append(await fresh(driver, one, shards, limit, at_most, may_be_wide=wide))
+        async with snapshot if len(narrow) > 1 else nullcontext():
+            for one, shards in narrow:
+                pages.append(await fresh(driver, one, shards, limit, at_most))
         if unpaged:
             self._narrow_until = monotonic() + _NARROW_SECONDS
         return pages

@@ -491,9 +491,8 @@ async def test_no_window_is_read_in_a_transaction_that_writes(
         shards: Sequence[int],
         limit: int,
         at_most: int,
-        **options: bool,
     ) -> Page:
-        page = await window.fresh(connection, progress, shards, limit, at_most, **options)
+        page = await window.fresh(connection, progress, shards, limit, at_most)
         writes.append(await connection.fetchval("SELECT pg_current_xact_id_if_assigned()"))
         return page
 
