@@ -1075,6 +1075,8 @@ def test_both_files_for_ci_run_what_the_service_has(project: BakedProject) -> No
         made = sorted(re.findall(r"make ([\w-]+)", said))
         assert made == sorted(["check", "test", "schema-check", *nightly])
         assert bool(re.search("== .schedule", said)) == bool(nightly)
+        has_engine = project.answers["engine"] == "source"
+        assert bool(re.search(r"- (run: )?python dev/engine.py --strict\n", said)) == has_engine
         assert re.search(r"pip install pip-audit==\d+\.\d+\.\d+\n", said)
         assert "pip-audit --require-hashes --requirement requirements/base.txt\n" in said
     assert " --sbom=true --provenance=mode=max --output=type=oci,dest=image.tar .\n" in github
