@@ -98,7 +98,7 @@ def _field(
     choices = [json.dumps(value) for some in listed for value in some or ()]
     is_one_of = bool(listed) and None not in listed
     is_json = not is_one_of and not types <= {"string", "integer", "number", "boolean"}
-    is_text = types == {"string"} and not is_one_of
+    is_text = types == {"string"} and not any("format" in one for one in others) and not is_one_of
     empty = "null" if len(others) < len(leaves) else '""' if is_required and is_text else None
     meaning = {None: "it is left out", "null": "null", '""': "an empty text"}[empty]
     notes = dict.fromkeys(note for one in others if (note := _note(one)))

@@ -151,7 +151,7 @@ def test_an_event_that_contains_itself_has_fields() -> None:
 def test_a_secret_is_not_filled_in() -> None:
     class Registered(Event, type="registered"):
         name: str
-        token: SecretStr
+        pass_phrase: SecretStr
 
     schema = schema_of(Registered, "validation")
     assert [one.example for one in fields_of(schema, generate(schema))] == ["text", ""]
