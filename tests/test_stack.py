@@ -987,6 +987,14 @@ def test_the_ports_that_are_named_are_the_defaults_of_the_settings() -> None:
         assert f'"{name}": {default}' in STACK.read_text("utf-8")
 
 
+def test_the_page_sends_messages_to_the_servers_of_this_folder_alone(
+    up: Stack, fresh: Stack, somewhere: dict[str, str]
+) -> None:
+    assert up.exports()["PIPELINE_PAGE_SEND"] == "true"
+    assert "PIPELINE_PAGE_SEND" not in up.exports({"PIPELINE_PAGE_SEND": "false"})
+    assert "PIPELINE_PAGE_SEND" not in fresh.exports(somewhere)
+
+
 def test_projects_that_start_at_once_get_different_ports(
     tmp_path: Path, somewhere: dict[str, str]
 ) -> None:

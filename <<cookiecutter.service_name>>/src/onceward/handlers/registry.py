@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from onceward.events.codec import CLOUD_EVENTS, Codec, check_codec
 from onceward.events.event import Event, Tombstone, check_topic
 
-from .aggregate import Declared, Loads
+from .aggregate import Declared, Loads, canonical, record_key
 from .applied import Applied
 from .checks import check_function, check_options, is_wrapped_since
 from .ordering import Gaps, Sequenced
@@ -372,6 +372,12 @@ class Handlers:
             replace(one, policy=Policy(after_death="hold"), gaps=None, takes_old=True)
             for one in of_topic.values()
         ]
+
+    def record_key(self, topic: str, event: Event) -> str | None:
+        """Return the key of an event's record: the first row that its handlers load names it."""
+        takers = self.of(topic, event.__event_type__)
+        loads = next((one.loads[0] for one in takers if one.loads), None)
+        return None if loads is None else record_key(canonical(loads.entity, loads.key_of(event)))
 
     def codec(self, topic: str) -> Codec:
         """Return the topic's codec."""

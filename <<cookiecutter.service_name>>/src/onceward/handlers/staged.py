@@ -1,6 +1,11 @@
 """A staged event: a row of the outbox that a transaction will insert."""
 
+from collections.abc import Sequence
+from datetime import datetime
 from typing import NamedTuple
+
+from onceward.events.cloudevents import event_headers
+from onceward.events.codec import Codec
 
 HEADERS_AT_MOST = 700
 """Upper limit, in bytes, of the names, separators and fixed values of the headers."""
@@ -36,6 +41,19 @@ class StagedEvent(NamedTuple):
         names = len((self.source + self.type).encode())
         others = len((self.tracestate or "") + (self.baggage or "") + (self.headers or ""))
         return HEADERS_AT_MOST + payload + 2 * key + names + others
+
+    def encoded(
+        self, codec: Codec, at: datetime
+    ) -> tuple[bytes | None, Sequence[tuple[str, bytes]]]:
+        """Return value and headers of its record, as a relay sends it that it has staged at a time.
+
+        Raises `Unpublishable` if the codec can't write it.
+        """
+        payload, content_type, headers = codec.encode(self)
+        if headers is None:
+            row = {"content_type": content_type, "created_at": at}
+            headers = event_headers(self._asdict() | row)
+        return payload, headers
 
 
 COLUMNS = ", ".join(StagedEvent._fields)

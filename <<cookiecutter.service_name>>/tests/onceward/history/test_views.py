@@ -51,6 +51,22 @@ async def test_a_letter_leads_to_the_timeline_of_its_key(
         assert f">{name}</a>" in text, "in the navigation"
 
 
+async def test_a_message_that_the_page_sends_leads_to_the_timeline_of_its_key(
+    opened: Opened,  # noqa: F811
+    bank: Bank,
+) -> None:
+    async with opened(token=TOKEN, send=True, modules=[views]) as client:
+        await log_in(client)
+        form = {"csrf": await csrf(client, "/send"), "what": f"{bank.deposits} deposited"}
+        filled = {"payload.account": "a & b", "payload.amount": "1"}
+        text = (await client.post("/send/message", data=form | filled)).text
+        (path,) = re.findall('href="(/timeline[?][^"]*)"', text)
+        (id,) = re.findall("with the id <code>([^<]+)</code>", text)
+        (row,) = await rows(client, html.unescape(path))
+    assert row[1] == "arrived"
+    assert id in row[3]
+
+
 async def test_a_trace_is_linked_to_where_the_setting_says(
     ann: httpx2.AsyncClient,
     opened: Opened,  # noqa: F811

@@ -11,7 +11,7 @@ from sqlalchemy import make_url
 from onceward.page import errors
 from onceward.settings import Settings
 
-from .conftest import PAGES, Opened, buried, csrf, log_in
+from .conftest import PAGES, TOKEN, Opened, buried, csrf, log_in
 from tests.contract.bank import Deposit
 from tests.onceward.integration.desk import Desk
 from tests.onceward.integration.grantees import DIRECTLY, Roles, splitting
@@ -42,9 +42,9 @@ async def test_the_operators_role_is_enough(
         " SELECT n, now(), 't', n, '/s', 'x', 'y', now(), 'too large'"
         " FROM generate_series(1, 2) AS n"
     )
-    async with opened(url=granted.of("operator")) as client:
+    async with opened(url=granted.of("operator"), token=TOKEN, send=True) as client:
         await log_in(client)
-        for path in (*PAGES, "/dead/preview", f"/dead/{id}", "/events/1"):
+        for path in (*PAGES, "/send", "/dead/preview", f"/dead/{id}", "/events/1"):
             answer = await client.get(path)
             assert answer.status_code == 200, answer.text
             assert "Not known" not in answer.text
@@ -70,6 +70,9 @@ async def test_the_operators_role_is_enough(
             assert answer.status_code == status, answer.text
         answer = await client.post("/stops/pause", data=form | {"key": ""})
         assert answer.status_code == 303, answer.text
+        message = {"what": f"{desk.slot.topic} deposited", "payload.account": "ada"}
+        answer = await client.post("/send/message", data=form | message | {"payload.amount": "1"})
+        assert answer.status_code == 200, answer.text
         position = {"what": "seek", "topic": desk.slot.topic, "to": "earliest", "shown": "0:0"}
         for path, given, role in (
             ("/positions/move", position, "service"),
