@@ -54,6 +54,11 @@ class Loads(Generic[A]):
     unordered: bool = False
     """Whether the handler needs no order with other consumers that load such rows."""
 
+    def __str__(self) -> str:
+        """Return the declaration as it is written."""
+        options = ["unordered=True"] if self.unordered else []
+        return f"{self.entity.__name__}.by({', '.join([*map(repr, self.fields), *options])})"
+
     @property
     def table(self) -> str:
         """Return the name of the table, with its schema if the class names one."""
