@@ -27,7 +27,7 @@ class Interceptor(ThreadingHTTPServer):
         self.connected: set[str] = set()
         """Hosts to which clients have wanted a connection."""
         self.served: set[str] = set()
-        """Those of which they have accepted the certificate."""
+        """Hosts whose certificate they have accepted."""
 
 
 class _Intercepted(SimpleHTTPRequestHandler):

@@ -28,8 +28,8 @@ def describe_deadlock(
 ) -> str:
     """Return over which table a deadlock was, which messages it has delayed, and what to write.
 
-    `items` are the transaction's messages, `culprits` those of the call that was ended, if it was
-    one, and `places` the rows that were locked, or waited for.
+    `items` are the transaction's messages, `culprits` the ones whose call was ended, if it was a
+    call, and `places` the rows that were locked, or waited for.
     """
     table = next(filter(None, map(_table_of, leaves(error))), None)
     over = f" over {table}" if table else ""
@@ -67,7 +67,7 @@ def _advice(items: Sequence[Item], culprits: Collection[Item], places: Iterable[
     if not undeclared:
         return (
             "tx.load has locked no row that is not declared: declare by loads= also the rows that"
-            " SQL of the handlers changes, and those of other handlers (docs/shared-rows.md)"
+            " SQL of the handlers changes, and the rows of other handlers (docs/shared-rows.md)"
         )
     rows = ", ".join(f"{entity.__name__} {key!r}" for entity, key in undeclared)
     said = f"These rows were locked, and are not declared: {rows}"

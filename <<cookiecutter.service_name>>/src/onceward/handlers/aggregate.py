@@ -35,7 +35,7 @@ class Aggregate:
         """Return `loads=` for a handler: the event's fields with the primary key, in its order.
 
         With `unordered=True` the start and `service doctor` do not warn that another consumer of
-        the topic loads such rows, too: the handler needs no order with it.
+        the topic also loads such rows: the handler needs no order with it.
         """
         return Loads(cls, fields, unordered)
 
