@@ -55,11 +55,14 @@ setup: $(INSTALLED) ## install everything into the virtual environment
 up: $(INSTALLED) ## start PostgreSQL and Kafka and wait until they serve
 	@$(STACK) up
 
-down: $(INSTALLED) ## stop PostgreSQL and Kafka, and a demo, chaos or benchmark run
-	@$(STACK) down
+ONE = $(if $(filter command line,$(origin SERVER)),$(SERVER))
+down: $(INSTALLED) ## stop PostgreSQL, Kafka, a demo, chaos or benchmark run (SERVER=kafka or postgres: only one)
+	@$(STACK) down $(ONE)
+ifeq ($(ONE),)
 	@test ! -d build/demo || $(BIN)/python -m demo.run --stop
 	@test ! -d build/chaos || $(BIN)/python -m chaos.run --stop
 	@test ! -d build/bench || $(BIN)/python -m benchmarks.run --stop
+endif
 
 demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, check the result
 	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)

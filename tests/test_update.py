@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.baked import (
     Template,
     clean_environment,
 )
+from tests.interception import authority, intercepting
 from tests.release import released
 
 AGES = range(30, 301, 30)
@@ -576,14 +578,15 @@ def test_a_service_keeps_a_name_that_a_newer_version_refuses(
 def test_an_update_names_the_settings_that_its_answers_bring(
     history: History, output: Path
 ) -> None:
-    project = history.bake(output, history.new)
+    project = history.bake(output, history.new, operations_page="no")
     for name, value in ADA.items():
         project.run("git", "config", name, value)
 
-    outcome = update(project.path, "personal_data=yes")
+    outcome = update(project.path, "personal_data=yes", "operations_page=yes")
 
     assert outcome.code == 0, outcome.said
-    assert "- New in deploy/, set where the service runs: PIPELINE_PERSONAL_KEYS." in outcome.said
+    both = "PIPELINE_PAGE_TOKEN, PIPELINE_PERSONAL_KEYS"
+    assert f"- New in deploy/, set where the service runs: {both}." in outcome.said
 
 
 @pytest.mark.full
@@ -1027,6 +1030,94 @@ def test_a_merge_that_git_refuses_leaves_no_commit_behind(small: Small) -> None:
     small.git("config", "merge.verifySignatures", "true")
 
     assert "Nothing was merged" in small.refusal("--to=v0.2.0")
+
+
+SYSTEMS = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt")
+"""Files of the certificate authorities that a system trusts."""
+TRUSTING = 'mount --bind "$0" "$1" && shift && exec "$@"'
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_an_update_works_behind_a_proxy_that_intercepts_tls(small: Small, tmp_path: Path) -> None:
+    """The system trusts the proxy's authority, and no other does."""
+    packages, repositories = "packages.example.org", "git.example.org"
+    hosts = tmp_path / "hosts"
+    offer_cookiecutter(hosts / packages / "simple" / "cookiecutter")
+    bare = hosts / repositories / "template.git"
+    git(tmp_path, "clone", "--quiet", "--bare", str(small.template), str(bare))
+    git(bare, "update-server-info")
+    trusted, certificate = authority(tmp_path, [packages, repositories])
+    system = next(name for name in SYSTEMS if Path(name).exists())
+    made = with_make(small, tmp_path / "venv")
+
+    def outcome(**environment: str) -> Outcome:
+        given = [f"{name}={value}" for name, value in environment.items()]
+        namespace = ("unshare", "--user", "--map-root-user", "--mount")
+        trusting = ("bash", "-euc", TRUSTING, str(trusted), system)
+        location = f"TEMPLATE=https://{repositories}/template.git"
+        return run(small.path, "env", "-i", *given, *namespace, *trusting, *made, location)
+
+    with intercepting(hosts, certificate) as proxy:
+        usual = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path / "home"),
+            "HTTPS_PROXY": f"http://127.0.0.1:{proxy.server_port}",
+            "UV_DEFAULT_INDEX": f"https://{packages}/simple",
+            "UV_CACHE_DIR": str(tmp_path / "cache"),
+            "UV_HTTP_RETRIES": "0",
+        }
+        failed = outcome(**usual, UV_SYSTEM_CERTS="false")
+        assert failed.code != 0, failed.said
+        assert (proxy.connected, proxy.served) == ({packages}, set())
+
+        updated = outcome(**usual)
+
+        assert updated.code == 0, updated.said
+        assert proxy.served == {packages, repositories}
+    assert small.read("notes.txt") == "As of 0.1.0\nAs of 0.2.0\nAs of 0.3.0\n"
+
+
+def offer_cookiecutter(folder: Path) -> None:
+    """Write the page and the wheel of a package index, which runs the cookiecutter of the tests."""
+    name = "cookiecutter-2.6.0"
+    command = [sys.executable, "-m", "cookiecutter"]
+    files = {
+        "cookiecutter/__init__.py": "",
+        "cookiecutter/__main__.py": "import subprocess, sys\n"
+        f"sys.exit(subprocess.call([*{command!r}, *sys.argv[1:]]))\n",
+        f"{name}.dist-info/METADATA": "Metadata-Version: 2.1\nName: cookiecutter\nVersion: 2.6.0\n",
+        f"{name}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\n"
+        "Root-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{name}.dist-info/RECORD"] = "".join(
+        f"{path},,\n" for path in (*files, f"{name}.dist-info/RECORD")
+    )
+    folder.mkdir(parents=True)
+    with ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+    link = f'<a href="{name}-py3-none-any.whl">{name}-py3-none-any.whl</a>'
+    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{link}</body></html>", "utf-8")
+
+
+def with_make(small: Small, environment: Path) -> list[str]:
+    """Give a service its Makefile and an environment that has uv, and no cookiecutter.
+
+    Returns the command that updates it.
+    """
+    shutil.copy(RAW / "Makefile", small.path)
+    (small.path / "dev").mkdir()
+    for file in RAW.glob("dev/*.py"):
+        shutil.copy(file, small.path / "dev")
+    pins = small.path / "requirements" / "dev.txt"
+    pins.parent.mkdir()
+    pins.touch()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (environment / "bin" / "uv").symlink_to(UV)
+    checksum = subprocess.check_output(["cksum"], stdin=pins.open("rb"), text=True).split()[0]
+    (environment / f".installed-{checksum}").touch()
+    return ["make", f"VENV={environment}", "update"]
 
 
 @pytest.mark.full

@@ -164,14 +164,8 @@ async def serve(
         claims=claims,
         health=health,
     )
-    for topic, entity, names in service.handlers.rivals() if is_consuming else ():
-        log.warning(
-            "the consumers %s of topic %s load %s: events of one key keep their order only within a"
-            " consumer; let one consumer change these rows",
-            ", ".join(names),
-            topic,
-            entity,
-        )
+    for found in service.handlers.rivals() if is_consuming else ():
+        log.warning("%s; %s", *found)
     own = partial(stamps.check, settings=settings, group=service.name, topics=topics)
     try:
         handlers = service.handlers if is_consuming else Handlers()

@@ -13,7 +13,7 @@ from onceward.testing import Harness, Outcome
 from <<cookiecutter.package_name>> import handlers
 from <<cookiecutter.package_name>>.events import PayoutMade, PayoutRefused, Reason, RequestPayout
 
-from .test_payments import BOOKS, balance, fund, ledger_is_balanced, rows
+from .test_payments import BOOKS, balance, fund, ledger_is_balanced, locked, rows
 
 PAYOUT = RequestPayout(payout_id="payout:1", merchant=BOOKS, bank_account="bank:de-1", amount=300)
 MADE = PayoutMade(payout_id="payout:1", merchant=BOOKS, amount=300)
@@ -93,6 +93,15 @@ async def test_money_is_reserved_before_the_call_and_at_the_bank_after_it(
     assert await balance(harness, "payout:1") == 0
     assert await balance(harness, "bank:de-1") == 300
     await ledger_is_balanced(harness)
+
+
+async def test_a_payout_ends_while_others_change_the_account_of_its_merchant(
+    harness: Harness, bank: Bank
+) -> None:
+    await fund(harness, BOOKS, 500)
+    await harness.handle(PAYOUT)
+    async with locked(harness, BOOKS):
+        assert (await call_bank(harness)).published == [MADE]
 
 
 @pytest.mark.parametrize(("lost", "requests"), [("lose the request", 2), ("lose the answer", 1)])

@@ -276,10 +276,11 @@ class ConsumeTransactions:
                 await attempt.roll_back()
                 return error.with_traceback(None)  # it refers to the batch
             except Exception as error:
-                cause = failure_of(error).error
+                failed = failure_of(error)
+                cause = failed.error
                 failure = rolled_back_by(error, attempt, source)
                 blamed = failure.error if failure else cause
-                self.turns.learn(blamed, source, decisions, attempt.rows.locked)
+                self.turns.learn(blamed, source, decisions, failed.items, attempt.places())
                 if failure is None:
                     await connection.invalidate()
                     raise cause  # noqa: B904  # it is the error, or wrapped in it

@@ -394,16 +394,25 @@ class Handlers:
             return []
         return sorted({one.consumer for one in loading or found if not one.own_transaction})
 
-    def rivals(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Yield a topic, the name of a class, and the consumers of the topic that load its rows, if
-        there are several."""
+    def rivals(self) -> Iterator[tuple[str, str]]:
+        """Yield a fault and advice for each class that several consumers of a topic load, and none
+        as `unordered`."""
         consumers: dict[tuple[str, type[Any]], set[str]] = {}
         for one in self.takers:
             for loads in one.loads if one.topic != REQUESTS else ():
-                consumers.setdefault((one.topic, loads.entity), set()).add(one.consumer)
+                if not loads.unordered:
+                    consumers.setdefault((one.topic, loads.entity), set()).add(one.consumer)
         for (topic, entity), names in consumers.items():
             if len(names) > 1:
-                yield topic, entity.__name__, sorted(names)
+                found = (
+                    f"the consumers {', '.join(sorted(names))} of topic {topic} load"
+                    f" {entity.__name__}: events of one key keep their order only within a consumer"
+                )
+                advice = (
+                    "let one consumer take all events that change these rows, or write"
+                    f" {entity.__name__}.by(…, unordered=True) where no order is needed"
+                )
+                yield found, advice
 
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""

@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
 from servers.network import LOOPBACK
 
-from onceward import Reject, Retry
+from onceward import Reject, Retry, Transaction
 from onceward.cli import doctor, health, status, status_commands
 from onceward.cli.health import Finding
 from onceward.operators import adopting
@@ -34,7 +34,7 @@ from .outgoing import event, set_back, stage
 from .processes import starting
 from .test_commands import ALEMBIC
 from tests.conftest import Running
-from tests.contract.bank import Deposit
+from tests.contract.bank import Account, Deposit, Deposited
 from tests.servers.pooler import pooling
 from tests.servers.processes import Process
 from tests.servers.waiting import eventually
@@ -172,7 +172,7 @@ async def test_a_healthy_service_has_nothing(
     assert names.split() == ["level", "check", "found"]
     of_status = [check for some in health.CHECKS.values() for check in some]
     checks = (*doctor.TOPIC_CHECKS, *of_status, *doctor.SERVER_CHECKS)
-    others = "kafka settings group schema tables sequences pooler clock writing"
+    others = "kafka settings order group schema tables sequences pooler clock writing"
     assert len(lines) == len(checks) + len(others.split())
     assert all(line.startswith("ok ") for line in lines), lines
     assert any(re.match(r"ok +server +PostgreSQL 1\d\.", line) for line in lines), lines
@@ -445,6 +445,22 @@ async def test_topics_that_do_not_fit_are_told(
     assert f"{compacted} is compacted: it rejects events without a key" in (
         strict["compaction"].found
     )
+
+
+async def test_consumers_that_change_the_same_rows_without_an_order_are_told(
+    examine: Examine, bank: Bank
+) -> None:
+    async def add(event: Deposited, tx: Transaction) -> None:
+        """Add nothing."""
+
+    on, account = partial(bank.handlers.on, Deposited, topic=bank.deposits), Account.by
+    on(consumer="counted", loads=account("account", unordered=True))(add)
+    assert "order" not in await examine()
+    on(consumer="rival", loads=account("account"))(add)
+    found = (await examine())["order"]
+    assert found.level == "warning"
+    assert f"consumers deposit, rival of topic {bank.deposits} load Account" in found.found
+    assert "Account.by(…, unordered=True)" in found.advice
 
 
 async def test_a_configuration_that_may_not_be_read_is_told_and_what_would_allow_it(

@@ -1,15 +1,17 @@
 """Turns of transactions that have deadlocked: one at a time of all processes, and not for ever."""
 
 import asyncio
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import asyncpg
 import pytest
+import sqlalchemy as sa
 
-from onceward import Handlers, Transaction
+from onceward import Event, Handlers, Transaction
 from onceward.apply import turns
 from onceward.consume.partition_source import PartitionBatch, PartitionSource
 
@@ -23,6 +25,17 @@ SELECT EXISTS (SELECT FROM pg_locks JOIN pg_database ON oid = database
                 WHERE datname = current_database() AND NOT granted AND objid = $1)
 """
 DEADLOCK = asyncpg.DeadlockDetectedError("deadlock detected")
+
+
+Meet = Callable[[], Awaitable[None]]
+"""Waits until the handlers of both partitions have their first row."""
+
+
+class Transferred(Event, type="transferred"):
+    """Money went from one account to another."""
+
+    account: str
+    other: str
 
 
 @pytest.fixture
@@ -163,9 +176,82 @@ async def test_a_consumer_that_has_not_deadlocked_waits_for_no_turn(
         assert "a handler that waits itself for a lock of Python" in record.getMessage()
         caplog.clear()
         locked = [(Account, ("ada",)), (Account, ("bob",))]
-        desk.consume.turns.learn(DEADLOCK, source, (), locked)
+        desk.consume.turns.learn(DEADLOCK, source, (), places=locked)
         desk.consume.turns.learn(DEADLOCK, source, ())
     (record,) = caplog.records
     text = record.getMessage()
-    assert "deposit deadlock: they take turns for 600 s, which costs time and no order" in text
-    assert text.endswith("Locked, among others: Account ('ada',), Account ('bob',)")
+    assert "deposit take turns for 600 s, which costs their keys time and no order" in text
+    assert "deadlock of deposit: deposited '1' of key 'ada'" in text
+    assert "not declared: Account ('bob',); declare them by loads=, by fields of" in text
+
+
+async def move_by_load(event: Transferred, tx: Transaction, meet: Meet) -> None:
+    mine = await tx.load(Account, event.account)
+    await meet()
+    theirs = await tx.load(Account, event.other)
+    assert mine is not None
+    assert theirs is not None
+    mine.balance -= 1
+    theirs.balance += 1
+
+
+async def move_by_sql(event: Transferred, tx: Transaction, meet: Meet) -> None:
+    session = tx.session  # the handler is called again, with a session of its own
+    await meet()
+    change = sa.text("UPDATE account SET balance = balance + :cents WHERE id = :id")
+    await session.execute(change, {"cents": -1, "id": event.account})
+    await session.execute(change, {"cents": 1, "id": event.other})
+
+
+@pytest.mark.parametrize(
+    ("move", "advice"),
+    [
+        pytest.param(
+            move_by_load,
+            "not declared: Account ('{other}',); let move declare for transferred:"
+            " loads=[Account.by('account'), Account.by('other')]",
+            id="loaded",
+        ),
+        pytest.param(
+            move_by_sql,
+            "declare by loads= also the rows that SQL of the handlers changes",
+            id="changed by SQL",
+        ),
+    ],
+)
+async def test_a_deadlock_is_named_with_its_key_its_table_and_what_to_declare(
+    new_desk: NewDesk,
+    db: asyncpg.Connection,
+    caplog: pytest.LogCaptureFixture,
+    move: Callable[[Transferred, Transaction, Meet], Awaitable[None]],
+    advice: str,
+) -> None:
+    handlers, inside = Handlers(), set[int | None]()
+
+    @handlers.on(Transferred, topic="moves", consumer="move", loads=Account.by("account"))
+    async def transfer(event: Transferred, tx: Transaction) -> None:
+        async def meet() -> None:
+            inside.add(tx.message.partition)
+            await eventually(lambda: len(inside) == 2)
+
+        await move(event, tx, meet)
+
+    desks = [await new_desk(handlers, topic="moves", partition=number) for number in (0, 1)]
+    await db.execute(
+        "INSERT INTO account (id, balance, history, version)"
+        " VALUES ('ada', 0, '', 0), ('bob', 0, '', 0)"
+    )
+    with caplog.at_level(logging.WARNING, turns.__name__):
+        async with asyncio.TaskGroup() as group:
+            for desk, (one, other) in zip(desks, (("ada", "bob"), ("bob", "ada")), strict=True):
+                value = json.dumps({"account": one, "other": other}).encode()
+                moved = Deposit(1, account=one, id=one, type="transferred", value=value)
+                group.create_task(desk.apply(moved))
+    assert await desks[0].backlog() == []
+    assert dict(await db.fetch("SELECT id, balance FROM account")) == {"ada": 0, "bob": 0}
+    [text] = [one.getMessage() for one in caplog.records if one.name == turns.__name__]
+    key = "ada" if "of key 'ada'" in text else "bob"
+    other = "bob" if key == "ada" else "ada"
+    costs = "transactions of move take turns for 600 s, which costs their keys time and no order"
+    assert f"{costs}, after a deadlock over account of move: transferred '{key}' of key" in text
+    assert advice.format(other=other) in text

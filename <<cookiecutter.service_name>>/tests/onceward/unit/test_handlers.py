@@ -713,4 +713,16 @@ def test_consumers_of_a_topic_that_load_one_class_are_found() -> None:
     handlers.on(Freed, topic="b", consumer="two", loads=Row.by("flight"))(note)
     assert list(handlers.rivals()) == []
     handlers.on(Booked, topic="a", consumer="three", loads=[Row.by("flight")])(note)
-    assert list(handlers.rivals()) == [("a", "Row", ["one", "three"])]
+    [(found, advice)] = handlers.rivals()
+    assert found.startswith("the consumers one, three of topic a load Row: events of one key keep")
+    assert advice.endswith("or write Row.by(…, unordered=True) where no order is needed")
+
+
+def test_a_consumer_that_needs_no_order_with_others_is_not_named() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="one", loads=Row.by("flight"))(note)
+    handlers.on(Booked, topic="a", consumer="two", loads=Row.by("flight", unordered=True))(note)
+    assert list(handlers.rivals()) == []
+    handlers.on(Booked, topic="a", consumer="three", loads=Row.by("flight"))(note)
+    [(found, _)] = handlers.rivals()
+    assert "the consumers one, three of topic a" in found
