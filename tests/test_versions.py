@@ -15,6 +15,7 @@ from pathlib import Path
 import asyncpg  # type: ignore[import-untyped]
 import pytest
 from servers.console import StackError
+from servers.kafka import KAFKA_VERSION
 from servers.releases import OTHER_POSTGRES, ReleasedServers
 from servers.sources import DATABASE_URL
 from servers.state import StateDirectory
@@ -38,9 +39,9 @@ class Run:
 RUNS = (
     Run("3.11", 14, "3.7.2"),
     Run("3.12", 15, "3.7.2"),
-    Run("3.13", 16, "4.4.0"),
-    Run("3.11", 17, "4.4.0"),
-    Run("3.14", 18, "4.4.0"),
+    Run("3.13", 16, KAFKA_VERSION),
+    Run("3.11", 17, KAFKA_VERSION),
+    Run("3.14", 18, KAFKA_VERSION),
 )
 """Those of the README's table."""
 UV = Path(sys.prefix) / "bin" / "uv"
