@@ -836,7 +836,7 @@ ELSEWHERE = {
     ".venv/bin/python '<<cookiecutter.service_name>>/dev/stack.py' run": "what runs this",
     "REPOSITORY=": "below",
     "python3 -m venv env && env/bin/pip install": "below",
-    "cd parcel-tracker && make run": "below, and tests/test_bake.py",
+    "cd parcel-tracker && make run": "tests/test_bare_machine.py, and tests/test_bake.py",
 }
 """What the template's own pages show for a shell, and where it is run, as far as it is."""
 

