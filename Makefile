@@ -95,8 +95,9 @@ model: $(INSTALLED) ## check the protocol's model exhaustively within small boun
 	@$(BIN)/python -m tests.programs spin gcc
 	@$(BIN)/python -m model.check
 
+# REPOSITORY=<URL> adds a link to the repository.
 docs: $(INSTALLED) ## build the documentation's site in build/site, and check its links
-	@$(BIN)/python -m website.build
+	@$(BIN)/python -m website.build $(addprefix --repository=,$(REPOSITORY))
 
 test-unit: $(INSTALLED) ## run the tests that need no server
 	@cd '$(RAW)' && $(ENGINE) --numprocesses=2 -m 'not integration and not full'
