@@ -86,7 +86,7 @@ bench: $(INSTALLED) ## measure the service and alternative implementations
 	    $(addprefix --only=,$(ONLY)) $(if $(KEEP_PLOTS),--keep-plots) \
 	    $(if $(filter-out file,$(origin PYTHON)),--python='$(PYTHON)')
 
-# RENEW=1 writes them to benchmarks/instructions.json and docs/performance.md.
+# RENEW=1 writes them to benchmarks/instructions.json and docs/measures.md.
 instructions: $(INSTALLED) ## count the instructions of a message, and compare with the recorded ones (3 minutes)
 	@$(BIN)/python -m tests.programs valgrind
 	@exec $(BIN)/python -m benchmarks.instructions $(if $(RENEW),--renew)
