@@ -489,7 +489,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
 def test_every_test_that_a_service_speaks_of_is_there_or_said_to_come_with_the_engines(
     template: Template, output: Path, engine_tests: str
 ) -> None:
-    project = template.bake(output, engine_tests=engine_tests, debezium="yes")
+    project = template.bake(output, engine_tests=engine_tests, http_api="yes", debezium="yes")
     names = set(project.files())
     tests = (name for name in names if re.fullmatch(r"tests/.*\.py", name))
     known = names_of_tests({name: project.read(name) for name in tests})
