@@ -70,4 +70,7 @@ PEERS = {
     "slow handler and rebalance": ("retries", "confluentinc/confluent-kafka-python#582"),
     "PgBouncer": ("managed-databases", "pgbouncer/pgbouncer#617"),
     "change data capture": ("debezium", "debezium/debezium-examples#52"),
+    "right to be forgotten": ("erasure", "eventflow/EventFlow#572"),
+    "processed twice after rebalancing": ("delivery-guarantees", "faust-streaming/faust#502"),
+    "skip a message": ("dead-letters", "karafka/karafka#1164"),
 }
