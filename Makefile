@@ -89,7 +89,7 @@ bench: $(INSTALLED) ## measure the service and alternative implementations
 	    $(addprefix --only=,$(ONLY)) $(if $(KEEP_PLOTS),--keep-plots) \
 	    $(if $(filter-out file,$(origin PYTHON)),--python='$(PYTHON)')
 
-# RENEW=1 writes them to benchmarks/instructions.json and docs/performance.md.
+# RENEW=1 writes them to benchmarks/instructions.json and docs/measures.md.
 instructions: $(INSTALLED) ## count the instructions of a message, and compare with the recorded ones (3 minutes)
 	@$(BIN)/python -m tests.programs valgrind
 	@exec $(BIN)/python -m benchmarks.instructions $(if $(RENEW),--renew)
@@ -98,8 +98,9 @@ model: $(INSTALLED) ## check the protocol's model exhaustively within small boun
 	@$(BIN)/python -m tests.programs spin gcc
 	@$(BIN)/python -m model.check
 
+# REPOSITORY=<URL> adds a link to the repository.
 docs: $(INSTALLED) ## build the documentation's site in build/site, and check its links
-	@$(BIN)/python -m website.build
+	@$(BIN)/python -m website.build $(addprefix --repository=,$(REPOSITORY))
 
 test-unit: $(INSTALLED) ## run the tests that need no server
 	@cd '$(RAW)' && $(ENGINE) --numprocesses=2 -m 'not integration and not full'

@@ -271,7 +271,7 @@ async def test_peers_are_left_out_where_they_cannot_be_installed(
 def test_every_peer_has_a_program_and_a_row_in_the_documentation() -> None:
     programs = {path.stem for path in (ROOT / "benchmarks" / "peers").glob("*.py")}
     assert programs - {"__init__", "shared"} == {name.replace("-", "_") for name in PEERS}
-    assert f"| {', '.join(PEERS)} |" in kept.PAGE.read_text("utf-8")
+    assert f"| {', '.join(PEERS)} |" in kept.MEASURING.read_text("utf-8")
 
 
 def test_quantiles_are_values_that_were_measured() -> None:
@@ -510,14 +510,14 @@ def test_the_shards_that_are_not_varied_are_those_of_the_schema() -> None:
 
 
 def test_the_documentation_has_marks_of_the_code_alone() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    text = kept.MEASURING.read_text("utf-8")
     # None, if the engine has changed more often than figures may be old.
     rows = re.findall(r"^\| ([^|]+?)(?: †)? +\| ([≥≤<][^|]+?) +\|", text, re.MULTILINE)
     assert rows == [one for goal in GOALS if (one := (goal.name, goal.text)) in rows]
 
 
 def test_the_documentation_names_every_measure_and_every_goal_belongs_to_one() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    text = kept.MEASURING.read_text("utf-8")
     assert re.findall(r"^\| `(\w+)` ", text, re.MULTILINE) == list(MEASURES)
     assert {goal.measure for goal in GOALS} <= set(MEASURES)
 
@@ -527,9 +527,8 @@ def kept_report() -> dict[str, Any]:
 
 
 def page_of(report: tables.Report) -> str:
-    """The page with the tables of a report, as if the engine had not changed since."""
-    shown = kept.shown(report, dict.fromkeys(report["measured"], 0))
-    return tables.told(kept.PAGE.read_text("utf-8"), shown)
+    """The pages with the tables of a report, as if the engine had not changed since."""
+    return "".join(kept.told(kept.shown(report, dict.fromkeys(report["measured"], 0))).values())
 
 
 def test_a_measure_that_is_taken_anew_stands_beside_the_others() -> None:
@@ -584,12 +583,12 @@ def test_the_page_says_what_ordinary_traffic_costs() -> None:
 
 
 def page_with(measure: str, runs: list[Run]) -> str:
-    """The page after a report that has these runs of a measure instead of its own."""
+    """The pages after a report that has these runs of a measure instead of its own."""
     report = kept_report()
     others = [one for one in report["runs"] if one["measure"] != measure]
     measured = report["measured"] | {measure: report["measured"]["idle"]}
     new = {"runs": others + [asdict(one) for one in runs], "measured": measured}
-    return tables.told(kept.PAGE.read_text("utf-8"), {**report, **new, "earlier": []})
+    return "".join(kept.told({**report, **new, "earlier": []}).values())
 
 
 def cells_of(page: str, first: str) -> list[list[str]]:

@@ -39,11 +39,13 @@ GLOSSARY = (RAW / "docs" / "glossary.md").read_text("utf-8")
 MONITORING = (RAW / "docs" / "monitoring.md").read_text("utf-8")
 DEAD_LETTERS = (RAW / "docs" / "dead-letters.md").read_text("utf-8")
 DEAD_EVENTS = (RAW / "docs" / "dead-events.md").read_text("utf-8")
-OPERATING = MONITORING + DEAD_LETTERS + DEAD_EVENTS
+REASONS = (RAW / "docs" / "reasons.md").read_text("utf-8")
+OPERATING = MONITORING + DEAD_LETTERS + DEAD_EVENTS + REASONS
 ARCHIVE = (RAW / "docs" / "archive.md").read_text("utf-8")
 CODECS = (RAW / "docs" / "codecs.md").read_text("utf-8")
 DEBEZIUM_INPUT = (RAW / "docs" / "debezium-input.md").read_text("utf-8")
 PERSONAL = (RAW / "docs" / "personal-data.md").read_text("utf-8")
+ERASURE = (RAW / "docs" / "erasure.md").read_text("utf-8")
 HTTP = (RAW / "docs" / "http.md").read_text("utf-8")
 OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
 SAGAS = (RAW / "docs" / "sagas.md").read_text("utf-8")
@@ -268,6 +270,7 @@ AUTHORS_EXAMPLES = {
     "outside": OUTSIDE,
     "http": HTTP,
     "personal_data": PERSONAL,
+    "erasure": ERASURE,
     "sagas": WHOLE_SAGA + STOCK,
     "codecs": BEFORE + CODECS,
     "debezium_input": DEBEZIUM_INPUT,
@@ -439,6 +442,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "protocol",
         "protocol-failures",
         "protocol-relay",
+        "reasons",
         "releases",
         "replay",
         "retention",
@@ -462,7 +466,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     if answers["outside_calls"] == "yes":
         names |= {"outside", "sagas"}
     if answers["personal_data"] == "yes":
-        names |= {"personal-data"}
+        names |= {"erasure", "personal-data"}
     if answers["schema_registry"] == "yes":
         names |= {"schema-registry"}
     if answers["operations_page"] == "yes":
@@ -485,7 +489,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
 def test_every_test_that_a_service_speaks_of_is_there_or_said_to_come_with_the_engines(
     template: Template, output: Path, engine_tests: str
 ) -> None:
-    project = template.bake(output, engine_tests=engine_tests, debezium="yes")
+    project = template.bake(output, engine_tests=engine_tests, http_api="yes", debezium="yes")
     names = set(project.files())
     tests = (name for name in names if re.fullmatch(r"tests/.*\.py", name))
     known = names_of_tests({name: project.read(name) for name in tests})
@@ -570,13 +574,12 @@ def test_the_glossary_has_the_words_that_the_service_explains() -> None:
 
 def test_every_reason_is_in_the_guide_for_operators() -> None:
     known = set(ast.literal_eval(assigned("onceward/cli/dead_letters.py", "REASONS")))
-    chapter = DEAD_LETTERS.partition("## The reasons")[2].partition("\n## ")[0]
-    assert in_first_cells(chapter) == known
+    assert in_first_cells(REASONS.partition("## Events")[0]) == known
 
 
 def test_every_reason_for_which_an_event_is_not_sent_is_in_the_guide_for_operators() -> None:
     known = set(ast.literal_eval(assigned("onceward/cli/dead_events.py", "REASONS")))
-    assert in_first_cells(DEAD_EVENTS) == known
+    assert in_first_cells(REASONS.partition("## Events")[2]) == known
 
 
 def test_the_fields_for_scripts_are_some_of_those_that_the_commands_write() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import instructions
 from benchmarks.instructions import KINDS, Entry, Kind, count, faults, load_record, missing
-from benchmarks.kept import PAGE
+from benchmarks.kept import MEASURING
 from benchmarks.rig import Rig
 from benchmarks.run import rig_in
 from benchmarks.wire import Wire
@@ -80,7 +80,7 @@ def test_a_build_without_a_record_is_reported_with_what_to_add() -> None:
 
 
 def test_the_page_shows_the_record() -> None:
-    assert instructions.page(load_record()) == PAGE.read_text("utf-8")
+    assert instructions.page(load_record()) == MEASURING.read_text("utf-8")
 
 
 FIRST_RECORD = {"orm": 612_353, "sql": 349_656, "alone": 6_014_954}

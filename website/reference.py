@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TypeVar
 
 import typer
+import yaml
 from opentelemetry import metrics
 from pydantic_settings import BaseSettings
 from typer.cli import get_docs_for_click
@@ -113,11 +114,17 @@ def write(folder: Path) -> None:
 
 def _metrics(recorder: Recorder) -> str:
     head = (
-        "# Metrics\n\nNames at `/metrics`, and those of OpenTelemetry, which are exported if"
-        " `PIPELINE_OTLP_ENDPOINT` is set. [Monitoring](monitoring.md#metrics) says which to"
-        " watch and why.\n\n"
+        "# Metrics\n\nFirst the name at `/metrics`, then the one of OpenTelemetry, for export by"
+        " `PIPELINE_OTLP_ENDPOINT`. [Monitoring](monitoring.md#metrics) explains some.\n\n"
     )
-    return head + table(recorder)
+    return head + table(recorder, _alerts())
+
+
+def _alerts() -> dict[str, str]:
+    """Return the expression of each alert."""
+    text = (ROOT / RAW / "deploy" / "prometheus" / "alerts.yaml").read_text("utf-8")
+    groups = yaml.safe_load(text)["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
 
 
 def _commands() -> str:

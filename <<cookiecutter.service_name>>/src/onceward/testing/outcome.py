@@ -50,7 +50,7 @@ class Failure:
     decision: Literal["parked", "dead"]
     """`parked`: tried again after `due_in`. `dead`: a dead letter."""
     reason: str
-    """As in `docs/dead-letters.md`: `failed`, `rejected`, `identity mismatch`, …"""
+    """As in `docs/reasons.md`: `failed`, `rejected`, `identity mismatch`, …"""
     attempts: int
     due_in: float | None
     """Seconds until the next attempt, which vary by 10 %; None: there is none."""

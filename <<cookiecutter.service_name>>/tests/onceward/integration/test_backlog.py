@@ -633,6 +633,15 @@ async def test_an_invalid_payload_that_holds_its_key_lets_those_before_it_pass(
     assert told(await desk.backlog()) == [(1, "invalid payload", 0), (2, "follows another", 0)]
 
 
+async def test_an_identity_mismatch_holds_its_key_under_no_policy(
+    new_desk: NewDesk, db: asyncpg.Connection
+) -> None:
+    _, desk = await bank_with(new_desk, policy=Policy(after_death="hold"))
+    await desk.apply(Deposit(10), Deposit(20, id="10"), Deposit(30))
+    assert await histories(db) == {"ada": [10, 30]}
+    assert told(await desk.backlog()) == [(1, "identity mismatch", 0)]
+
+
 async def test_an_invalid_payload_is_dead_at_once_and_its_neighbours_are_applied(
     ledger: tuple[Bank, Desk], db: asyncpg.Connection
 ) -> None:
