@@ -68,7 +68,8 @@ class Handler:
 
     def bound(self, bind: Callable[[Callable[..., Any], int], Callable[..., Any]]) -> Self:
         """Return the same handler with the functions that `bind` returns for its own."""
-        return replace(self, **{name: bind(*one) for name, one in self.functions.items()})
+        bound: dict[str, Any] = {name: bind(*one) for name, one in self.functions.items()}
+        return replace(self, **bound)
 
 
 class Handlers:
