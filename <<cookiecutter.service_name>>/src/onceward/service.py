@@ -143,7 +143,7 @@ class Service:
         if open_resources is None:
             yield self
             return
-        report("they are not open yet")
+        report("the resources are not open yet")
         opening = Attempts("opening resources", name_of(open_resources), report=report)
         async with AsyncExitStack() as stack:
             resources = await opening(lambda: stack.enter_async_context(open_resources()))

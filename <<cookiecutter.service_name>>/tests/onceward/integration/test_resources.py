@@ -129,7 +129,9 @@ async def test_a_process_is_not_ready_while_they_can_not_be_opened_and_loses_not
 async def test_a_process_stops_while_they_are_being_opened(world: World, running: Running) -> None:
     world.may_open.clear()
     async with running(world.service) as health:
-        await eventually(lambda: health.reasons.get("resources") == "they are not open yet")
+        await eventually(
+            lambda: health.reasons.get("resources") == "the resources are not open yet"
+        )
     assert world.log == []
 
 

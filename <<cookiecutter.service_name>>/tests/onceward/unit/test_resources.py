@@ -223,7 +223,7 @@ async def test_while_a_server_is_away_they_are_opened_again(quick: None) -> None
         assert len([*opened.handlers]) == 1
     assert log == ["opened", "closed"]
     assert reasons == [
-        "they are not open yet",
+        "the resources are not open yet",
         "opening: ConnectionError: cut off",
         "opening: TimeoutError",
     ]
