@@ -319,11 +319,13 @@ class Empty(DeclarativeBase):
 
 
 Base = getattr(test_examples, "Base", Empty)
+opening = getattr(test_examples, "open_resources", None)
 
 
 @pytest.fixture(scope="session")
 def harness_service():
-    return Service("guide", test_examples.handlers, Base.metadata, workers=WORKERS)
+    handlers, tables = test_examples.handlers, Base.metadata
+    return Service("guide", handlers, tables, workers=WORKERS, resources=opening)
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 
 MEMBERS = {
     "onceward.Handlers": "on, on_batch, correct, topic",
-    "onceward.Service": "writer",
+    "onceward.Service": "resources, writer",
     "onceward.effects.Effects": "on",
 }
 """What users call, of classes that the engine calls as well; of others: all."""

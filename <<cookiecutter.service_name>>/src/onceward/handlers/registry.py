@@ -1,9 +1,10 @@
 """Handlers: which function takes which event of which topic, as which consumer."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, Literal, Self, TypeVar
 
 from onceward.events.codec import CLOUD_EVENTS, Codec, check_codec
 from onceward.events.event import Event, Tombstone, check_topic
@@ -20,8 +21,9 @@ TIMEOUT = 5.0
 """Default time-out of a handler in seconds."""
 
 E = TypeVar("E", bound=Event)
-Function = Callable[[E, Transaction], Awaitable[object]]
-BatchFunction = Callable[[EventBatch[E]], Awaitable[None]]
+Function = Callable[Concatenate[E, Transaction, ...], Awaitable[object]]
+"""Its further parameters take resources."""
+BatchFunction = Callable[Concatenate[EventBatch[E], ...], Awaitable[None]]
 Mode = Literal["immediate", "deferred", "call"]
 
 
@@ -55,6 +57,19 @@ class Handler:
     def queue(self) -> str:
         """The consumer in whose order it handles messages: a correction's is another one."""
         return self.order or self.consumer
+
+    @property
+    def functions(self) -> Mapping[str, tuple[Callable[..., Any], int]]:
+        """The functions of the service that it calls, by field, and with how many arguments.
+
+        Their further parameters take resources.
+        """
+        return {"function": (self.function, 1 if self.takes_batches else 2)}
+
+    def bound(self, bind: Callable[[Callable[..., Any], int], Callable[..., Any]]) -> Self:
+        """Return the same handler with the functions that `bind` returns for its own."""
+        bound: dict[str, Any] = {name: bind(*one) for name, one in self.functions.items()}
+        return replace(self, **bound)
 
 
 class Handlers:
@@ -99,6 +114,7 @@ class Handlers:
         `consumer` is part of the key of inbox markers: keep it when you rename the function.
         `loads` names the rows that the handler is going to change, with a list those of several
         declarations; they are fetched and locked for the whole batch in one query for each table.
+        Parameters after the transaction take `Service.resources`.
 
         `policy` decides on a message for which the function fails; later messages of its key wait
         behind it. With `mode="deferred"` every message is stored at once and handled
@@ -299,6 +315,14 @@ class Handlers:
             self.demanding.add(topic)
         if undecodable == "hold":
             self.holding.add(topic)
+
+    def changed(self, change: Callable[[Handler], Handler]) -> "Handlers":
+        """Return the same registry with the handlers that `change` returns for its own."""
+        changed = copy(self)
+        changed._by_topic, changed._corrections = {}, {}
+        for one in self:
+            changed.add(change(one))
+        return changed
 
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
         """Return the same handlers for renamed topics, as for brokers that are shared.

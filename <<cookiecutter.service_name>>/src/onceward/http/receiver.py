@@ -98,11 +98,12 @@ async def open_receiver(
 
     By default the settings are read from the environment. It needs the database, and no Kafka.
     While the codec of a topic can't be opened, events for this topic raise `StoreUnavailable`.
-    Create one for each process. Raises `Misconfigured` for events that can't be published.
+    Create one for each process. It opens the service's resources, and waits until they are open.
+    Raises `Misconfigured` for events that can't be published.
     """
     settings = settings or WriterSettings()
-    async with service.publishing(settings) as engine:
-        yield Receiver(service, engine, settings, Throttles(engine))
+    async with service.opened() as opened, opened.publishing(settings) as engine:
+        yield Receiver(opened, engine, settings, Throttles(engine))
 
 
 class Receiver(ConsumeTransactions):

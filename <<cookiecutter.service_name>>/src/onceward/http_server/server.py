@@ -1,5 +1,6 @@
 """The server of an application: uvicorn's, with connections that have deadlines."""
 
+import asyncio
 import logging
 import socket
 from collections.abc import Iterator
@@ -69,11 +70,14 @@ class Server(uvicorn.Server):
             backlog=_BACKLOG,
         )
         super().__init__(config)
+        self.has_started = asyncio.Event()
+        """Set when the application has started, and is served."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start. Raises `Misconfigured` if the application fails, where uvicorn exits."""
         try:
             await super().startup(sockets)
+            self.has_started.set()
         except SystemExit:
             text = "the server did not start: the error before this says why"
             raise Misconfigured(text) from None

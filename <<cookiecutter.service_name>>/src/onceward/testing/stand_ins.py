@@ -1,7 +1,6 @@
 """Stand-ins: functions of a test in place of those that call the outside."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
@@ -11,9 +10,9 @@ from onceward.handlers.registry import Handler, Handlers
 
 from .errors import HarnessMisused
 
-StandIn = Callable[[Any, Any], object]
-"""Takes the place of an effect's function, with or without `async`: it gets the event and the
-`Call`."""
+StandIn = Callable[..., object]
+"""Takes the place of an effect's function, with or without `async`: it gets the event, the `Call`,
+and resources."""
 
 
 def check_known(stand_ins: Mapping[str, StandIn], handlers: Handlers) -> None:
@@ -47,11 +46,7 @@ def with_functions(
     handlers: Handlers, function_of: Callable[[Handler], Callable[..., Awaitable[object]]]
 ) -> Handlers:
     """Return the same handlers with the functions that `function_of` returns for them."""
-    changed = copy(handlers)
-    changed._by_topic, changed._corrections = {}, {}
-    for one in handlers:
-        changed.add(replace(one, function=function_of(one)))
-    return changed
+    return handlers.changed(lambda one: replace(one, function=function_of(one)))
 
 
 async def _call(function: StandIn, *arguments: Any) -> object:

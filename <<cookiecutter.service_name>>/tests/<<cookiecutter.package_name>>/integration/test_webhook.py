@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import asyncpg
-import httpx2
 import pytest
 from pydantic import SecretStr
 
@@ -86,7 +85,6 @@ async def test_a_delay_reaches_a_webhook_that_fails_hangs_breaks_off_and_answers
         await db.execute("UPDATE pipeline.backlog SET due_at = now() WHERE due_at > now()")
         return not await db.fetchval("SELECT count(*) FROM pipeline.backlog")
 
-    monkeypatch.setattr(handlers.client, "timeout", httpx2.Timeout(2.0))
     async with serving(webhook) as url:
         monkeypatch.setattr(handlers, "webhook", SecretStr(url))
         async with running_service():
