@@ -12,7 +12,7 @@ from onceward.handlers.policy import Park
 from onceward.handlers.registry import Handler, Handlers
 
 from .records import KafkaRecord
-from .stand_ins import with_functions
+from .stand_ins import changed
 
 _SEED = 1
 """Scenarios that are chosen from too many are the same ones in every run."""
@@ -113,7 +113,7 @@ async def failing_once(handlers: Handlers, record: KafkaRecord) -> Handlers:
     message = handlers.codec(record.topic).decode(record)
     failed: set[tuple[str, str]] = set()
 
-    def function_of(handler: Handler) -> Callable[..., Awaitable[object]]:
+    def change(handler: Handler) -> Handler:
         async def fails(*arguments: Any) -> object:
             result = await handler.function(*arguments)
             calls = [*arguments[0]] if handler.takes_batches else [arguments]
@@ -123,9 +123,9 @@ async def failing_once(handlers: Handlers, record: KafkaRecord) -> Handlers:
                 raise Park("a failure that explore has injected", after=1)
             return result
 
-        return fails if handler.mode != "call" else handler.function
+        return replace(handler, function=fails) if handler.mode != "call" else handler
 
-    return with_functions(handlers, function_of)
+    return changed(handlers, change)
 
 
 def _is(handled: Message, wanted: Message) -> bool:
