@@ -12,6 +12,7 @@ import typer
 
 from onceward import redaction
 from onceward.settings import Settings
+from onceward.testing import HarnessMisused
 
 from . import report, run
 from .proof import CanNotProve, load
@@ -49,7 +50,7 @@ def prove(
             asyncio.run(run.check_topics(proof.service))
         work = run.shrunk(proof, file.resolve(), records, Random(seed), logs, shrink)
         result = asyncio.run(work)
-    except CanNotProve as error:
+    except (CanNotProve, HarnessMisused) as error:
         print(f"no verdict: {error}", file=sys.stderr)
         raise typer.Exit(_CODES["no verdict"]) from None
     found = report.described(result, Settings(), service=proof.service.name, seed=seed)

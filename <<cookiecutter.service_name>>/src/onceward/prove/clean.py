@@ -58,6 +58,7 @@ class CleanRun:
 
     async def apply(self, record: KafkaRecord, consumer: str | None = None) -> None:
         """Apply a record for one consumer, or for all that have not done so yet."""
+        self._step.rounds = 0
         process = self._by_consumer.get(consumer or "", self._all)
         slot = Slot(self._name, record.topic, record.partition)
         await process.seek(slot, record.offset)

@@ -53,7 +53,7 @@ class Proof:
         """Return the records to send. Raises `CanNotProve` if there are none."""
         handlers = self.service.handlers
         if recording is not None:
-            found = [*records_of(recording, handlers, keeps_times=True)]
+            found = [*records_of(recording, handlers, keeps_times=False)]
         elif self.messages is not None:
             given = (one if isinstance(one, Sent) else Sent(one) for one in self.messages(chance))
             found = [one.record(handlers) for one in given]

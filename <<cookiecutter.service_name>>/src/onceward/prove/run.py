@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -84,10 +85,12 @@ class Result:
     sent: int = 0
     """Records, repeated ones too."""
     faults: dict[str, Count] = field(default_factory=dict)
-    applied: Counter[str] = field(default_factory=Counter)
+    applied: dict[str, int] = field(default_factory=dict)
     """Messages by consumer and type."""
     dead: int = 0
     """Messages that are dead letters."""
+    postgresql: str = ""
+    """Version of the server."""
     lacking: list[str] = field(default_factory=list)
     """Consumers and types of which no message was applied."""
     wrong: list[str] = field(default_factory=list)
@@ -128,6 +131,7 @@ class _Faulty:
 
     async def run(self, records: Sequence[KafkaRecord], chance: Random) -> None:
         """Send the records, cause the faults, and wait until all is done."""
+        self.result.postgresql = await self.driver.fetchval("SHOW server_version")
         await self.driver.execute(statements.WATCH)
         self.starts = await self._ends(self.service.topics)
         for place, end in self.starts.items():
@@ -144,7 +148,11 @@ class _Faulty:
         async def send() -> int:
             sent = [
                 await producer.send(
-                    one.topic, one.value, one.key, timestamp_ms=one.timestamp, headers=one.headers
+                    one.topic,
+                    one.value,
+                    one.key,
+                    timestamp_ms=one.timestamp,
+                    headers=[*one.headers],
                 )
                 for one in next(portions, ())
             ]
@@ -222,13 +230,12 @@ class _Faulty:
 
         rows = sorted(await self.driver.fetch(statements.COMMITTED), key=place)
         kinds = (f"{row['consumer']}: {row['type']}" for row in rows if row["type"])
-        self.result.applied.update(kinds)
+        self.result.applied = dict(Counter(kinds))
         self.result.dead = sum(not row["type"] for row in rows)
         for one in self.service.handlers.takers:
             types = one.event.__event_type__, *one.event.__event_upcasters__
-            if one.topic != REQUESTS and not any(
-                self.result.applied[f"{one.consumer}: {type}"] for type in types
-            ):
+            wanted = {f"{one.consumer}: {type}" for type in types}
+            if one.topic != REQUESTS and not wanted & self.result.applied.keys():
                 self.result.lacking.append(f"{one.consumer}: {types[0]}")
         records = [
             (
@@ -337,8 +344,11 @@ def differences(
         here, there = one_by_one.get(kind, {}), under_faults.get(kind, {})
         for about in sorted({*here, *there}):
             if here.get(about) != there.get(about):
-                words = [one.rpartition("=")[2].removeprefix("key ") for one in about.split(", ")]
-                named = [one for one in order if all(word in one for word in words)]
+                values = (one.rpartition("=")[2].removeprefix("key ") for one in about.split(", "))
+                words = re.findall(r"[\w-]+", " ".join(values))
+                scores = {one: sum(word in one for word in words) for one in order}
+                best = max([1, *scores.values()])
+                named = [one for one, score in scores.items() if score == best]
                 yield Difference(kind, about, here.get(about), there.get(about), named[:_RELATED])
 
 

@@ -56,8 +56,8 @@ SELECT count(*) FROM pg_stat_activity
 END_SESSION = "SELECT pg_terminate_backend($1)"
 
 PROGRESS = """
-SELECT COALESCE(pg_sequence_last_value(pg_get_serial_sequence('prove.committed', 'n')), 0)
-       AS consume, COALESCE(pg_sequence_last_value('prove.relayed'), 0) AS relay
+SELECT (SELECT COALESCE(max(n), 0) FROM prove.committed) AS consume,
+       COALESCE(pg_sequence_last_value('prove.relayed'), 0) AS relay
 """
 
 # A dead letter is in the order, too: its handler saw what was committed by then.
