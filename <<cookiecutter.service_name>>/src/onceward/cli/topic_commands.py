@@ -106,7 +106,7 @@ async def seek(
     invocation.answer(*found)
 
 
-@operation(app, example="service topics record scans --last 1h > scans.jsonl")
+@operation(app, example="service topics record scans --last 1h")
 async def record(
     invocation: Invocation,
     topic: _Topic,

@@ -31,9 +31,10 @@ def prove(
     ] = None,
     seed: Annotated[int, typer.Option(help="of all random choices")] = 1,
     shrink: Annotated[float, typer.Option(help="seconds in which a smaller run may begin")] = 60.0,
-    scratch: Annotated[
-        bool, typer.Option("--scratch", help="the servers serve nothing else")
-    ] = False,
+    stack: Annotated[
+        Path | None,
+        typer.Option(help="state of the servers of dev/stack.py, if they serve nothing else"),
+    ] = None,
     output: Annotated[Path, typer.Option(help="folder of the report")] = Path("build/prove"),
 ) -> None:
     """Apply messages under faults and one by one, and compare what comes of them.
@@ -46,9 +47,9 @@ def prove(
     try:
         proof = load(file)
         records = proof.records(Random(seed), recording)
-        if not scratch:
+        if stack is None:
             asyncio.run(run.check_topics(proof.service))
-        work = run.shrunk(proof, file.resolve(), records, Random(seed), logs, shrink)
+        work = run.shrunk(proof, file.resolve(), records, Random(seed), logs, stack, shrink)
         result = asyncio.run(work)
     except (CanNotProve, HarnessMisused) as error:
         print(f"no verdict: {error}", file=sys.stderr)

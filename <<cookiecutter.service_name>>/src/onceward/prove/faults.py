@@ -41,6 +41,8 @@ class Fault(NamedTuple):
     strike: Callable[[Gates, Processes, Hit], Awaitable[None]]
     stops: bool = False
     """Whether the process stands still then, until others have its work."""
+    needs_stack: bool = False
+    """Whether only servers of one's own may be treated so."""
 
 
 async def _roll_back(gates: Gates, processes: Processes, hit: Hit) -> None:
@@ -57,6 +59,14 @@ async def _lose_answer(gates: Gates, processes: Processes, hit: Hit) -> None:
 async def _cut(gates: Gates, processes: Processes, hit: Hit) -> None:
     """End the connection: the server rolls back, and the process continues."""
     await gates.end(hit)
+
+
+async def _restart_postgres(gates: Gates, processes: Processes, hit: Hit) -> None:
+    await processes.restart("postgres")
+
+
+async def _restart_kafka(gates: Gates, processes: Processes, hit: Hit) -> None:
+    await processes.restart("kafka")
 
 
 async def _stop(gates: Gates, processes: Processes, hit: Hit) -> None:
@@ -79,6 +89,8 @@ FAULTS: Mapping[str, Fault] = {
     "SIGSTOP of a relay": Fault("relay", _stop, stops=True),
     "connection of a consumer cut": Fault("consume", _cut),
     "connection of a relay cut": Fault("relay", _cut),
+    "restart of PostgreSQL": Fault("consume", _restart_postgres, needs_stack=True),
+    "restart of Kafka": Fault("relay", _restart_kafka, needs_stack=True),
 }
 TOGETHER = "two transactions at once"
 """The fault in which a transaction waits with its COMMIT until there is another: what that one has

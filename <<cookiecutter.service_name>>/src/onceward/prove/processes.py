@@ -13,6 +13,9 @@ from time import monotonic
 from typing import Any, Literal
 
 import asyncpg
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from onceward.servers.database import autocommitting
 
 from . import statements
 from .proof import CanNotProve
@@ -46,6 +49,7 @@ SETTINGS = {
 }
 """Of the processes, unless the environment has others. By default brokers refuse a session timeout
 of less than 6 seconds; those of `dev/stack.py` do not."""
+_SERVERS = "PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
 _LOOK_SECONDS = 0.02
 _END_SECONDS = 15.0
 _TAIL = 2_000
@@ -66,6 +70,8 @@ class Processes:
     database_url: str
     folder: Path
     notes: Path
+    stack: Path | None = None
+    """State of the servers of `dev/stack.py`, if these serve nothing else."""
     running: dict[int, tuple[Role, asyncio.subprocess.Process]] = field(default_factory=dict)
 
     async def start(self, *command: str) -> asyncio.subprocess.Process:
@@ -106,6 +112,18 @@ class Processes:
         await process.wait()
         await self.serve(role)
 
+    async def restart(self, server: str) -> None:
+        """Stop a server of the stack, and start it again. Raises `CanNotProve` if that fails."""
+        stack = sys.executable, "dev/stack.py", "--state", str(self.stack)
+        own = {name: value for name, value in os.environ.items() if name not in _SERVERS}
+        for words in (("down", server), ("run", "--", "true")):
+            with (self.folder / "stack.log").open("ab") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *stack, *words, env=own, stdout=log, stderr=log
+                )
+            if await process.wait():
+                raise CanNotProve(f"{server} was not restarted:\n{self._tail('stack')}")
+
     async def stop(self) -> None:
         """Ask all to end, and kill those that don't."""
         all_of = [process for _, process in self.running.values()]
@@ -142,24 +160,27 @@ class Hit:
 class Gates:
     """Makes transactions wait when all but their commit is done, so that faults can hit them."""
 
-    def __init__(self, driver: asyncpg.Connection, processes: Processes) -> None:
-        self._driver = driver
+    def __init__(self, engine: AsyncEngine, processes: Processes) -> None:
+        self._engine = engine
         self._processes = processes
 
     @asynccontextmanager
     async def closed(self, role: Role) -> AsyncIterator[None]:
         """Let no transaction pass in the block."""
-        await self._driver.execute(statements.CLOSE_GATE, GATES[role])
-        try:
-            yield
-        finally:
-            await self._driver.execute(statements.OPEN_GATE, GATES[role])
+        async with autocommitting(self._engine) as driver:
+            await driver.execute(statements.CLOSE_GATE, GATES[role])
+            try:
+                yield
+            finally:
+                # A restart of the server opens it, too.
+                with suppress(asyncpg.InterfaceError, asyncpg.PostgresConnectionError):
+                    await driver.execute(statements.OPEN_GATE, GATES[role])
 
     async def are_two(self, seconds: float) -> bool:
         """Wait so long at most until two transactions are open, and return whether they are."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while await self._driver.fetchval(statements.OPEN) < 2:  # noqa: ASYNC110
+                while (await self._fetch(statements.OPEN))[0]["count"] < 2:  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
                 return True
         return False
@@ -168,7 +189,7 @@ class Gates:
         """Return those that wait, or none after so many seconds."""
         until = monotonic() + seconds
         while True:
-            rows = await self._driver.fetch(statements.WAITING, GATES[role])
+            rows = await self._fetch(statements.WAITING, GATES[role])
             owners = {session: pid for pid, session in noted(self._processes.notes, "session")}
             found = [Hit(owners[one], one) for (one,) in rows if one in owners]
             found = [one for one in found if one.pid in self._processes.running]
@@ -177,13 +198,18 @@ class Gates:
             self._processes.check()
             await asyncio.sleep(_LOOK_SECONDS)
 
+    async def _fetch(self, query: str, *arguments: object) -> list[asyncpg.Record]:
+        async with autocommitting(self._engine) as driver:
+            rows: list[asyncpg.Record] = await driver.fetch(query, *arguments)
+            return rows
+
     async def end(self, hit: Hit) -> None:
         """End a session: the server rolls back."""
-        await self._driver.execute(statements.END_SESSION, hit.session)
+        await self._fetch(statements.END_SESSION, hit.session)
 
     async def progress(self, role: Role) -> int:
         """Return how many transactions of the role have passed."""
-        row = await self._driver.fetchrow(statements.PROGRESS)
+        (row,) = await self._fetch(statements.PROGRESS)
         return int(row[role])
 
     async def passes(self, role: Role, progress: int) -> None:

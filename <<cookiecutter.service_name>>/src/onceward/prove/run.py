@@ -123,7 +123,6 @@ class _Faulty:
     service: Service
     settings: Settings
     engine: AsyncEngine
-    driver: asyncpg.Connection
     processes: Processes
     result: Result
     starts: Mapping[TopicPartition, int] = field(default_factory=dict)
@@ -131,15 +130,18 @@ class _Faulty:
 
     async def run(self, records: Sequence[KafkaRecord], chance: Random) -> None:
         """Send the records, cause the faults, and wait until all is done."""
-        self.result.postgresql = await self.driver.fetchval("SHOW server_version")
-        await self.driver.execute(statements.WATCH)
         self.starts = await self._ends(self.service.topics)
-        for place, end in self.starts.items():
-            if place.topic in self.service.handlers.topics:
-                await self.driver.execute(SET_POSITION, self.service.name, *place, end)
+        async with autocommitting(self.engine) as driver:
+            self.result.postgresql = await driver.fetchval("SHOW server_version")
+            await driver.execute(statements.WATCH)
+            for place, end in self.starts.items():
+                if place.topic in self.service.handlers.topics:
+                    await driver.execute(SET_POSITION, self.service.name, *place, end)
         order = interleaved(records, chance)
         self.result.sent = len(order)
-        size = ceil(len(order) / (len(FAULTS) * (_HOLDS + 1)))
+        has_stack = self.processes.stack is not None
+        names = [name for name, one in FAULTS.items() if has_stack or not one.needs_stack]
+        size = ceil(len(order) / (len(names) * (_HOLDS + 1)))
         portions = iter([order[at : at + size] for at in range(0, len(order), size)])
         options = clients.connection_options(self.settings)
         producer = clients.KafkaProducer(**options, enable_idempotence=True)
@@ -162,19 +164,20 @@ class _Faulty:
         try:
             for role in ("consume", "consume", "relay", "relay"):
                 await self.processes.serve(role)
-            await self._cause_faults(send, chance)
+            await self._cause_faults(send, chance.sample(names, len(names)))
             while await send():
                 pass
-            await self._drain()
+            async with autocommitting(self.engine) as driver:
+                await self._drain(driver)
             await self._check("at the end")
         finally:
             await self.processes.stop()
             await producer.stop()
 
-    async def _cause_faults(self, send: faults.Send, chance: Random) -> None:
-        gates, counts = Gates(self.driver, self.processes), self.result.faults
-        counts.update({name: Count() for name in (*FAULTS, TOGETHER)})
-        for name in chance.sample([*FAULTS], len(FAULTS)):
+    async def _cause_faults(self, send: faults.Send, names: Sequence[str]) -> None:
+        gates, counts = Gates(self.engine, self.processes), self.result.faults
+        counts.update({name: Count() for name in (*names, TOGETHER)})
+        for name in names:
             for _ in range(_HOLDS):
                 await faults.hold(gates, send, counts[TOGETHER])
             await faults.cause(FAULTS[name], gates, self.processes, send, counts[name])
@@ -199,27 +202,27 @@ class _Faulty:
             for number, end in topic.end.items()
         }
 
-    async def _drain(self) -> None:
+    async def _drain(self, driver: asyncpg.Connection) -> None:
         """Wait until every message is applied or dead; times of retries pass at once."""
         until = monotonic() + _DRAIN_SECONDS
         while True:
             self.processes.check()
-            rows = await self.driver.fetch(statements.POSITIONS, self.service.name)
+            rows = await driver.fetch(statements.POSITIONS, self.service.name)
             at = {TopicPartition(topic, number): offset for topic, number, offset in rows}
             ends = await self._ends(self.service.handlers.topics)
             behind = sum(max(0, end - at.get(place, 0)) for place, end in ends.items())
-            left = await self.driver.fetchrow(statements.LEFT)
+            left = await driver.fetchrow(statements.LEFT)
             if not behind and not left["due"]:
                 if not left["later"] and not left["scheduled"]:
                     return
-                await stored.pass_time(self.driver, _YEAR, timedelta(), self.settings)
+                await stored.pass_time(driver, _YEAR, timedelta(), self.settings)
             if monotonic() > until:
                 counts = f"{behind} records are unread, in the backlog are {dict(left)}"
                 self.result.wrong.append(f"after {_DRAIN_SECONDS:g} s work is left: {counts}")
                 return
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def given(self) -> dict[str, Any]:
+    async def given(self, driver: asyncpg.Connection) -> dict[str, Any]:
         """Return the records, and for which consumers they took effect, in which order."""
         known = [*noted(self.processes.notes, "call")]
         places = {tuple(one): number for number, one in enumerate(known)}
@@ -228,7 +231,7 @@ class _Faulty:
             called = places.get((row["consumer"], row["source"], row["id"]), -1)
             return row["n"] or 0, called, row["offset"]
 
-        rows = sorted(await self.driver.fetch(statements.COMMITTED), key=place)
+        rows = sorted(await driver.fetch(statements.COMMITTED), key=place)
         kinds = (f"{row['consumer']}: {row['type']}" for row in rows if row["type"])
         self.result.applied = dict(Counter(kinds))
         self.result.dead = sum(not row["type"] for row in rows)
@@ -254,11 +257,11 @@ class _Faulty:
         async for one in evidence.read(self.settings, spans):
             yield one
 
-    async def published(self) -> list[dict[str, Any]]:
+    async def published(self, driver: asyncpg.Connection) -> list[dict[str, Any]]:
         """Return the events of the topics, when those of the outbox are there or it is too late."""
         until = monotonic() + _PUBLISH_SECONDS
         handlers, may_differ = self.service.handlers, self.proof.may_differ
-        committed = await evidence.outbox(self.driver)
+        committed = await evidence.outbox(driver)
         names = frozenset(one.topic for one in committed)
         ids = {one["id"] for one in await evidence.published(committed, handlers, may_differ)}
         while True:
@@ -275,9 +278,16 @@ class _Faulty:
 
 
 async def attempt(
-    proof: Proof, file: Path, records: Sequence[KafkaRecord], chance: Random, folder: Path
+    proof: Proof,
+    file: Path,
+    records: Sequence[KafkaRecord],
+    chance: Random,
+    folder: Path,
+    stack: Path | None = None,
 ) -> Result:
     """Apply the records under faults and one by one; logs and what was found are in the folder.
+
+    With `stack` its servers are restarted, too.
 
     Raises `CanNotProve`.
     """
@@ -291,23 +301,23 @@ async def attempt(
     await service.open_codecs()
     async with _databases(proof, name) as (settings, clean_settings):
         member = "onceward.prove.member", str(file), name
-        processes = Processes((*member, str(notes)), _url(settings), folder, notes)
+        processes = Processes((*member, str(notes)), _url(settings), folder, notes, stack)
         clean = Processes((*member, str(clean_notes)), _url(clean_settings), clean_folder, notes)
         for one, its in ((processes, settings), (clean, clean_settings)):
             await one.run("migrate")
             await _prepare(proof, its, name)
         await processes.run("topics", "create", "--partitions", str(_PARTITIONS))
         engine = create_engine(settings, name=f"{name}-prover", check=None)
+        faulty = _Faulty(proof, service, settings, engine, processes, result)
         try:
+            await faulty.run(records, chance)
             async with autocommitting(engine) as driver:
-                faulty = _Faulty(proof, service, settings, engine, driver, processes, result)
-                await faulty.run(records, chance)
-                given = await faulty.given()
+                given = await faulty.given(driver)
                 (folder / "given.json").write_text(json.dumps(given), "utf-8")
                 files = (str(file), name, str(clean_notes), *_paths(folder))
                 await replace(clean, words=()).run("onceward.prove.clean", *files)
                 found = json.loads((folder / "found.json").read_text("utf-8"))
-                here = await evidence.stored(driver, proof), await faulty.published()
+                here = await evidence.stored(driver, proof), await faulty.published(driver)
         finally:
             await engine.dispose()
     one_by_one, under_faults = (
@@ -394,7 +404,7 @@ async def check_topics(service: Service) -> None:
             raise CanNotProve(
                 f"{topic.name} has records in {settings.kafka}, and whoever reads it would read the"
                 " messages: unset PIPELINE_KAFKA_BOOTSTRAP_SERVERS and PIPELINE_DATABASE_URL, or"
-                " add --scratch if these servers serve nothing else"
+                " use topics that are empty"
             )
 
 
@@ -404,6 +414,7 @@ async def shrunk(
     records: Sequence[KafkaRecord],
     chance: Random,
     folder: Path,
+    stack: Path | None,
     seconds: float,
 ) -> Result:
     """Run it, and after a difference again with the messages of fewer keys, as long as it differs.
@@ -411,14 +422,14 @@ async def shrunk(
     No new run begins after `seconds`. Raises `CanNotProve`.
     """
     until = monotonic() + seconds
-    result = await attempt(proof, file, records, chance, folder / "1")
+    result = await attempt(proof, file, records, chance, folder / "1", stack)
     number, keys = 1, list(dict.fromkeys(map(key_of, records)))
     halves: list[list[Hashable]] = []
     while result.verdict == "differs" and len(keys) > 1 and monotonic() < until:
         halves = halves or [keys[: len(keys) // 2], keys[len(keys) // 2 :]]
         half, number = halves.pop(0), number + 1
         some = [one for one in records if key_of(one) in half]
-        found = await attempt(proof, file, some, chance, folder / str(number))
+        found = await attempt(proof, file, some, chance, folder / str(number), stack)
         if found.verdict == "differs":
             result, records, keys, halves = found, some, half, []
         elif not halves:
