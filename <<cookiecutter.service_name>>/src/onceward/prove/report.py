@@ -4,6 +4,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from html import escape
@@ -23,13 +24,15 @@ _STYLE = (
 
 def described(result: Result, settings: Settings, **more: object) -> dict[str, Any]:
     """Return the report as JSON, without secrets."""
-    revision = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(revision, capture_output=True, text=True).stdout.strip()
+    commit = None
+    with suppress(OSError):  # there is no git
+        revision = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(revision, capture_output=True, text=True).stdout.strip() or None
     found = {
         "verdict": result.verdict,
         "at": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         **more,
-        "commit": commit or None,
+        "commit": commit,
         "python": platform.python_version(),
         "servers": [settings.postgresql, settings.kafka],
         **asdict(result),

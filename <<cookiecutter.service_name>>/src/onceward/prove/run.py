@@ -374,7 +374,7 @@ async def _databases(proof: Proof, name: str) -> AsyncIterator[list[Settings]]:
             for one in made:
                 await driver.execute(f"CREATE DATABASE {one}")
         urls = [url.set(database=one).render_as_string(hide_password=False) for one in made]
-        forever = {"inbox_age": FOREVER, "inbox_generation_age": FOREVER}
+        forever: dict[str, Any] = {"inbox_age": FOREVER, "inbox_generation_age": FOREVER}
         yield [Settings(database_url=SecretStr(one), **forever) for one in urls]
     finally:
         async with autocommitting(engine) as driver:
