@@ -93,7 +93,9 @@ async def published(
         key = None if record.key is None else record.key.decode("utf-8", "backslashreplace")
         place = {"topic": record.topic, "key": key, "source": event.source}
         value = {"type": event.type, "id": event.id, "sequence": event.sequence, "data": data}
-        found.setdefault(event.id, place | value)
+        # Only what is repeated with other bytes counts twice.
+        if found.setdefault(event.id, place | value) != place | value:
+            found[f"{event.id} {len(found)}"] = place | value
     return [*found.values()]
 
 
