@@ -50,7 +50,7 @@ async def stored(driver: asyncpg.Connection, proof: Proof) -> Evidence:
 
 
 def _put(found: dict[str, Any], name: str, value: Any) -> None:
-    """Add a value by a name that others may have, too."""
+    """Add a value by a name that others may also have."""
     number, unique = 1, name
     while unique in found:
         number += 1

@@ -106,7 +106,7 @@ async def hold(gates: Gates, send: Send, count: Count) -> None:
 
 
 async def cause(fault: Fault, gates: Gates, processes: Processes, send: Send, count: Count) -> None:
-    """Cause a fault, and wait until the work goes on."""
+    """Cause a fault, and wait until the work continues."""
     count.caused += 1
     async with gates.closed(fault.role):
         seconds = _HIT_SECONDS if await send() else _NOTHING_SECONDS

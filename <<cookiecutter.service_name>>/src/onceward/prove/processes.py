@@ -48,7 +48,7 @@ SETTINGS = {
     "PIPELINE_INBOX_GENERATION_AGE": f"{FOREVER}",
 }
 """Of the processes, unless the environment has others. By default brokers refuse a session timeout
-of less than 6 seconds; those of `dev/stack.py` do not."""
+of less than 6 seconds, and the servers of `dev/stack.py` allow it."""
 _SERVERS = "PIPELINE_DATABASE_URL", "PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
 _LOOK_SECONDS = 0.02
 _END_SECONDS = 15.0
@@ -92,7 +92,7 @@ class Processes:
             raise CanNotProve(f"`{' '.join(command)}` failed:\n{self._tail(command[0])}")
 
     async def serve(self, role: Role) -> None:
-        """Start a process that is to go on running."""
+        """Start a process that serves until it is stopped."""
         process = await self.start(role)
         self.running[process.pid] = role, process
 
@@ -172,12 +172,12 @@ class Gates:
             try:
                 yield
             finally:
-                # A restart of the server opens it, too.
+                # A restart of the server also opens it.
                 with suppress(asyncpg.InterfaceError, asyncpg.PostgresConnectionError):
                     await driver.execute(statements.OPEN_GATE, GATES[role])
 
     async def are_two(self, seconds: float) -> bool:
-        """Wait so long at most until two transactions are open, and return whether they are."""
+        """Wait these seconds at most until two transactions are open, and return whether they are."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while (await self._fetch(statements.OPEN))[0]["count"] < 2:  # noqa: ASYNC110
@@ -186,7 +186,7 @@ class Gates:
         return False
 
     async def hits(self, role: Role, seconds: float) -> list[Hit]:
-        """Return those that wait, or none after so many seconds."""
+        """Return those that wait, or none after these seconds."""
         until = monotonic() + seconds
         while True:
             rows = await self._fetch(statements.WAITING, GATES[role])

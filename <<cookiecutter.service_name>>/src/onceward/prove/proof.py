@@ -46,7 +46,7 @@ class Proof:
     """Columns of tables, and fields of events by the type, whose values may differ, as times do.
     Columns that a sequence fills may differ anyway, and those that refer to them."""
     stand_ins: Mapping[str, StandIn] = field(default_factory=dict)
-    """Functions in place of those that call the outside, by consumer; they return what the outside
+    """Functions in place of those that call other services, by consumer; they return what these
     would, for the same call always the same. Without one a call is noted, and returns None."""
 
     def records(self, chance: Random, recording: Path | None) -> list[KafkaRecord]:
@@ -66,7 +66,7 @@ class Proof:
     def instrumented(self, name: str, note: Note) -> Service:
         """Return the service with another name, whose handlers note their calls.
 
-        What calls the outside is replaced. What asks whether a call took place is told that it did
+        What calls other services is replaced. What asks whether a call took place is told that it did
         not.
         """
 
@@ -98,7 +98,7 @@ def load(path: Path) -> Proof:
     """Return the proof that a file declares. Raises `CanNotProve`."""
     spec = spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.exists():
-        raise CanNotProve(f"{path} is no Python file: write it, as docs/testing.md shows")
+        raise CanNotProve(f"{path} can't be read as Python: write it, as docs/testing.md shows")
     module = sys.modules[path.stem] = module_from_spec(spec)
     spec.loader.exec_module(module)
     if not isinstance(proof := getattr(module, "proof", None), Proof):

@@ -83,7 +83,7 @@ class Result:
 
     messages: int = 0
     sent: int = 0
-    """Records, repeated ones too."""
+    """Records, including repeated ones."""
     faults: dict[str, Count] = field(default_factory=dict)
     applied: dict[str, int] = field(default_factory=dict)
     """Messages by consumer and type."""
@@ -117,7 +117,7 @@ class Result:
 
 @dataclass
 class _Faulty:
-    """The run under faults, in a database of its own."""
+    """The run under faults, in a separate database."""
 
     proof: Proof
     service: Service
@@ -184,7 +184,7 @@ class _Faulty:
             await self._check(f"after {name}")
 
     async def _check(self, when: str) -> None:
-        """Call the invariants, each with a snapshot of its own."""
+        """Call the invariants, each with its own snapshot."""
         snapshots = self.engine.execution_options(isolation_level="REPEATABLE READ")
         for invariant in self.proof.invariants:
             try:
@@ -258,7 +258,7 @@ class _Faulty:
             yield one
 
     async def published(self, driver: asyncpg.Connection) -> list[dict[str, Any]]:
-        """Return the events of the topics, when those of the outbox are there or it is too late."""
+        """Return the events of the topics, when all of the outbox are there or it is too late."""
         until = monotonic() + _PUBLISH_SECONDS
         handlers, may_differ = self.service.handlers, self.proof.may_differ
         committed = await evidence.outbox(driver)
@@ -266,7 +266,7 @@ class _Faulty:
         ids = {one["id"] for one in await evidence.published(committed, handlers, may_differ)}
         while True:
             records = [one async for one in self._sent_to(names)]
-            # An event may also be a message that was sent, in a topic that the service reads, too.
+            # An event may also be a message that was sent, in a topic that the service also reads.
             found = await evidence.published(records, handlers, may_differ)
             own = [one for one in found if one["id"] in ids or self._has_published(one)]
             if ids <= {one["id"] for one in own} or monotonic() > until:
@@ -287,7 +287,7 @@ async def attempt(
 ) -> Result:
     """Apply the records under faults and one by one; logs and what was found are in the folder.
 
-    With `stack` its servers are restarted, too.
+    With `stack` its servers are also restarted.
 
     Raises `CanNotProve`.
     """
@@ -402,7 +402,7 @@ async def check_topics(service: Service) -> None:
     for topic in (await topics.describe(settings, service.topics)).values():
         if topic.first != topic.end:
             raise CanNotProve(
-                f"{topic.name} has records in {settings.kafka}, and whoever reads it would read the"
+                f"{topic.name} has records in {settings.kafka}, and its readers would get the"
                 " messages: unset PIPELINE_KAFKA_BOOTSTRAP_SERVERS and PIPELINE_DATABASE_URL, or"
                 " use topics that are empty"
             )

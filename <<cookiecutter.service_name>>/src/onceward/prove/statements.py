@@ -1,4 +1,4 @@
-"""SQL of a proof, in databases of its own: gates, the order of commits, what is there."""
+"""SQL of a proof, in its own databases: gates, the order of commits, what is there."""
 
 CONSUME_GATE, RELAY_GATE = 0x1B0F0, 0x1B0F1
 """Advisory locks: shared by each transaction at its end, exclusive while faults wait for one."""
@@ -60,7 +60,7 @@ SELECT (SELECT COALESCE(max(n), 0) FROM prove.committed) AS consume,
        COALESCE(pg_sequence_last_value('prove.relayed'), 0) AS relay
 """
 
-# A dead letter is in the order, too: its handler saw what was committed by then.
+# A dead letter is also in the order: its handler saw what was committed by then.
 COMMITTED = """
 WITH place AS (SELECT xid, max(n) AS n FROM prove.committed GROUP BY xid)
 SELECT n, consumer, topic, partition, "offset", source, id, type

@@ -149,7 +149,7 @@ def test_a_report_shows_no_markup_of_messages(tmp_path: Path) -> None:
 
 
 def test_a_file_without_a_proof_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CanNotProve, match=r"is no Python file"):
+    with pytest.raises(CanNotProve, match=r"can't be read as Python"):
         load(tmp_path / "missing.py")
     (file := tmp_path / "empty_proof.py").write_text("")
     with pytest.raises(CanNotProve, match=r"declares no proof"):
