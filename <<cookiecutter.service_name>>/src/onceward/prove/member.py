@@ -20,7 +20,7 @@ from .proof import Note, load
 
 
 def noting(path: Path) -> Note:
-    """Return the function that appends a line. One write appends it whole, also while other processes append."""
+    """Return the function that appends a line, by one write, as other processes append lines."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def note(*words: object) -> None:

@@ -177,7 +177,7 @@ class Gates:
                     await driver.execute(statements.OPEN_GATE, GATES[role])
 
     async def are_two(self, seconds: float) -> bool:
-        """Wait these seconds at most until two transactions are open, and return whether they are."""
+        """Return whether two transactions are open, now or within these seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while (await self._fetch(statements.OPEN))[0]["count"] < 2:  # noqa: ASYNC110

@@ -66,8 +66,8 @@ class Proof:
     def instrumented(self, name: str, note: Note) -> Service:
         """Return the service with another name, whose handlers note their calls.
 
-        What calls other services is replaced. What asks whether a call took place is told that it did
-        not.
+        What calls other services is replaced. Questions whether a call took place are answered by
+        no.
         """
 
         def change(handler: Handler) -> Handler:
