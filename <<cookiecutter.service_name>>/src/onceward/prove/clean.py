@@ -110,9 +110,8 @@ async def run(proof: Proof, service: Service, given: Mapping[str, Any]) -> dict[
         await clean.call()
         await clean.settle(schedule=True)
         found = await evidence.stored(driver, proof)
-        events = await evidence.published(
-            await evidence.outbox(driver), service.handlers, proof.may_differ
-        )
+        outbox = await evidence.outbox(driver, service.encryption)
+        events = await evidence.published(outbox, service.handlers, proof.may_differ)
     await engine.dispose()
     return {"stored": found, "published": events, "scheduled": sorted(clean.scheduled)}
 

@@ -9,6 +9,7 @@ from typing import Any
 import asyncpg
 from aiokafka import TopicPartition
 
+from onceward.apply.encryption import Encryption, Rows
 from onceward.apply.item import StoredRecord
 from onceward.events.cloudevents import event_headers
 from onceward.events.message import Record, Undecodable, headers_of
@@ -58,15 +59,18 @@ def _put(found: dict[str, Any], name: str, value: Any) -> None:
     found[unique] = value
 
 
-async def outbox(driver: asyncpg.Connection) -> list[Record]:
+async def outbox(driver: asyncpg.Connection, encryption: Encryption | None) -> list[Record]:
     """Return the events that are, or will be, published, as records in the order of their ids."""
+    rows: Rows = await driver.fetch(statements.OUTBOX)
+    if encryption is not None:
+        rows = await encryption.decrypt(driver, rows, "payload")
     return [
         StoredRecord(
             *(row["topic"], 0, 0, 0, row["key"], row["payload"]),
             event_headers(row) if row["headers"] is None else headers_of(row["headers"]),
             0.0,
         )
-        for row in await driver.fetch(statements.OUTBOX)
+        for row in rows
     ]
 
 

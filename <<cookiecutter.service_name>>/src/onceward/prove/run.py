@@ -261,7 +261,7 @@ class _Faulty:
         """Return the events of the topics, when all of the outbox are there or it is too late."""
         until = monotonic() + _PUBLISH_SECONDS
         handlers, may_differ = self.service.handlers, self.proof.may_differ
-        committed = await evidence.outbox(driver)
+        committed = await evidence.outbox(driver, self.service.encryption)
         names = frozenset(one.topic for one in committed)
         ids = {one["id"] for one in await evidence.published(committed, handlers, may_differ)}
         while True:
