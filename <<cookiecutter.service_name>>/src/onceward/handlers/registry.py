@@ -316,12 +316,13 @@ class Handlers:
         if undecodable == "hold":
             self.holding.add(topic)
 
-    def changed(self, change: Callable[[Handler], Handler]) -> "Handlers":
-        """Return the same registry with the handlers that `change` returns for its own."""
+    def changed(self, change: Callable[[Handler], Handler | None]) -> "Handlers":
+        """Return the same registry with the handlers that `change` returns for its own, if any."""
         changed = copy(self)
         changed._by_topic, changed._corrections = {}, {}
         for one in self:
-            changed.add(change(one))
+            if (other := change(one)) is not None:
+                changed.add(other)
         return changed
 
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":

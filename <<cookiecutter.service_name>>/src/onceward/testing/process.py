@@ -24,6 +24,7 @@ from onceward.consume.partition_source import PartitionBatch, PartitionSource
 from onceward.errors import SourceLost
 from onceward.handlers.registry import Handlers
 from onceward.observe.health import Health
+from onceward.operators import statements
 from onceward.retry.workers import BacklogWorkers
 from onceward.servers.database import autocommitting
 from onceward.servers.retrying import Attempts
@@ -167,6 +168,12 @@ class Process:
                 continue
             self._step.skipped += len(batch.skipped)
             start = batch.end
+
+    async def seek(self, slot: Slot, offset: int) -> None:
+        """Continue a partition at an offset; what took effect before is still skipped."""
+        self._positions.pop(slot, None)
+        async with autocommitting(self._engine) as driver:
+            await driver.execute(statements.SET_POSITION, *slot, offset)
 
     async def work_off(self) -> None:
         """Handle what is due in the backlog. Raises `HarnessMisused` if that has no end."""

@@ -1,6 +1,6 @@
 """Stand-ins: functions of a test in place of those that call the outside."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
@@ -34,21 +34,15 @@ def check_complete(stand_ins: Mapping[str, StandIn], due: Iterable[str]) -> None
 
 def replaced(handlers: Handlers, stand_ins: Mapping[str, StandIn]) -> Handlers:
     """Return the handlers with stand-ins for the functions of effects."""
-    return with_functions(
-        handlers,
-        lambda one: (
-            partial(_call, stand_ins[one.consumer]) if one.consumer in stand_ins else one.function
-        ),
-    )
+
+    def change(one: Handler) -> Handler:
+        stand_in = stand_ins.get(one.consumer)
+        return replace(one, function=partial(called, stand_in)) if stand_in else one
+
+    return handlers.changed(change)
 
 
-def with_functions(
-    handlers: Handlers, function_of: Callable[[Handler], Callable[..., Awaitable[object]]]
-) -> Handlers:
-    """Return the same handlers with the functions that `function_of` returns for them."""
-    return handlers.changed(lambda one: replace(one, function=function_of(one)))
-
-
-async def _call(function: StandIn, *arguments: Any) -> object:
+async def called(function: StandIn, *arguments: Any) -> object:
+    """Call a stand-in, with or without `async`."""
     result = function(*arguments)
     return await result if isawaitable(result) else result

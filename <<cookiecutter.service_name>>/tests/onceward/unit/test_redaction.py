@@ -183,6 +183,14 @@ def test_values_of_secret_fields_are_left_out_wherever_a_payload_is_quoted(
     assert "o-1" in text
 
 
+def test_where_fields_are_shown_known_secrets_are_not(redactor: Redactor) -> None:
+    redactor.mark(Card)
+    redactor.learn({"A_TOKEN": "correct-horse"})
+    text = '{"pin": "1234", "text": "correct-horse"}'
+    assert redactor.redact_known(text) == text.replace("correct-horse", HIDDEN)
+    assert "1234" not in redactor.redact(text)
+
+
 def test_a_value_that_ends_with_a_backslash_hides_no_end_of_its_own_and_no_other_secret(
     redactor: Redactor,
 ) -> None:
