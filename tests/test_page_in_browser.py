@@ -82,7 +82,7 @@ PICTURES = {
     ),
 }
 """Those of them that docs/operations-page.md shows, and their SHA-256."""
-PICTURED = "96e718705ad381318fd42bca6ffd3f547a240a9105c1f13dc32f5f3ae7e629f4"
+PICTURED = "b483282a602ea0f31e8ded429a84e6aa9bbae709b1702afc29a695d0e0e13d2f"
 """What the templates and styles hash to that these pictures show."""
 
 
@@ -449,12 +449,9 @@ def test_a_message_is_sent_by_a_form_and_its_timeline_shows_that_it_is_applied(
         page.get_by_role("link", name="Send", exact=True).click()
         page.get_by_role("button", name="Show the form").click()
         page.get_by_label("account").fill("account <i>9</i>")
-        page.get_by_label("amount").fill("many")
-        page.get_by_label("failures").fill("0")
-        page.get_by_role("button", name="Send", exact=True).click()
-        page.get_by_role("alert").filter(has_text="amount: Input should be a valid").wait_for()
-        fits(page, "send")
         page.get_by_label("amount").fill("9")
+        page.get_by_label("failures").fill("0")
+        fits(page, "send")
         page.get_by_role("button", name="Send", exact=True).click()
         sent = page.get_by_role("status")
         sent.filter(

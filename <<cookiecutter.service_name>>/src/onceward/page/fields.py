@@ -46,7 +46,7 @@ class Field:
         `Refused` for what is to be JSON and is not.
         """
         text = form.get(self.key, "")
-        if not text.strip() and (self.is_json or not text):
+        if not text.strip() and (not text or self.is_json or self.takes_numbers):
             return self.empty
         if self.is_json or self.choices is not None:
             try:

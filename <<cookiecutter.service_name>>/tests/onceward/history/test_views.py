@@ -5,6 +5,7 @@ import html
 import json
 import re
 from collections.abc import AsyncIterator
+from urllib.parse import parse_qsl
 
 import asyncpg
 import httpx2
@@ -62,8 +63,9 @@ async def test_a_message_that_the_page_sends_leads_to_the_timeline_of_its_key(
         text = (await client.post("/send/message", data=form | filled)).text
         (path,) = re.findall('href="(/timeline[?][^"]*)"', text)
         (id,) = re.findall("with the id <code>([^<]+)</code>", text)
-        (row,) = await rows(client, html.unescape(path))
-    assert row[1] == "arrived"
+        assert dict(parse_qsl(html.unescape(path).partition("?")[2])) == {"key": "a & b"}
+        (row,) = await rows(client, "/timeline", key="a & b", seconds="15")
+    assert row[1] == "not read"
     assert id in row[3]
 
 

@@ -22,6 +22,7 @@ from .test_many import hidden
 from .test_page import HOSTILE, assert_harmless, recorded
 from tests.contract.bank import Deposited
 from tests.onceward.integration.bank import Bank
+from tests.onceward.integration.conftest import missing  # noqa: F401 (fixture)
 from tests.onceward.integration.desk import Desk
 
 _AUDIT = "SELECT who, action, subject, why FROM pipeline.audit ORDER BY id"
@@ -226,7 +227,7 @@ class Reading(Codec):
 async def test_a_codec_that_writes_nothing_is_named(
     sender: httpx2.AsyncClient, bank: Bank, kafka: str
 ) -> None:
-    bank.handlers.topic(bank.deposits, codec=Reading())
+    bank.handlers.topic(bank.deposits, codec=Reading())  # type: ignore[abstract]  # as it only reads
     form = await form_of(sender, bank.deposits)
     filled = {"payload.account": "ada", "payload.amount": "1"}
     answer = await sender.post("/send/message", data=form | filled)
@@ -236,7 +237,11 @@ async def test_a_codec_that_writes_nothing_is_named(
 
 
 async def test_brokers_that_do_not_answer_and_a_topic_that_is_missing_are_named(
-    opened: Opened, sender: httpx2.AsyncClient, bank: Bank, missing: str, unused_tcp_port: int
+    opened: Opened,
+    sender: httpx2.AsyncClient,
+    bank: Bank,
+    missing: str,  # noqa: F811
+    unused_tcp_port: int,
 ) -> None:
     @bank.handlers.on(Deposited, topic=missing, consumer="other")
     async def other(event: Deposited, tx: Transaction) -> None:
