@@ -944,6 +944,7 @@ async def test_what_is_stopped_goes_on_by_a_command_or_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, what: str, rate: str, exits: bool
 ) -> None:
     monkeypatch.setattr(breakers, "ACTS_WITHIN", 0.0)
+    monkeypatch.setattr(breakers, "ACTS_AFTER", 0)
     monkeypatch.setattr(stops, "OBEYED_WITHIN", 0.0)
     script = ORDERED.replace("EXITS", str(int(exits)))
     async with slow_system(tmp_path, "consume-1", script=script) as ordered:
@@ -1325,6 +1326,7 @@ async def test_a_fault_that_takes_no_effect_is_tried_again_and_then_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breakers, "ACTS_WITHIN", 0.5)
+    monkeypatch.setattr(breakers, "ACTS_AFTER", 2)
     async with slow_system(tmp_path, "consume-1", script="raise SystemExit(1)") as idle:
         idle.servers.stack.addresses |= {"PIPELINE_DATABASE_URL": f"postgresql://me@{HOST}:1/db"}
         is_sent = True
