@@ -55,11 +55,14 @@ setup: $(INSTALLED) ## install everything into the virtual environment
 up: $(INSTALLED) ## start PostgreSQL and Kafka and wait until they serve
 	@$(STACK) up
 
-down: $(INSTALLED) ## stop PostgreSQL and Kafka, and a demo, chaos or benchmark run
-	@$(STACK) down
+ONE = $(if $(filter command line,$(origin SERVER)),$(SERVER))
+down: $(INSTALLED) ## stop PostgreSQL, Kafka, a demo, chaos or benchmark run (SERVER=kafka or postgres: only one)
+	@$(STACK) down $(ONE)
+ifeq ($(ONE),)
 	@test ! -d build/demo || $(BIN)/python -m demo.run --stop
 	@test ! -d build/chaos || $(BIN)/python -m chaos.run --stop
 	@test ! -d build/bench || $(BIN)/python -m benchmarks.run --stop
+endif
 
 demo: $(INSTALLED) ## bake a service, send it 100,000 scans, kill it twice, check the result
 	@exec $(BIN)/python -m demo.run $(if $(KEEP),--keep)
@@ -86,7 +89,7 @@ bench: $(INSTALLED) ## measure the service and alternative implementations
 	    $(addprefix --only=,$(ONLY)) $(if $(KEEP_PLOTS),--keep-plots) \
 	    $(if $(filter-out file,$(origin PYTHON)),--python='$(PYTHON)')
 
-# RENEW=1 writes them to benchmarks/instructions.json and docs/performance.md.
+# RENEW=1 writes them to benchmarks/instructions.json and docs/measures.md.
 instructions: $(INSTALLED) ## count the instructions of a message, and compare with the recorded ones (3 minutes)
 	@$(BIN)/python -m tests.programs valgrind
 	@exec $(BIN)/python -m benchmarks.instructions $(if $(RENEW),--renew)
@@ -95,8 +98,9 @@ model: $(INSTALLED) ## check the protocol's model exhaustively within small boun
 	@$(BIN)/python -m tests.programs spin gcc
 	@$(BIN)/python -m model.check
 
+# REPOSITORY=<URL> adds a link to the repository.
 docs: $(INSTALLED) ## build the documentation's site in build/site, and check its links
-	@$(BIN)/python -m website.build
+	@$(BIN)/python -m website.build $(addprefix --repository=,$(REPOSITORY))
 
 test-unit: $(INSTALLED) ## run the tests that need no server
 	@cd '$(RAW)' && $(ENGINE) --numprocesses=2 -m 'not integration and not full'
@@ -158,6 +162,7 @@ check: $(INSTALLED) check-raw ## check lint rules, formatting, words, types and 
 
 # Folders with names of questions need options: ruff gets the template's configuration, not the nearest
 # one; mypy and import-linter check the package as `unbaked`; pytest and mypy leave its tests out.
+# Both worked examples are in one file there, and each opens its resources.
 RUFF = $(BIN)/ruff --config pyproject.toml
 check-raw: $(INSTALLED)
 	@$(RUFF) check .
@@ -167,7 +172,7 @@ check-raw: $(INSTALLED)
 	@rm -rf build/raw && mkdir -p build/raw
 	@ln -s '$(CURDIR)/$(RAW)/src/<<cookiecutter.package_name>>' build/raw/unbaked
 	@sed 's/<<cookiecutter.package_name>>/unbaked/g' '$(RAW)/pyproject.toml' > build/raw/pyproject.toml
-	@cd '$(RAW)' && $(BIN)/mypy --exclude '(src|tests)/[<]' && MYPYPATH='$(CURDIR)/build/raw' $(BIN)/mypy -p unbaked
+	@cd '$(RAW)' && $(BIN)/mypy --exclude '(src|tests)/[<]' && MYPYPATH='$(CURDIR)/build/raw' $(BIN)/mypy --disable-error-code no-redef -p unbaked
 	@cd build/raw && PYTHONPATH='.:$(CURDIR)/$(RAW)/src' $(BIN)/lint-imports --no-logo --cache-dir ../import-linter
 
 format: $(INSTALLED) ## format the code and apply the linter's fixes

@@ -53,8 +53,8 @@ TAKEN = BUILT | {
 EXAMPLES = ("parcels", "payments", "none")
 
 OLD_EXAMPLES = ("yes", "no")
-"""Answers of services of 1.0, which mean parcels and none: in all files, as `make update` gives
-them, and cruft does with the filters of the old version."""
+"""Answers of services of 1.0, which mean parcels and none in all files; `make update` gives them
+again."""
 
 ENGINES = ("source", "package")
 
@@ -154,13 +154,6 @@ def source(answers: Mapping[str, object]) -> dict[str, object]:
     not a git repository of its own, or has uncommitted changes.
     """
     location = str(answers.get("_template", ""))
-    if "_repo_dir" not in answers:  # cruft, which has a clone of its own
-        commit = answers.get("_commit")
-        return {
-            "template": _without_password(location),
-            "commit": str(commit) if commit else None,
-            "wheel": _wheel(answers),
-        }
     folder = SERVICE.parent.resolve()
     top = _git(folder, "rev-parse", "--show-toplevel")
     is_repository = top is not None and Path(top).resolve() == folder
@@ -170,7 +163,7 @@ def source(answers: Mapping[str, object]) -> dict[str, object]:
         location = _git(folder, "remote", "get-url", "origin") or location
     is_clean = is_repository and _git(folder, "status", "--porcelain") == ""
     return {
-        "template": _without_password(location),
+        "template": without_password(location),
         "commit": _git(folder, "rev-parse", "HEAD") if is_clean else None,
         "wheel": _wheel(answers),
     }
@@ -197,7 +190,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _without_password(location: str) -> str:
+def without_password(location: str) -> str:
     """Return a location without its password; one of HTTP also without its user."""
     # Also matches an unescaped slash in a password, where the text after the colon is not a port.
     user = r"[^/?#]*@|[^/?#@:\[]*:(?!\d*([/?#]|$)).*@"

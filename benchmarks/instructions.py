@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks import load, payments
 from benchmarks.interpreter import chosen
-from benchmarks.kept import PAGE
+from benchmarks.kept import MEASURING
 from benchmarks.load import Load
 from benchmarks.payments import Payments
 from benchmarks.rig import OURS, OURS_SQL, Contestant, Rig
@@ -201,7 +201,7 @@ def renew(build: str, found: Entry) -> None:
     """Write what was found into the record, and the record into the page."""
     record = dict(sorted({**load_record(), build: found}.items()))
     RECORD.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
-    PAGE.write_text(page(record), "utf-8")
+    MEASURING.write_text(page(record), "utf-8")
 
 
 def page(record: Mapping[str, Entry]) -> str:
@@ -212,7 +212,7 @@ def page(record: Mapping[str, Entry]) -> str:
         for name, one in record.items()
         if (counts := one["counts"].get(kind))
     ]
-    return with_table(PAGE.read_text("utf-8"), "| kind ", rows)
+    return with_table(MEASURING.read_text("utf-8"), "| kind ", rows)
 
 
 def _number(value: float) -> str:

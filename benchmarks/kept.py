@@ -1,4 +1,4 @@
-"""What is kept of the measures: report and plots in docs/performance, and the page about them.
+"""What is kept of the measures: report and plots in docs/performance, and the pages about them.
 
     python -m benchmarks.kept       write plots and tables anew from the report that is kept
 
@@ -21,7 +21,8 @@ from demo.flights import ROOT
 
 PLOTS = ROOT / "docs" / "performance"
 REPORT = PLOTS / "report.json"
-PAGE = ROOT / "docs" / "performance.md"
+MEASURING = ROOT / "docs" / "measures.md"
+PAGES = (ROOT / "docs" / "performance.md", MEASURING)
 
 
 def hindrance(measures: Collection[str], options: Mapping[str, Any]) -> str | None:
@@ -50,14 +51,20 @@ def keep(report: Report) -> None:
 
 
 def renew(report: Report) -> None:
-    """Draw the plots of a report that is kept, delete all others, and write the page."""
+    """Draw the plots of a report that is kept, delete all others, and write the pages."""
     left = shown(report, ages(report))
     plots = drawn(left)
     for earlier in PLOTS.glob("*.svg"):
         earlier.unlink()
     for plot, svg in plots.items():
         (PLOTS / plot).write_text(svg, "utf-8")
-    PAGE.write_text(tables.told(PAGE.read_text("utf-8"), left), "utf-8")
+    for page, text in told(left).items():
+        page.write_text(text, "utf-8")
+
+
+def told(report: Report) -> dict[Path, str]:
+    """Return the pages with tables and plots of what is shown of a report."""
+    return tables.told({page: page.read_text("utf-8") for page in PAGES}, report)
 
 
 def _kept() -> Report:

@@ -24,7 +24,7 @@ from onceward.schema import SHARDS
 from onceward.servers import clients
 from onceward.servers.consumer import _FETCH_BYTES, KafkaConsumer
 from onceward.servers.database import autocommitting, create_engine
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.settings import Settings
 
 TOPIC = os.environ["BENCH_INPUT"]
@@ -48,7 +48,7 @@ class SingleTask:
         start = records[0].offset
         await positions.start_at(self.driver, slot, start)
         read = await batch.read(self.handlers, start, records)
-        attempts = Attempts("the batch", "PostgreSQL", unless=lambda: False, report=print)
+        attempts = Retrying("the batch", "PostgreSQL", unless=lambda: False, report=print)
         await self.consume.apply(PartitionSource([PartitionBatch(slot, read)]), attempts)
         page = await window.fresh(
             self.driver, self.progress, list(range(SHARDS)), self.settings.relay_batch_events

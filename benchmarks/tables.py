@@ -1,9 +1,10 @@
-"""Tables and plots of docs/performance.md, written from what is shown of the kept report."""
+"""Tables and plots of the pages of measures, written from what is shown of the kept report."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -59,8 +60,11 @@ def book_of(report: Report) -> Book:
     return Book([Run(**run) for run in report["runs"]], series=report["series"])
 
 
-def told(page: str, report: Report) -> str:
-    """Return the page with tables and plots of what is shown of a report."""
+def told(pages: Mapping[Path, str], report: Report) -> dict[Path, str]:
+    """Return the pages with tables and plots of what is shown of a report.
+
+    Raises `ValueError` unless each table and each section with plots is on one page.
+    """
     book = book_of(report)
 
     def of(measure: str, rows: Iterable[Sequence[str]]) -> Iterable[Sequence[str]]:
@@ -88,12 +92,16 @@ def told(page: str, report: Report) -> str:
         "| payments ": of("ledger", _ledger(book)),
         "| minute ": of("xmin", _xmin(book, report["options"]["minutes"])),
     }
+    texts = dict(pages)
     for header, rows in tables.items():
-        page = with_table(page, header, rows)
+        head = re.compile(rf"^{re.escape(header)}.*\n\| -", re.MULTILINE)
+        [page] = [one for one, text in texts.items() if head.search(text)]
+        texts[page] = with_table(texts[page], header, rows)
     drawn = figures.draw(book)
     for heading in PLOTS:
-        page = with_plots(page, heading, drawn)
-    return page
+        [page] = [one for one, text in texts.items() if f"\n{heading}\n" in text]
+        texts[page] = with_plots(texts[page], heading, drawn)
+    return texts
 
 
 def _marks(report: Report) -> Iterable[Sequence[str]]:

@@ -50,11 +50,7 @@ def remove_requirement(name: str) -> None:
 
 
 def require_engine() -> None:
-    """Replace the source of the engine by a requirement. Raises `SystemExit` for cruft."""
-    if not SOURCE.get("wheel"):
-        raise SystemExit(
-            "engine=package is not possible by cruft: use cookiecutter, or make update"
-        )
+    """Replace the source of the engine by a requirement."""
     wheel = SOURCE["wheel"]
     for folder in ENGINE:
         remove(Path(folder))
@@ -104,8 +100,6 @@ def make_repository() -> str:
     `make update` merges from the branch `template`. The first commit runs no hooks and is not
     signed, as both could prompt for input; without an identity of the user it has a neutral one.
     """
-    if ANSWERS.get("_commit"):
-        return "cruft updates it: run `git init`, and make the first commit."
     if shutil.which("git") is None:
         return "git is not installed, so it has no repository; `make update` needs one."
     try:

@@ -14,8 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RAW = ROOT / "<<cookiecutter.service_name>>"
-STUB = "{{cookiecutter.cruft}}"
-"""The folder that cruft looks for."""
 
 DEFAULTS = {
     "service_name": "parcel-tracker",
@@ -145,7 +143,7 @@ class Template:
         """Copy what belongs to the template into `folder`, and keep cookiecutter at home there."""
         path = folder / "template"
         ignore = shutil.ignore_patterns("__pycache__", ".stack", ".venv", ".*_cache", "*.egg-info")
-        for source in (ROOT / "hooks", RAW, ROOT / STUB):
+        for source in (ROOT / "hooks", RAW):
             shutil.copytree(source, path / source.name, ignore=ignore)
         for name in (
             "LICENSE",

@@ -23,6 +23,8 @@ import programs as service
 
 PROGRAMS = (
     *service.PROGRAMS,
+    # What makes the system on which the README is followed.
+    service.Program("debootstrap", "test-full", debian=("debootstrap",)),
     # What searches the models.
     service.Program("spin", "test-full", debian=("spin",)),
     service.Program("gcc", "test-full", debian=("gcc", "libc6-dev")),

@@ -378,7 +378,7 @@ def test_features_of_the_users_configuration_are_refused_in_the_same_words(
     assert_refused(done, output, template, *refused)
 
 
-def test_an_answer_that_yaml_takes_for_a_boolean_is_refused_with_what_to_do(
+def test_an_answer_that_yaml_makes_a_boolean_is_refused_with_advice(
     template: Template, output: Path
 ) -> None:
     configuration = output.parent / "config.yaml"
@@ -391,7 +391,7 @@ def test_an_answer_that_yaml_takes_for_a_boolean_is_refused_with_what_to_do(
     )
 
 
-def test_every_question_is_asked_in_words_and_can_be_left_at_its_default(
+def test_every_question_is_asked_in_words_and_accepts_its_default(
     template: Template, output: Path
 ) -> None:
     prompts = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))["__prompts__"]
@@ -445,7 +445,7 @@ def test_what_is_replayed_from_a_file_is_refused_as_well(
     assert_refused(done, output, template, "package_name", "description", "author")
 
 
-def test_features_that_are_replayed_from_a_file_are_refused_in_the_same_words(
+def test_features_replayed_from_a_file_are_refused_in_the_same_words(
     template: Template, output: Path
 ) -> None:
     replayed = output.parent / "replayed.json"

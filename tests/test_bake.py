@@ -257,7 +257,7 @@ def assert_rendered(project: BakedProject) -> None:
             assert "<%" not in content.decode(), name
 
 
-def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_not(
+def test_a_variants_guides_name_only_settings_and_commands_that_it_has(
     variant: BakedProject,
 ) -> None:
     pages = "".join(text.decode() for name, text in variant.files().items() if name.endswith(".md"))
@@ -276,7 +276,9 @@ def test_the_guides_of_a_variant_speak_of_no_setting_and_no_command_that_it_has_
         assert bool(re.search(command, pages)) == (variant.answers[feature] == "yes")
 
 
-def test_every_link_of_a_variants_pages_leads_to_a_file_and_a_place(variant: BakedProject) -> None:
+def test_links_of_a_variants_pages_lead_to_existing_files_and_anchors(
+    variant: BakedProject,
+) -> None:
     assert_links_lead_to_places(variant)
 
 
@@ -298,7 +300,7 @@ def assert_links_lead_to_places(project: BakedProject) -> None:
             assert not place or place in places[file], f"{name}: {link['target']}"
 
 
-def test_a_service_with_the_engine_as_a_package_has_none_of_its_files(
+def test_a_service_with_a_packaged_engine_has_none_of_its_files(
     packaged: BakedProject,
 ) -> None:
     files = packaged.files()
@@ -315,7 +317,7 @@ def test_a_service_with_the_engine_as_a_package_has_none_of_its_files(
     assert_links_lead_to_places(packaged)
 
 
-def test_a_service_with_the_engine_as_a_package_requires_it_by_version_and_hash(
+def test_a_service_with_a_packaged_engine_pins_its_version_and_hash(
     packaged: BakedProject,
 ) -> None:
     wheel = engine_wheel.requirement()
@@ -337,7 +339,7 @@ def test_a_service_with_the_engine_as_a_package_requires_it_by_version_and_hash(
     assert not {"rich", "typer", "uvloop"} & {re.split(r"[^\w-]", one)[0] for one in required}
 
 
-def test_the_image_and_ci_of_a_service_get_the_index_of_the_engine_as_a_secret(
+def test_image_and_ci_get_the_engine_packages_index_as_a_secret(
     packaged: BakedProject, default_project: BakedProject
 ) -> None:
     name = "PIP_EXTRA_INDEX_URL"
@@ -358,7 +360,7 @@ def test_the_image_and_ci_of_a_service_get_the_index_of_the_engine_as_a_secret(
 @pytest.mark.full
 @pytest.mark.integration
 @pytest.mark.timeout(3600)
-def test_a_service_with_the_engine_as_a_package_passes_its_own_checks_and_tests(
+def test_a_service_with_a_packaged_engine_passes_its_checks_and_tests(
     template: Template, output: Path
 ) -> None:
     require("pgbouncer")
@@ -553,7 +555,7 @@ def test_make_alone_lists_the_commands(default_project: BakedProject) -> None:
 
     assert listed == [
         *("help", "setup", "up", "down", "run"),
-        *("test", "test-pooler", "schema", "schema-check"),
+        *("test", "test-pooler", "prove", "schema", "schema-check"),
         *("check", "format", "requirements", "pin-image", "update", "clean"),
     ]
 
@@ -964,7 +966,7 @@ async def execute(database: str, statement: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.integration
-def test_tests_are_run_as_the_read_me_says_and_cleaning_up_leaves_the_source(
+def test_tests_run_as_the_read_me_says_and_cleaning_keeps_sources(
     set_up: BakedProject,
 ) -> None:
     """Takes the environment away: nothing below can use it."""

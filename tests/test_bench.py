@@ -271,7 +271,7 @@ async def test_peers_are_left_out_where_they_cannot_be_installed(
 def test_every_peer_has_a_program_and_a_row_in_the_documentation() -> None:
     programs = {path.stem for path in (ROOT / "benchmarks" / "peers").glob("*.py")}
     assert programs - {"__init__", "shared"} == {name.replace("-", "_") for name in PEERS}
-    assert f"| {', '.join(PEERS)} |" in kept.PAGE.read_text("utf-8")
+    assert f"| {', '.join(PEERS)} |" in kept.MEASURING.read_text("utf-8")
 
 
 def test_quantiles_are_values_that_were_measured() -> None:
@@ -280,7 +280,7 @@ def test_quantiles_are_values_that_were_measured() -> None:
     assert quantile([7.0], 0.5) == 7.0
 
 
-def test_a_rate_is_taken_from_the_first_record_consumed_to_the_last_event_published() -> None:
+def test_rates_are_measured_from_first_consumed_record_to_last_published_event() -> None:
     # Each message makes two events; who publishes late is not faster for it.
     soon = [*range(0, 2_000, 200), 2_000]
     late = [0] * 6 + [*range(400, 2_000, 400), 2_000]
@@ -307,7 +307,7 @@ class Told:
         pytest.param([4], None, [0, 4], id="all is there at once"),
     ],
 )
-async def test_work_is_watched_from_the_last_look_at_which_it_had_not_begun(
+async def test_work_is_measured_from_the_last_sample_before_it_began(
     tmp_path: Path, published: list[int], begun: list[int] | None, seen: list[int]
 ) -> None:
     rig = rig_in(tmp_path)
@@ -369,7 +369,7 @@ def test_each_scan_that_fails_is_dead_once_after_all_its_attempts(
 
 
 @pytest.mark.parametrize(("seconds", "count", "size"), [(900, 90, 10_000), (6, 5, 2_100)])
-def test_windows_hold_the_scans_of_their_time_and_more_than_those_that_warm_up(
+def test_windows_contain_the_scans_of_their_time_beyond_the_warm_up(
     seconds: float, count: int, size: int
 ) -> None:
     works = windows_of(seconds)
@@ -377,7 +377,7 @@ def test_windows_hold_the_scans_of_their_time_and_more_than_those_that_warm_up(
     assert len({scan.number for one in works for scan in one.scans}) == count * size
 
 
-def test_figures_beside_an_open_transaction_are_those_of_the_windows_that_end_then() -> None:
+def test_figures_during_an_open_transaction_are_from_windows_ending_then() -> None:
     assert [place_of(minute, 90) for minute in MOMENTS] == [5, 29, 59, 71, 89]
     found = [{"rate": 1.0, "p50": n / 6, "p99": float(n > 72)} for n in range(1, 91)]
     values = summary(found, 900)
@@ -397,7 +397,7 @@ def test_a_window_in_which_the_machine_was_saturated_has_no_latencies() -> None:
 
 
 @pytest.mark.parametrize("per_second", [0.7, 100])
-def test_however_short_the_time_is_there_are_records_behind_those_that_warm_up(
+def test_there_are_records_after_the_warm_up_however_short_the_time(
     per_second: float,
 ) -> None:
     assert records(0.1, per_second) > records(0, per_second)
@@ -494,7 +494,7 @@ def test_ordinary_traffic_is_held_against_its_goals() -> None:
     }
 
 
-def test_a_p99_below_the_one_before_is_good_enough_whatever_that_of_bare_orm_is() -> None:
+def test_a_p99_below_the_previous_one_suffices_whatever_bare_orm_has() -> None:
     bench = Bench(run.rig_in(Path()), Options(), Console(quiet=True))
     for who, p99 in ((OURS, 8.0), (BARE_ORM, 4.0)):
         values = {"cpu": 1.0, "p99": p99}
@@ -510,14 +510,14 @@ def test_the_shards_that_are_not_varied_are_those_of_the_schema() -> None:
 
 
 def test_the_documentation_has_marks_of_the_code_alone() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    text = kept.MEASURING.read_text("utf-8")
     # None, if the engine has changed more often than figures may be old.
     rows = re.findall(r"^\| ([^|]+?)(?: †)? +\| ([≥≤<][^|]+?) +\|", text, re.MULTILINE)
     assert rows == [one for goal in GOALS if (one := (goal.name, goal.text)) in rows]
 
 
 def test_the_documentation_names_every_measure_and_every_goal_belongs_to_one() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    text = kept.MEASURING.read_text("utf-8")
     assert re.findall(r"^\| `(\w+)` ", text, re.MULTILINE) == list(MEASURES)
     assert {goal.measure for goal in GOALS} <= set(MEASURES)
 
@@ -527,9 +527,8 @@ def kept_report() -> dict[str, Any]:
 
 
 def page_of(report: tables.Report) -> str:
-    """The page with the tables of a report, as if the engine had not changed since."""
-    shown = kept.shown(report, dict.fromkeys(report["measured"], 0))
-    return tables.told(kept.PAGE.read_text("utf-8"), shown)
+    """The pages with the tables of a report, as if the engine had not changed since."""
+    return "".join(kept.told(kept.shown(report, dict.fromkeys(report["measured"], 0))).values())
 
 
 def test_a_measure_that_is_taken_anew_stands_beside_the_others() -> None:
@@ -584,12 +583,12 @@ def test_the_page_says_what_ordinary_traffic_costs() -> None:
 
 
 def page_with(measure: str, runs: list[Run]) -> str:
-    """The page after a report that has these runs of a measure instead of its own."""
+    """The pages after a report that has these runs of a measure instead of its own."""
     report = kept_report()
     others = [one for one in report["runs"] if one["measure"] != measure]
     measured = report["measured"] | {measure: report["measured"]["idle"]}
     new = {"runs": others + [asdict(one) for one in runs], "measured": measured}
-    return tables.told(kept.PAGE.read_text("utf-8"), {**report, **new, "earlier": []})
+    return "".join(kept.told({**report, **new, "earlier": []}).values())
 
 
 def cells_of(page: str, first: str) -> list[list[str]]:
@@ -684,7 +683,7 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.usefixtures("speeds")
-def test_rounds_are_in_turn_and_the_one_that_warms_up_does_not_count() -> None:
+def test_rounds_alternate_in_order_and_the_warm_up_does_not_count() -> None:
     book = asyncio.run(ran(Options(rounds=2)))
     assert [(one.contestant, one.round) for one in book.runs] == [
         *(("c", 0), ("b", 0), ("a", 0)),

@@ -104,7 +104,7 @@ def test_a_refund_that_is_missing_fails_the_check() -> None:
         pytest.param({"a": -5}, [-5, 5], "b has None, its entries sum to 5", id="no account"),
     ],
 )
-def test_a_ledger_sums_to_nothing_and_balances_are_the_sums_of_their_entries(
+def test_a_ledger_sums_to_zero_and_balances_are_sums_of_entries(
     balances: dict[str, int], amounts: list[int], said: str
 ) -> None:
     entries = [

@@ -80,7 +80,7 @@ def test_the_constants_are_those_of_the_run_whose_plots_are_kept() -> None:
 
 
 @pytest.mark.skipif(not PLOTS.exists(), reason="the plots of a full run are not kept yet")
-def test_the_guide_says_what_a_marker_takes_in_small_and_in_large_tables() -> None:
+def test_the_guide_gives_marker_sizes_in_small_and_large_tables() -> None:
     runs = json.loads((PLOTS / "report.json").read_text("utf-8"))["runs"]
     markers = {run["contestant"]: run["values"].get("marker_bytes") for run in runs}
     assert markers["rows 1000000"] == pytest.approx(capacity.MARKER_BYTES, rel=0.1)

@@ -176,7 +176,7 @@ async def until(reached: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_two_cells_apply_what_is_theirs_while_one_of_them_and_the_splitter_die(
+async def test_two_cells_apply_their_messages_while_one_and_the_splitter_die(
     cells: Cells,
 ) -> None:
     first, last = cells.services.values()

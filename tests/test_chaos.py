@@ -221,7 +221,7 @@ def test_a_backlog_says_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("hour", range(24))
-def test_a_day_that_is_over_is_waited_for_at_whatever_hour_the_round_begins(hour: int) -> None:
+def test_days_that_should_be_dropped_are_awaited_at_any_starting_hour(hour: int) -> None:
     jumped = datetime(2026, 1, 1, hour, 30, tzinfo=UTC) + timedelta(hours=27)
     days = [date(2026, 1, 1) + n * timedelta(days=1) for n in range(4)]
     there = {"now": jumped, "oldest": 3, "days": days, "generations": [2, 3, 4]}
@@ -229,7 +229,7 @@ def test_a_day_that_is_over_is_waited_for_at_whatever_hour_the_round_begins(hour
     assert kept({**there, "days": days[2:], "generations": [3, 4]}) == 0
 
 
-def test_lanes_that_were_lost_are_counted_by_the_words_of_those_who_lost_them(
+def test_lost_lanes_are_counted_by_the_log_lines_of_their_processes(
     tmp_path: Path,
 ) -> None:
     engine = RAW / "src" / "onceward"
@@ -441,9 +441,7 @@ def test_an_attempt_may_be_spent_beforehand_where_processes_die() -> None:
     assert judge(interrupted).findings == []
 
 
-def test_a_lane_that_is_lost_between_note_and_verdict_may_cost_an_attempt_whatever_the_reason() -> (
-    None
-):
+def test_between_note_and_verdict_a_lost_lane_may_cost_an_attempt() -> None:
     for place in (4, 5):  # of one whose payload does not fit, at each consumer
         spent = changed(BOOKS, place, attempts=1)
         assert judge(replace(spent, interruptions=1)).findings == []
@@ -559,7 +557,9 @@ def test_who_was_stopped_before_a_call_may_make_it_late() -> None:
     assert errands.judge(replace(late, late=1)) == []
 
 
-def test_the_outside_fails_as_it_is_told_and_writes_down_what_it_has_taken(tmp_path: Path) -> None:
+def test_the_simulated_external_service_fails_as_told_and_records_accepted_requests(
+    tmp_path: Path,
+) -> None:
     outside = Outside(tmp_path / "requests")
     threading.Thread(target=outside.serve_forever, daemon=True).start()
     url = f"http://{HOST}:{outside.server_address[1]}"
@@ -726,7 +726,7 @@ def test_the_round_of_a_report_is_run_again(tmp_path: Path) -> None:
     assert planned(Namespace(replay=report), {"PIPELINE_BATCH_EVENTS": "1"}) == GOOD.plan
 
 
-def test_a_new_round_has_the_settings_of_the_environment_that_the_rig_leaves_open() -> None:
+def test_a_new_round_has_environment_settings_that_the_rig_leaves_open() -> None:
     environment = {
         "PATH": "/bin",
         "PIPELINE_RELAY_TRANSACTIONAL": "true",
@@ -1217,7 +1217,7 @@ async def test_who_works_on_a_copy_of_the_database_is_noted(
         ("", False, []),
     ],
 )
-async def test_a_topic_refuses_for_a_while_and_who_holds_all_events_up_is_noted(
+async def test_a_topic_refuses_temporarily_and_relays_blocking_all_events_are_noted(
     tmp_path: Path, says: str, is_met: bool, noted: list[str]
 ) -> None:
     kafka, topic = os.environ["PIPELINE_KAFKA_BOOTSTRAP_SERVERS"], f"rig-{uuid4().hex[:8]}"
@@ -1252,7 +1252,7 @@ async def test_a_topic_refuses_for_a_while_and_who_holds_all_events_up_is_noted(
 @needs_proc
 @pytest.mark.full
 @pytest.mark.integration
-async def test_a_partition_that_has_lost_its_end_has_other_records_until_it_gets_it_back(
+async def test_a_truncated_partition_has_other_records_until_its_end_is_restored(
     tmp_path: Path,
 ) -> None:
     servers = Servers(RAW, tmp_path, tmp_path / "log")
@@ -1289,7 +1289,7 @@ async def test_a_partition_that_has_lost_its_end_has_other_records_until_it_gets
 
 
 @pytest.mark.slow
-async def test_an_input_at_rest_is_sent_nothing_and_says_how_much_is_to_come(
+async def test_a_paused_input_is_sent_nothing_and_reports_the_remaining_count(
     tmp_path: Path,
 ) -> None:
     helper = Helper("outside", tmp_path / "outside.log", requests=tmp_path / "requests")
@@ -1322,7 +1322,7 @@ IN_VAIN: tuple[schedule.Kind, ...] = (
 )
 
 
-async def test_a_fault_that_takes_no_effect_is_tried_again_and_then_not_counted(
+async def test_a_fault_without_effect_is_tried_again_and_then_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breakers, "ACTS_WITHIN", 0.5)

@@ -165,7 +165,7 @@ def with_output(*places: int, more: Sequence[Record] = ()) -> Books:
     return replace(BOOKS, output=[*OUTPUT[:FIRST], *chosen, *OUTPUT[FIRST + 2 :], *more])
 
 
-def test_payments_that_became_what_they_should_are_in_order_and_may_repeat_events() -> None:
+def test_the_checker_accepts_correct_payments_in_order_with_repeated_events() -> None:
     assert judge(LOAD, BOOKS) == []
     assert judge(LOAD, with_output(0, 1, 0, 1, 0)) == []
 

@@ -396,7 +396,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks i
 
 @needs_proc
 @pytest.mark.integration
-def test_a_service_that_is_killed_on_the_way_loses_doubles_and_reorders_nothing(
+def test_a_service_killed_during_the_demo_loses_doubles_and_reorders_nothing(
     tmp_path: Path,
 ) -> None:
     with demo(tmp_path, "--events", "5000") as run:

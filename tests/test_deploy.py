@@ -660,7 +660,7 @@ def setting(name: str) -> str:
     return str(found)
 
 
-def test_the_autoscaler_asks_for_the_lag_of_the_group_and_never_scales_to_zero(
+def test_the_autoscaler_uses_the_groups_lag_and_never_scales_to_zero(
     with_components: list[dict[str, Any]],
 ) -> None:
     scaled = of_kind(with_components, "ScaledObject", "consumer")["spec"]
@@ -789,7 +789,7 @@ def test_the_rules_of_the_operator_are_those_of_prometheus_and_stay_so(
     assert "> 600" in copy.read("deploy/kubernetes/components/prometheus-operator/rule.yaml")
 
 
-def test_processes_of_a_deployment_are_spread_and_still_start_where_they_cannot_be(
+def test_processes_of_a_deployment_are_spread_if_possible_and_start_anyway(
     with_api: list[dict[str, Any]],
 ) -> None:
     pods = workloads(with_api)
@@ -1066,6 +1066,37 @@ def test_compose_gives_processes_as_long_to_end_as_kubernetes(
         assert together[name]["stop_grace_period"] == f"{grace}s"
 
 
+def test_a_setting_of_the_service_itself_reaches_its_processes_as_the_read_me_says(
+    template: Template, output: Path
+) -> None:
+    project = template.bake(output, worked_example="none")
+    said = " ".join(project.read("README.md").split())
+    [(manifest, block)] = re.findall(
+        r"Kubernetes gets them from `literals` in `(\S+)`.* Compose from `(\S+)`", said
+    )
+    for name, place, line in (
+        (manifest, r"literals:\n", "      - TARIFF=high\n"),
+        (COMPOSE[-1], rf"{block}: .*\n", "  TARIFF: high\n"),
+    ):
+        text, count = re.subn(rf"(?m)^( *{place})", rf"\1{line}", project.read(name))
+        assert count == 1, name
+        (project.path / name).write_text(text, "utf-8")
+
+    objects = built(project, "deploy/kubernetes/production")
+    having = {
+        each["metadata"]["name"]
+        for each in objects
+        if each["kind"] == "ConfigMap" and each["data"].get("TARIFF") == "high"
+    }
+    for name, pod in workloads(objects).items():
+        given = pod["spec"]["containers"][0]["envFrom"]
+        assert having & {one["configMapRef"]["name"] for one in given}, name
+    services = composed(project)
+    assert long_lived(services)
+    for name in long_lived(services):
+        assert services[name]["environment"]["TARIFF"] == "high", name
+
+
 def test_both_files_for_ci_run_what_the_service_has(project: BakedProject) -> None:
     github = project.read(".github/workflows/ci.yaml")
     gitlab = project.read(".gitlab-ci.yml")
@@ -1075,6 +1106,8 @@ def test_both_files_for_ci_run_what_the_service_has(project: BakedProject) -> No
         made = sorted(re.findall(r"make ([\w-]+)", said))
         assert made == sorted(["check", "test", "schema-check", *nightly])
         assert bool(re.search("== .schedule", said)) == bool(nightly)
+        has_engine = project.answers["engine"] == "source"
+        assert bool(re.search(r"- (run: )?python dev/engine.py --strict\n", said)) == has_engine
         assert re.search(r"pip install pip-audit==\d+\.\d+\.\d+\n", said)
         assert "pip-audit --require-hashes --requirement requirements/base.txt\n" in said
     assert " --sbom=true --provenance=mode=max --output=type=oci,dest=image.tar .\n" in github

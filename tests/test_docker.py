@@ -69,7 +69,7 @@ def test_the_image_runs_without_root_and_without_a_writable_file(
     assert "Read-only file system" in said
 
 
-def test_the_image_of_ci_lists_its_packages_and_says_how_it_was_built(
+def test_the_ci_image_lists_its_packages_and_its_provenance(
     default_project: BakedProject, tmp_path: Path
 ) -> None:
     ci = default_project.read(".github/workflows/ci.yaml")

@@ -15,7 +15,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from rich.console import Console
 
-from benchmarks import engine, interpreter, kept, load, machine, probe, run, tables, usage
+from benchmarks import engine, interpreter, kept, load, machine, probe, run, usage
 from benchmarks.bench import Bench, Options, Run
 from benchmarks.engine import ENGINE, OLDEST, changes_since
 from benchmarks.interpreter import chosen, examined
@@ -25,7 +25,6 @@ from benchmarks.rig import BARE_ORM, OURS
 from benchmarks.runs import Streamed
 from demo.processes import ProcessFailed
 
-from tests.baked import ROOT
 from tests.release import require_figures
 from tests.test_demo import needs_proc
 
@@ -118,12 +117,12 @@ def test_a_release_needs_figures_of_its_own_history(repository: Repository) -> N
 
 
 @pytest.mark.skipif(not engine.has_history(), reason="needs the history (git fetch --unshallow)")
-def test_pages_have_the_figures_of_this_engine_and_mark_those_of_an_earlier_one() -> None:
+def test_pages_have_this_engines_figures_and_mark_earlier_ones() -> None:
     report = json.loads(kept.REPORT.read_text("utf-8"))
     shown = kept.shown(report, kept.ages(report))
     renew = "run: python -m benchmarks.kept"
-    page = kept.PAGE.read_text("utf-8")
-    assert tables.told(page, shown) == page, renew
+    pages = {page: page.read_text("utf-8") for page in kept.PAGES}
+    assert kept.told(shown) == pages, renew
     plots = {plot.name: plot.read_text("utf-8") for plot in kept.PLOTS.glob("*.svg")}
     assert kept.drawn(shown) == plots, renew
 
@@ -159,7 +158,7 @@ def test_a_page_says_of_which_engine_and_python_figures_are(
     age: int, name: str, which: str
 ) -> None:
     report = report_of(Run("latency", "ours", 1, VALUES))
-    page = tables.told(kept.PAGE.read_text("utf-8"), kept.shown(report, {"latency": age}))
+    page = "".join(kept.told(kept.shown(report, {"latency": age})).values())
     assert row_of(page, name)[1:] == ["", "", "7", "9", *["0.25"] * 4, "50%"]
     assert row_of(page, "fffffff")[2:] == [which, "CPython 3.11.2, built with PGO", "`latency`"]
     assert page.count("![Latency](performance/latency.svg)\n\n### ") == 1
@@ -171,7 +170,7 @@ def test_a_page_says_of_which_engine_and_python_figures_are(
 def test_a_page_leaves_out_figures_of_an_engine_that_is_gone(age: int | None) -> None:
     report = report_of(Run("latency", "ours", 1, VALUES))
     shown = kept.shown(report, {"latency": age})
-    page = tables.told(kept.PAGE.read_text("utf-8"), shown)
+    page = "".join(kept.told(shown).values())
     assert "100/s, ours" not in page
     assert "| latency, p50" not in page
     assert "(performance/latency.svg)" not in page
@@ -182,17 +181,17 @@ def test_plots_that_are_not_drawn_any_more_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept, "PLOTS", tmp_path)
-    monkeypatch.setattr(kept, "PAGE", tmp_path / "page.md")
-    original = (ROOT / "docs" / "performance.md").read_text("utf-8")
-    kept.PAGE.write_text(original, "utf-8")
+    page = tmp_path / "page.md"
+    page.write_text("".join(one.read_text("utf-8") for one in kept.PAGES), "utf-8")
+    monkeypatch.setattr(kept, "PAGES", (page,))
     monkeypatch.setattr(kept, "ages", lambda report: dict.fromkeys(report["measured"], 0))
     kept.renew(report_of(Run("latency", "ours", 1, VALUES)))
     assert [plot.name for plot in tmp_path.glob("*.svg")] == ["latency.svg"]
-    assert re.findall(r"performance/(\S+\.svg)", kept.PAGE.read_text("utf-8")) == ["latency.svg"]
+    assert re.findall(r"performance/(\S+\.svg)", page.read_text("utf-8")) == ["latency.svg"]
     (tmp_path / "latency.svg").rename(tmp_path / "memory.svg")
     kept.renew(report_of())
     assert list(tmp_path.glob("*.svg")) == []
-    assert "performance/memory.svg" not in kept.PAGE.read_text("utf-8")
+    assert "performance/memory.svg" not in page.read_text("utf-8")
 
 
 def test_plots_name_the_commit_and_an_earlier_engine() -> None:
@@ -226,7 +225,7 @@ def test_a_saturated_machine_gives_no_latency() -> None:
     report = report_of(Run("latency", "ours", 1, values))
     (mark,) = report["marks"]
     assert (mark["value"], mark["met"], mark["remark"]) == (None, False, "saturated")
-    page = tables.told(kept.PAGE.read_text("utf-8"), kept.shown(report, {"latency": 0}))
+    page = "".join(kept.told(kept.shown(report, {"latency": 0})).values())
     assert row_of(page, "latency, p50")[2:] == ["", "", "", "saturated"]
     cells = row_of(page, "100/s, ours")
     assert cells[1:] == ["", "", "saturated", "saturated", "0.50", "0.25", "0.12", "0.06", "14%"]
@@ -305,7 +304,7 @@ def test_an_interpreter_is_optimised_if_it_was_built_with_a_profile(
     or platform.machine() not in ("x86_64", "aarch64"),
     reason="needs Debian's Python",
 )
-def test_the_python_of_debian_is_optimised_though_its_flags_do_not_say_so() -> None:
+def test_debians_python_is_optimised_although_its_flags_do_not_say_so() -> None:
     found = examined("/usr/bin/python3")
     assert found.is_optimised
     assert found.build == "built with PGO and LTO by Debian"

@@ -39,11 +39,13 @@ GLOSSARY = (RAW / "docs" / "glossary.md").read_text("utf-8")
 MONITORING = (RAW / "docs" / "monitoring.md").read_text("utf-8")
 DEAD_LETTERS = (RAW / "docs" / "dead-letters.md").read_text("utf-8")
 DEAD_EVENTS = (RAW / "docs" / "dead-events.md").read_text("utf-8")
-OPERATING = MONITORING + DEAD_LETTERS + DEAD_EVENTS
+REASONS = (RAW / "docs" / "reasons.md").read_text("utf-8")
+OPERATING = MONITORING + DEAD_LETTERS + DEAD_EVENTS + REASONS
 ARCHIVE = (RAW / "docs" / "archive.md").read_text("utf-8")
 CODECS = (RAW / "docs" / "codecs.md").read_text("utf-8")
 DEBEZIUM_INPUT = (RAW / "docs" / "debezium-input.md").read_text("utf-8")
 PERSONAL = (RAW / "docs" / "personal-data.md").read_text("utf-8")
+ERASURE = (RAW / "docs" / "erasure.md").read_text("utf-8")
 HTTP = (RAW / "docs" / "http.md").read_text("utf-8")
 OUTSIDE = (RAW / "docs" / "outside.md").read_text("utf-8")
 SAGAS = (RAW / "docs" / "sagas.md").read_text("utf-8")
@@ -151,7 +153,7 @@ async def test_a_refused_order_is_settled_in_whatever_way_the_answers_come(
     await harness.explore(messages, invariant=is_settled, at_most=40)
 
 
-async def test_money_that_was_taken_too_late_is_given_back_wherever_the_process_dies(
+async def test_money_taken_too_late_is_refunded_wherever_the_process_dies(
     harness: Harness,
 ) -> None:
     async for crash in harness.each_crash():
@@ -268,6 +270,7 @@ AUTHORS_EXAMPLES = {
     "outside": OUTSIDE,
     "http": HTTP,
     "personal_data": PERSONAL,
+    "erasure": ERASURE,
     "sagas": WHOLE_SAGA + STOCK,
     "codecs": BEFORE + CODECS,
     "debezium_input": DEBEZIUM_INPUT,
@@ -316,11 +319,13 @@ class Empty(DeclarativeBase):
 
 
 Base = getattr(test_examples, "Base", Empty)
+opening = getattr(test_examples, "open_resources", None)
 
 
 @pytest.fixture(scope="session")
 def harness_service():
-    return Service("guide", test_examples.handlers, Base.metadata, workers=WORKERS)
+    handlers, tables = test_examples.handlers, Base.metadata
+    return Service("guide", handlers, tables, workers=WORKERS, resources=opening)
 
 
 @pytest.fixture(scope="session")
@@ -439,6 +444,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
         "protocol",
         "protocol-failures",
         "protocol-relay",
+        "reasons",
         "releases",
         "replay",
         "retention",
@@ -462,7 +468,7 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
     if answers["outside_calls"] == "yes":
         names |= {"outside", "sagas"}
     if answers["personal_data"] == "yes":
-        names |= {"personal-data"}
+        names |= {"erasure", "personal-data"}
     if answers["schema_registry"] == "yes":
         names |= {"schema-registry"}
     if answers["operations_page"] == "yes":
@@ -482,10 +488,10 @@ def test_every_guide_comes_with_a_service_whose_read_me_points_to_it(
 
 
 @pytest.mark.parametrize("engine_tests", ["yes", "no"])
-def test_every_test_that_a_service_speaks_of_is_there_or_said_to_come_with_the_engines(
+def test_every_test_named_by_a_service_exists_or_comes_with_engine_tests(
     template: Template, output: Path, engine_tests: str
 ) -> None:
-    project = template.bake(output, engine_tests=engine_tests, debezium="yes")
+    project = template.bake(output, engine_tests=engine_tests, http_api="yes", debezium="yes")
     names = set(project.files())
     tests = (name for name in names if re.fullmatch(r"tests/.*\.py", name))
     known = names_of_tests({name: project.read(name) for name in tests})
@@ -570,13 +576,12 @@ def test_the_glossary_has_the_words_that_the_service_explains() -> None:
 
 def test_every_reason_is_in_the_guide_for_operators() -> None:
     known = set(ast.literal_eval(assigned("onceward/cli/dead_letters.py", "REASONS")))
-    chapter = DEAD_LETTERS.partition("## The reasons")[2].partition("\n## ")[0]
-    assert in_first_cells(chapter) == known
+    assert in_first_cells(REASONS.partition("## Events")[0]) == known
 
 
-def test_every_reason_for_which_an_event_is_not_sent_is_in_the_guide_for_operators() -> None:
+def test_every_reason_for_an_unsent_event_is_in_the_operators_guide() -> None:
     known = set(ast.literal_eval(assigned("onceward/cli/dead_events.py", "REASONS")))
-    assert in_first_cells(DEAD_EVENTS) == known
+    assert in_first_cells(REASONS.partition("## Events")[2]) == known
 
 
 def test_the_fields_for_scripts_are_some_of_those_that_the_commands_write() -> None:
@@ -724,7 +729,7 @@ ON_THE_PAGE = {
 """Commands that the operations page has, too, and where."""
 
 
-def test_every_command_is_on_the_operations_page_or_named_as_a_command_only(
+def test_every_command_is_on_the_operations_page_or_named_as_command_only(
     default_project: BakedProject,
 ) -> None:
     listed = told(EXAMPLES, [], default_project).splitlines()
@@ -836,7 +841,7 @@ ELSEWHERE = {
     ".venv/bin/python '<<cookiecutter.service_name>>/dev/stack.py' run": "what runs this",
     "REPOSITORY=": "below",
     "python3 -m venv env && env/bin/pip install": "below",
-    "cd parcel-tracker && make run": "below, and tests/test_bake.py",
+    "cd parcel-tracker && make run": "tests/test_bare_machine.py, and tests/test_bake.py",
 }
 """What the template's own pages show for a shell, and where it is run, as far as it is."""
 
@@ -851,7 +856,7 @@ def test_what_the_pages_of_the_template_show_is_run_somewhere() -> None:
 
 
 @pytest.mark.full
-def test_the_way_to_a_service_of_ones_own_is_that_of_the_read_me(tmp_path: Path) -> None:
+def test_the_read_me_generates_a_service_without_a_system_pip(tmp_path: Path) -> None:
     (block,) = [one for one in for_a_shell(TEMPLATES) if "cookiecutter>=2.6" in one]
     block = block.removesuffix("&& make run\n")
     environment = tmp_path / "environment"

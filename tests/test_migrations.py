@@ -137,6 +137,17 @@ BREAKING = [
         "ALTER TABLE parcel ADD CONSTRAINT parcel_scans_check CHECK (scans > 0)",
         "NOT VALID",
     ),
+    *(
+        (f'op.execute("{statement}")', "blocking-table", statement, "stop the service for it")
+        for statement in (
+            "LOCK TABLE parcel IN EXCLUSIVE MODE",
+            "TRUNCATE parcel",
+            "CLUSTER parcel USING parcel_pkey",
+            "VACUUM (FULL) parcel",
+            "ALTER TABLE parcel SET LOGGED",
+            "REFRESH MATERIALIZED VIEW parcels_of_a_day",
+        )
+    ),
     (
         'op.execute("SELECT 1 FROM")',
         "syntax-error",
@@ -194,6 +205,7 @@ def test_migrations_under_which_older_code_runs_pass(project: BakedProject) -> N
         'op.create_index("hub_id_idx", "hub", ["id"])',
         'op.create_check_constraint("c", "parcel", "scans > 0", postgresql_not_valid=True)',
         'op.execute("ALTER TABLE parcel VALIDATE CONSTRAINT c")',
+        'op.execute("REFRESH MATERIALIZED VIEW CONCURRENTLY parcels_of_a_day")',
         'op.execute(sa.table("parcel", sa.column("place")).update().values(place="100 %"))',
         'op.bulk_insert(sa.table("hub", sa.column("id", sa.Text)), [{"id": "100 %"}])',
     )
@@ -254,5 +266,9 @@ def test_make_check_fails_by_a_migration_that_breaks_running_code(project: Baked
     project.make("format")
     with pytest.raises(pytest.fail.Exception, match=f"{path}: ban-drop-table"):
         project.make("check")
-    write(project, 'op.drop_table("parcel")', accepts=['{"ban-drop-table": "no release reads it"}'])
+    reason = "no release reads it, and none that is older will ever be deployed again"
+    [path] = write(
+        project, 'op.drop_table("parcel")', accepts=[f'{{"ban-drop-table": "{reason}"}}']
+    )
+    assert max(map(len, project.read(path).splitlines())) > 100, "only the formatter mends that"
     project.make("format", "check")

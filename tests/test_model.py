@@ -68,7 +68,7 @@ def test_a_verdict_is_not_given_away(run: Run, result: str) -> None:
     ("limit", "value", "gap"),
     [("DEPTH", 20, "the search was not deep enough"), ("MEMORY_MB", 140, "the search did not end")],
 )
-def test_a_search_that_was_cut_short_is_not_taken_for_a_whole_one(
+def test_a_search_that_was_cut_short_does_not_count_as_complete(
     limit: str, value: int, gap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, limit, value)

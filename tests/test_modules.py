@@ -72,7 +72,7 @@ def circle(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_cycle_is_found_also_if_an_import_is_for_a_type_checker(circle: Path) -> None:
+def test_a_cycle_is_found_even_through_imports_for_typing(circle: Path) -> None:
     assert {*cycle_in(graph_of(circle))} == {"circle.first", "circle.second"}
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -82,7 +82,7 @@ PICTURES = {
     ),
 }
 """Those of them that docs/operations-page.md shows, and their SHA-256."""
-PICTURED = "96e718705ad381318fd42bca6ffd3f547a240a9105c1f13dc32f5f3ae7e629f4"
+PICTURED = "b483282a602ea0f31e8ded429a84e6aa9bbae709b1702afc29a695d0e0e13d2f"
 """What the templates and styles hash to that these pictures show."""
 
 
@@ -117,15 +117,11 @@ def chromium() -> str:
 
 
 @pytest.fixture(scope="module")
-def address(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Serve a page with something to see."""
+def environment(chromium: str) -> Iterator[Mapping[str, str]]:
+    """The variables of a bank and its page, with a database of their own."""
     server, name = os.environ["PIPELINE_DATABASE_URL"], f"page_{uuid4().hex[:12]}"
     execute(server, f"CREATE DATABASE {name}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("page") / "page.log"
-    environment = {
+    yield {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, (RAW / "src", RAW / "dev", RAW))),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -134,15 +130,23 @@ def address(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "BANK_BALANCES": f"{name}-out",
         "PIPELINE_DATABASE_URL": f"{server.rpartition('/')[0]}/{name}",
         "PIPELINE_PAGE_TOKEN": TOKEN,
-        "PIPELINE_PAGE_PORT": str(port),
         "PIPELINE_PAGE_INTERVAL": "1",
         "PIPELINE_HEALTH_PORT": "0",
     }
+    execute(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@contextmanager
+def served(environment: Mapping[str, str], log: Path, *command: str) -> Iterator[str]:
+    """Run a program that serves the page, and return its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.onceward.page.exhibit"],
+            [sys.executable, "-m", *command],
             cwd=RAW,
-            env=environment,
+            env={**environment, "PIPELINE_PAGE_PORT": str(port)},
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -159,7 +163,16 @@ def address(chromium: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     finally:
         process.terminate()
         process.wait(30)
-        execute(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(scope="module")
+def address(
+    environment: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Serve a page with something to see."""
+    log = tmp_path_factory.mktemp("page") / "page.log"
+    with served(environment, log, "tests.onceward.page.exhibit") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +184,8 @@ def browser(chromium: str, address: str) -> Iterator[Browser]:
         one.close()
 
 
-@pytest.fixture
-def page(browser: Browser, address: str) -> Iterator[Page]:
+@contextmanager
+def logged_in(browser: Browser, address: str) -> Iterator[Page]:
     """Log in, by the keyboard."""
     context = browser.new_context(base_url=address)
     context.set_default_timeout(60_000)
@@ -189,6 +202,13 @@ def page(browser: Browser, address: str) -> Iterator[Page]:
     yield one
     context.close()
     assert mistakes == []
+
+
+@pytest.fixture
+def page(browser: Browser, address: str) -> Iterator[Page]:
+    """Open the page as a person who is logged in sees it."""
+    with logged_in(browser, address) as one:
+        yield one
 
 
 def test_a_person_sees_how_the_service_stands(page: Page) -> None:
@@ -345,7 +365,7 @@ def test_groups_of_dead_letters_are_redriven_and_discarded_by_their_links(page: 
     discard_one(page, "Reason to discard them", "Discard 1")
 
 
-def test_dead_events_are_listed_and_discarded_one_by_one_and_by_a_group(page: Page) -> None:
+def test_dead_events_are_listed_and_discarded_individually_and_by_group(page: Page) -> None:
     page.get_by_role("link", name="Dead events", exact=True).first.click()
     page.get_by_role("status").filter(has_text="3 dead").wait_for()
     group = page.locator(".groups li").filter(has_text="1 not valid")
@@ -417,6 +437,30 @@ def test_what_a_release_has_applied_is_handed_to_a_correction_and_cancelled(page
     is_shown("Handed before", 20)
 
 
+def test_a_message_is_sent_by_a_form_and_its_timeline_shows_that_it_is_applied(
+    browser: Browser, address: str, environment: Mapping[str, str], tmp_path: Path
+) -> None:
+    """By a page for development, beside that of production."""
+    sending, log = {**environment, "PIPELINE_PAGE_SEND": "true"}, tmp_path / "page.log"
+    with (
+        served(sending, log, "tests.onceward.page.app", "page") as other,
+        logged_in(browser, other) as page,
+    ):
+        page.get_by_role("link", name="Send", exact=True).click()
+        page.get_by_role("button", name="Show the form").click()
+        page.get_by_label("account").fill("account <i>9</i>")
+        page.get_by_label("amount").fill("9")
+        page.get_by_label("failures").fill("0")
+        fits(page, "send")
+        page.get_by_role("button", name="Send", exact=True).click()
+        sent = page.get_by_role("status")
+        sent.filter(
+            has_text=re.compile("Sent to page_.*/0 at offset [0-9]+, with the id")
+        ).wait_for()
+        fits(page, "sent")
+        comes(page, sent.get_by_role("link").get_attribute("href") or "", "applied")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1_200])
 def test_every_page_fits_the_screen(page: Page, width: int, scheme: str) -> None:
@@ -439,7 +483,7 @@ def test_every_page_fits_the_screen(page: Page, width: int, scheme: str) -> None
     check_layout(page, "letter")
 
 
-def test_the_pictures_in_the_guide_are_of_the_page_as_it_is_now() -> None:
+def test_the_pictures_in_the_guide_show_the_current_page() -> None:
     found = hashlib.sha256()
     for folder in ("templates", "static"):
         for path in sorted((RAW / "src" / "onceward" / "page" / folder).iterdir()):

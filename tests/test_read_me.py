@@ -16,7 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 ENGINE = RAW / "src" / "onceward"
 PACKAGES = (
     *("archive", "claims", "contracts", "effects", "history", "http_server", "object_store"),
-    *("oidc", "cli", "page", "plain"),
+    *("oidc", "cli", "page", "plain", "prove"),
 )
 """The packages beside the engine that the default answers generate."""
 

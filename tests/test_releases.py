@@ -33,7 +33,7 @@ def require_commit(commit: str) -> None:
         lacking(f"this clone does not have the commit {commit} (git fetch --unshallow)")
 
 
-def test_each_release_is_listed_with_the_commit_and_the_day_that_made_it() -> None:
+def test_each_release_is_listed_with_its_commit_and_day() -> None:
     assert {*VERSIONS} - {*LISTED} == {*unlisted(released(), CHANGELOG.read_text("utf-8"))}
     assert {*LISTED} <= {*VERSIONS}
     for one in released():
@@ -96,7 +96,7 @@ def test_a_dump_of_this_version_has_rows_and_can_be_upgraded(tmp_path: Path) -> 
 
 @pytest.mark.full
 @pytest.mark.integration
-def test_a_dump_is_the_same_each_time_and_is_upgraded_while_code_runs(tmp_path: Path) -> None:
+def test_a_dump_is_reproducible_and_can_be_upgraded_while_code_runs(tmp_path: Path) -> None:
     made = dumps("make", "next")
     assert dumps("make", "next") == made
     dump = tmp_path / "next.sql"
@@ -105,7 +105,7 @@ def test_a_dump_is_the_same_each_time_and_is_upgraded_while_code_runs(tmp_path: 
     dumps("upgrade", "next", dump, RAW)
 
 
-def test_the_commit_of_a_release_is_the_only_one_with_a_release_that_is_not_listed() -> None:
+def test_only_the_commit_of_a_release_contains_an_unlisted_release() -> None:
     listed = [{"version": "1.1.0"}]
     older = "## 1.1.0 (2026-01-01)\n\n- One.\n"
 
@@ -115,7 +115,7 @@ def test_the_commit_of_a_release_is_the_only_one_with_a_release_that_is_not_list
     assert unlisted(listed, made) == ["1.2.0"]
 
 
-def test_a_release_has_the_day_in_the_changelog_and_its_version_must_be_begun() -> None:
+def test_a_release_needs_a_begun_version_and_gets_its_changelog_day() -> None:
     changelog = "# Changes\n\n## 1.2.0 (unreleased)\n\n- More.\n\n## 1.1.0 (2026-01-01)\n"
 
     assert with_day("1.2.0", changelog, "2026-02-03") == changelog.replace(

@@ -223,6 +223,26 @@ def test_make_shows_a_dot_for_each_package_and_ends_as_pip_does(
 
 
 @pytest.mark.parametrize("folder", [ROOT, RAW], ids=["template", "service"])
+def test_make_stops_one_server_or_all(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "Makefile", tmp_path)
+
+    def stops(*arguments: str, **environment: str) -> list[str]:
+        said = subprocess.check_output(
+            ["make", "--dry-run", "down", *arguments],
+            cwd=tmp_path,
+            env={**clean_environment(), **environment},
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        found = re.findall(r"(?:stack\.py\S* |\.run --)(?:down|stop)\b.*", said)
+        return [each.partition(" ")[2].strip() for each in found]
+
+    assert stops("SERVER=kafka") == ["down kafka"]
+    for said in (stops(), stops(SERVER="kafka")):  # a variable of a shell may be any server's
+        assert said[0] == "down"
+
+
+@pytest.mark.parametrize("folder", [ROOT, RAW], ids=["template", "service"])
 def test_uv_trusts_the_systems_certificate_authorities(folder: Path) -> None:
     makefile = (folder / "Makefile").read_text("utf-8")
     [name] = re.findall(r"^export (UV_\w+) \?= true$", makefile, re.MULTILINE)

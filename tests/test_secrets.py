@@ -84,6 +84,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Annotated
 
@@ -101,11 +103,18 @@ from onceward.page.commands import group as page_commands
 from onceward.page.settings import PageSettings
 from onceward.settings import Settings
 
-from parcel_tracker.handlers import client, handlers, webhook
+from parcel_tracker.handlers import Resources, handlers, open_resources, webhook
 from parcel_tracker.main import archive, service
 
 log = logging.getLogger("parcel_tracker.paying")
-client.timeout = httpx2.Timeout(1.0)
+
+
+@asynccontextmanager
+async def open_impatient() -> AsyncIterator[Resources]:
+    """Open the resources of the example, whose client waits for a second."""
+    async with open_resources() as resources:
+        resources.client.timeout = httpx2.Timeout(1.0)
+        yield resources
 
 
 class Card(BaseModel):
@@ -122,7 +131,7 @@ class Paid(Event, type="paid.v1"):
 
 
 @handlers.on(Paid, topic="scans", consumer="pay", policy=Policy(attempts=1))
-async def pay(paid: Paid, tx: Transaction) -> None:
+async def pay(paid: Paid, tx: Transaction, client: httpx2.AsyncClient) -> None:
     """Fail as the payment says."""
     data = json.loads(tx.message.data or b"")
     log.info("paying", extra={"payment": paid, "data": data})
@@ -166,7 +175,10 @@ for event in declared_events():
     if event.__event_topic__:
         event.__event_topic__ = f"{topics}-{event.__event_topic__}"
 service = replace(
-    service, name=topics, handlers=handlers.with_topics(lambda topic: f"{topics}-{topic}")
+    service,
+    name=topics,
+    handlers=handlers.with_topics(lambda topic: f"{topics}-{topic}"),
+    resources=open_impatient,
 )
 main = command_line(
     service,

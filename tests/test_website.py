@@ -17,6 +17,7 @@ import yaml
 from playwright.sync_api import Browser, sync_playwright
 from playwright.sync_api import Page as Tab
 
+from benchmarks.kept import PAGES
 from website import links, llms, sources, synonyms
 from website.navigation import HOME, NAME, SECTIONS, SUMMARY, Page, pages, title, unlisted
 from website.navigation import sources as files
@@ -24,6 +25,7 @@ from website.navigation import sources as files
 from tests.baked import RAW, ROOT, BakedProject, features
 from tests.programs import require
 from tests.questions import PEERS, READERS, SINGLE
+from tests.test_read_me import READ_ME
 
 BUILD = [sys.executable, "-m", "website.build"]
 
@@ -52,9 +54,8 @@ GENERATED = (
     *("| reason of a dead letter |", "| reason to wait |", "| reason | state |"),
 )
 """How tables begin that a program writes, or compares with the code."""
-MEASURES = ROOT / "docs" / "performance.md"
-"""The page whose tables are written by the measures, except the two that explain them."""
 EXPLAINING = ("| contestant | description |", "| measure | comparison |")
+"""How those tables begin of the pages of measures that their tool does not write."""
 
 
 def words(page: Path) -> int:
@@ -64,7 +65,7 @@ def words(page: Path) -> int:
         one
         for one in blocks
         if not one.startswith(GENERATED)
-        and (page != MEASURES or not one.startswith("|") or one.startswith(EXPLAINING))
+        and (page not in PAGES or not one.startswith("|") or one.startswith(EXPLAINING))
     )
     return sum(bool(re.search(r"\w", word)) for one in kept for word in one.split())
 
@@ -73,7 +74,7 @@ def test_the_pages_are_short() -> None:
     pages = [*ROOT.glob("docs/*.md"), *RAW.glob("docs/*.md")]
     counts = {page.name: words(page) for page in pages}
     assert sum(counts.values()) <= 30_000
-    assert {name for name, count in counts.items() if count > 1_200} <= {MEASURES.name}
+    assert {name: count for name, count in counts.items() if count > 1_200} == {}
 
 
 def test_words_of_readers_belong_to_pages() -> None:
@@ -166,6 +167,58 @@ def overflows(tab: Tab) -> bool:
     wide = "one => one !== null && one.scrollWidth > one.clientWidth"
     frames = '[document.documentElement, document.querySelector(".content")]'
     return bool(tab.evaluate(f"{frames}.some({wide})"))
+
+
+CUT = """() => [...document.querySelectorAll("article .table-wrapper, article pre")]
+  .filter(one => one.scrollWidth > one.clientWidth && !one.closest(".highlight-text"))
+  .map(one => one.innerText.slice(0, 40))"""
+"""The beginnings of tables and code that scroll."""
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_wide_screen_shows_tables_and_code_whole(site: Path) -> None:
+    with browser() as chromium:
+        tab = chromium.new_page(viewport={"width": 1_440, "height": 900})
+        cut = {}
+        for page in sorted(site.rglob("*.html")):
+            tab.goto(page.as_uri())
+            if found := tab.evaluate(CUT):
+                cut[page.relative_to(site).as_posix()] = found
+        tab.goto((site / "metrics.html").as_uri())
+        tab.evaluate("document.querySelector('article td').style.minWidth = '1000px'")
+        finds_what_is_cut = tab.evaluate(CUT)
+    assert cut == {}
+    assert finds_what_is_cut
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_button_copies_code_and_what_is_printed_has_none(site: Path) -> None:
+    [code] = re.findall(r"^```sh\n(.*?)\n```$", READ_ME, re.DOTALL | re.MULTILINE)
+    with browser() as chromium:
+        allowed = chromium.new_context(permissions=["clipboard-read", "clipboard-write"])
+        tab = allowed.new_page()
+        tab.goto((site / f"{HOME}.html").as_uri())
+        button = tab.locator(".highlight-sh button.copy")
+        button.click()
+        tab.get_by_role("button", name="Copied").wait_for()
+        copied = tab.evaluate("navigator.clipboard.readText()")
+        tab.goto((site / "commands.html").as_uri())
+        buttons = tab.locator("button.copy").count()
+        printed = tab.locator(".highlight-text").count()
+        of_printed = tab.locator(".highlight-text button").count()
+    assert copied == code
+    assert buttons > 10
+    assert printed > 10
+    assert of_printed == 0
+
+
+def test_the_navigation_has_the_repository_if_its_url_is_given(tmp_path: Path) -> None:
+    url = "https://example.org/onceward"
+    for given in (None, url):
+        sources.write(tmp_path, given)
+        assert (url in (tmp_path / f"{HOME}.md").read_text("utf-8")) == bool(given)
 
 
 @pytest.mark.full
@@ -313,10 +366,12 @@ def text_of(site: Path, name: str) -> str:
 @pytest.mark.slow
 def test_the_reference_has_every_metric_that_alerts_dashboard_and_guide_name(site: Path) -> None:
     page = text_of(site, "metrics")
-    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", page, re.MULTILINE)
-    known = {name for name, meaning in rows if meaning}
+    rows = re.findall(r"^\| `(\w+)`<br>`[\w.]+` \|.*\| (.*) \| (.*) \|$", page, re.MULTILINE)
+    known = {name for name, _, meaning in rows if meaning}
     assert len(known) == len(rows)
     alerts = yaml.safe_load((RAW / "deploy/prometheus/alerts.yaml").read_text("utf-8"))
+    linked = {one for _, of, _ in rows for one in re.findall(r"\[(\w+)\]\(runbook", of)}
+    assert linked == {rule["alert"] for group in alerts["groups"] for rule in group["rules"]}
     used = json.dumps(alerts) + (RAW / "deploy/grafana/dashboard.json").read_text("utf-8")
     used += (RAW / "docs/monitoring.md").read_text("utf-8")
     named = set(re.findall(r"\bpipeline_[a-z_]+[a-z]\b", used))

@@ -1,4 +1,7 @@
-"""Build the site: `python -m website.build [FOLDER]`, by default into `build/site`."""
+"""Build the site: `python -m website.build [FOLDER]`, by default into `build/site`.
+
+With `--repository URL` its navigation has a link to the repository.
+"""
 
 import argparse
 import json
@@ -33,7 +36,7 @@ def bake(folder: Path) -> Path:
     return folder / SERVICE / "src"
 
 
-def build(site: Path) -> list[str]:
+def build(site: Path, repository: str | None = None) -> list[str]:
     """Build the site into a folder; return what is wrong with it."""
     if missing := unlisted():
         return [f"{page} is in no section of website/navigation.py" for page in missing]
@@ -41,7 +44,7 @@ def build(site: Path) -> list[str]:
         work = Path(temporary)
         pages = work / "pages"
         try:
-            sources.write(pages)
+            sources.write(pages, repository)
         except sources.Broken as error:
             return str(error).splitlines()
         if (site / "objects.inv").exists():  # an earlier site, whose deleted pages would stay
@@ -64,7 +67,8 @@ def render(pages: Path, site: Path, doctrees: Path) -> bool:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "site")
-    folder: Path = parser.parse_args().folder
-    if wrong := build(folder.resolve()):
+    parser.add_argument("--repository", help="URL of the repository, to which the pages link")
+    given = parser.parse_args()
+    if wrong := build(given.folder.resolve(), given.repository):
         sys.exit("\n".join(wrong))
-    print(f"The site is in {folder}")
+    print(f"The site is in {given.folder}")

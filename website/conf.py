@@ -25,6 +25,7 @@ html_theme = "furo"
 html_favicon = "favicon.svg"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = [("copy.js", {"defer": "defer"})]
 templates_path: list[str] = []
 html_copy_source = False
 html_search_scorer = str(ROOT / "website" / "scorer.js")

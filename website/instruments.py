@@ -1,6 +1,7 @@
 """The metrics of a service: every instrument that its modules make, and its name in Prometheus."""
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -65,9 +66,12 @@ def _families() -> set[str]:
     }
 
 
-def table(recorder: Recorder) -> str:
-    """Return each metric by its name in Prometheus, with its kind, unit and meaning."""
-    rows = [("in Prometheus", "in OpenTelemetry", "kind", "unit", "meaning"), ("---",) * 5]
+def table(recorder: Recorder, alerts: Mapping[str, str]) -> str:
+    """Return each metric by its names, with its kind, unit, alerts and meaning.
+
+    `alerts` has the expression of each alert.
+    """
+    rows = [("metric", "kind", "alerts", "meaning"), ("---",) * 4]
     known = _families()
     found = []
     for kind, name, unit, description, record in recorder.made:
@@ -75,6 +79,13 @@ def table(recorder: Recorder) -> str:
         if not (new := next(iter(_families() - known), None)):
             continue  # one of a library, under the same name
         known.add(new)
-        found.append((f"`{new}`", f"`{name}`", kind, f"`{unit}`", description))
+        uses = re.compile(rf"\b{new}(_bucket|_count|_sum)?\b")
+        links = (
+            f"[{alert}](runbook.md#{alert.lower()})"
+            for alert, expression in alerts.items()
+            if uses.search(expression)
+        )
+        names = f"`{new}`<br>`{name}`"
+        found.append((names, f"{kind}, `{unit}`", ", ".join(links), description))
     rows += sorted(found)
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TypeVar
 
 import typer
+import yaml
 from opentelemetry import metrics
 from pydantic_settings import BaseSettings
 from typer.cli import get_docs_for_click
@@ -77,7 +78,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
 
 MEMBERS = {
     "onceward.Handlers": "on, on_batch, correct, topic",
-    "onceward.Service": "writer",
+    "onceward.Service": "resources, writer",
     "onceward.effects.Effects": "on",
 }
 """What users call, of classes that the engine calls as well; of others: all."""
@@ -113,11 +114,17 @@ def write(folder: Path) -> None:
 
 def _metrics(recorder: Recorder) -> str:
     head = (
-        "# Metrics\n\nNames at `/metrics`, and those of OpenTelemetry, which are exported if"
-        " `PIPELINE_OTLP_ENDPOINT` is set. [Monitoring](monitoring.md#metrics) says which to"
-        " watch and why.\n\n"
+        "# Metrics\n\nFirst the name at `/metrics`, then the one of OpenTelemetry, for export by"
+        " `PIPELINE_OTLP_ENDPOINT`. [Monitoring](monitoring.md#metrics) explains some.\n\n"
     )
-    return head + table(recorder)
+    return head + table(recorder, _alerts())
+
+
+def _alerts() -> dict[str, str]:
+    """Return the expression of each alert."""
+    text = (ROOT / RAW / "deploy" / "prometheus" / "alerts.yaml").read_text("utf-8")
+    groups = yaml.safe_load(text)["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
 
 
 def _commands() -> str:

@@ -2,7 +2,7 @@
    mean of all words of the query, prefers guides, and puts pages about the template's making last. */
 var Scorer = {
   score: ([name, title, , , score, , kind]) => {
-    const making = /^(changes|chaos|contributing|crash-matrix|decisions|how-it-is-tested|model)\b/;
+    const making = /^(changes|chaos|contributing|crash-matrix|decisions|how-it-is-tested|measures|model)\b/;
     const reference =
       /^(api|capacity|commands|comparison|glossary|metrics|performance|protocol|settings)\b/;
     const weight = making.test(name) ? 0.3 : reference.test(name) ? 0.9 : 1;

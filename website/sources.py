@@ -23,8 +23,11 @@ class Broken(Exception):
     """Links that lead to nothing."""
 
 
-def write(folder: Path) -> None:
-    """Write all pages that have a file, and what they show. Raises `Broken`."""
+def write(folder: Path, repository: str | None = None) -> None:
+    """Write all pages that have a file, and what they show. Raises `Broken`.
+
+    The navigation ends with a link to the repository, if its URL is given.
+    """
     wrong: list[str] = []
     for source, name in sources().items():
         page = folder / f"{name}.md"
@@ -37,7 +40,7 @@ def write(folder: Path) -> None:
     if wrong:
         raise Broken("\n".join(wrong))
     with (folder / f"{HOME}.md").open("a", encoding="utf-8") as home:
-        home.write(_contents())
+        home.write(_contents(repository))
 
 
 def links(text: str) -> Iterator[re.Match[str]]:
@@ -83,11 +86,16 @@ def _listing(folder: str) -> str:
     return "\n".join((f"# {Path(folder).name.title()}", "", "```{toctree}", "", *names, "```", ""))
 
 
-def _contents() -> str:
+def _contents(repository: str | None) -> str:
     """Return the navigation. Pages of a folder are below the page that lists it."""
     listing = {source for source in sources() if (ROOT / source).is_dir()}
     trees = []
     for section, pages in SECTIONS.items():
         names = [one.name for one in pages if os.path.dirname(one.source or "") not in listing]
-        trees += ["", "```{toctree}", ":hidden:", f":caption: {section}", "", *names, "```", ""]
-    return "\n".join(trees)
+        trees.append([section, *names])
+    if repository:
+        trees[-1].append(f"Repository <{repository}>")
+    return "".join(
+        "\n".join(("", "```{toctree}", ":hidden:", f":caption: {section}", "", *names, "```", ""))
+        for section, *names in trees
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -54,6 +55,16 @@ ADVICE = {
 }
 """What to do, in place of squawk's own help; rules without either have `_LAST`."""
 
+_BLOCKING = re.compile(
+    r"(?im)^\s*((LOCK|TRUNCATE|CLUSTER|VACUUM\s*\(?\s*FULL|REFRESH\s+MATERIALIZED\s+VIEW(?!\s+CONC)"
+    r"|ALTER\s+TABLE\b.*\bSET\s+(LOGGED|UNLOGGED|TABLESPACE))\b.*)"
+)
+_BLOCKS = (
+    "It blocks all who use the table, until it has rewritten it or the migration ends. Do without,"
+    " or stop the service for it, and accept the rule."
+)
+"""What is said of such statements, for which squawk has no rules."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -97,6 +108,8 @@ def _faults(revision: Script, config: Config, scripts: ScriptDirectory) -> Itera
                     " then only the statements before are linted.",
                 )
     yield from _squawk(sql.getvalue())
+    for found in _BLOCKING.finditer(sql.getvalue()):
+        yield Fault("blocking-table", f"{found[1].strip()}\n    {_BLOCKS}")
 
 
 def _squawk(sql: str) -> Iterator[Fault]:

@@ -63,8 +63,11 @@ def has(package: Path, question: str) -> bool:
 
 
 PORTS = {"PIPELINE_HEALTH_PORT": 8080}
+SWITCHES = {}
+"""Settings for development, with the servers of this folder alone."""
 if has(SOURCE / "onceward" / "page", "operations_page"):
     PORTS |= {"PIPELINE_PAGE_PORT": 8081}
+    SWITCHES = {"PIPELINE_PAGE_SEND": "true"}
 KEYS = {}
 if has(SOURCE / "onceward" / "personal", "personal_data"):  # 32 bytes, not secret
     KEYS = {"PIPELINE_PERSONAL_KEYS": "ZGV2ZWxvcG1lbnQga2V5LCB3aGljaCBpcyBwdWJsaWM="}
@@ -179,9 +182,10 @@ def command_env(directory: StateDirectory) -> int:
     for name, default in PORTS.items():
         if not os.environ.get(name):
             print(f"export {name}={port_for_service(default, directory.path)}")
-    for name, key in KEYS.items():
+    more = KEYS if isinstance(servers, EnvironmentServers) else KEYS | SWITCHES
+    for name, value in more.items():
         if not os.environ.get(name):
-            print(f"export {name}={key}")
+            print(f"export {name}={value}")
     return 0
 
 

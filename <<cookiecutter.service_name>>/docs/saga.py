@@ -1,5 +1,8 @@
 """The saga of `sagas.md`: an order that needs stock and a payment."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import httpx2
@@ -191,7 +194,18 @@ async def time_out(overdue: OrderOverdue, tx: Transaction) -> None:
         cancel(order, tx, "it took too long")
 
 
-client = httpx2.AsyncClient(base_url="https://pay.example.org", timeout=5)
+@dataclass
+class Resources:
+    """What a process has open while it runs."""
+
+    client: httpx2.AsyncClient
+
+
+@asynccontextmanager
+async def open_resources() -> AsyncIterator[Resources]:
+    """Open the client of the provider."""
+    async with httpx2.AsyncClient(base_url="https://pay.example.org", timeout=5) as client:
+        yield Resources(client)
 
 
 async def answered(asked: PaymentRequested, tx: Transaction, payment_id: str | None) -> None:
@@ -203,7 +217,9 @@ async def answered(asked: PaymentRequested, tx: Transaction, payment_id: str | N
 
 
 @effects.on(PaymentRequested, consumer="take-payment", policy=Policy(attempts=20), then=answered)
-async def take_payment(asked: PaymentRequested, call: Call) -> str | None:
+async def take_payment(
+    asked: PaymentRequested, call: Call, client: httpx2.AsyncClient
+) -> str | None:
     """Take the money; return the payment's id, or None if the provider refuses."""
     body = {"reference": asked.order_id, "cents": asked.cents}
     answer = await client.post("/payments", json=body, headers={"Idempotency-Key": call.id})
@@ -214,7 +230,7 @@ async def take_payment(asked: PaymentRequested, call: Call) -> str | None:
 
 
 @effects.on(RefundRequested, consumer="refund", policy=Policy(attempts=20))
-async def refund(asked: RefundRequested, call: Call) -> None:
+async def refund(asked: RefundRequested, call: Call, client: httpx2.AsyncClient) -> None:
     """Give the money back."""
     path, body = f"/payments/{asked.payment_id}/refunds", {"cents": asked.cents}
     answer = await client.post(path, json=body, headers={"Idempotency-Key": call.id})

@@ -48,11 +48,11 @@ from tests.servers.databases import (
     migrations_of_the_engine,
     url_of,
 )
+from tests.servers.fork_server import write_code
 from tests.servers.processes import ROOT as NEW
 from tests.servers.processes import Process, environment
 from tests.servers.topics import administrator, create_topic, delete_topic, following
 from tests.servers.waiting import eventually
-from tests.servers.zygote import write_code
 
 MADE_ON = date(2026, 1, 1)
 """The day that every dump is from: days are moved there, and to today when it is restored."""

@@ -10,7 +10,7 @@ from servers.java import Jars, link_jars, require_jars, require_java
 from servers.network import LOOPBACK, kafka_answers
 from servers.process import LocalServer
 
-KAFKA_VERSION = "4.3.0"
+KAFKA_VERSION = "4.4.0"
 # Kafka logs by SLF4J 1: without this bridge its log would be empty.
 LOGGING_BRIDGE = "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4"
 KAFKA_LOGGING = """\

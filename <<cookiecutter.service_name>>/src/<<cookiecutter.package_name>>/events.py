@@ -49,15 +49,15 @@ class ParcelDelayed(Event, type="parcel.delayed.v1", topic="parcel-events"):
 
 # An account is named after what it is for, so that no payment can take a customer's name. All names
 # fit into an index, and have no characters that PostgreSQL can't store.
-CustomerId = Annotated[str, Field(pattern="^customer:[!-~]{1,100}$")]
-MerchantId = Annotated[str, Field(pattern="^merchant:[!-~]{1,100}$")]
-PaymentId = Annotated[str, Field(pattern="^payment:[!-~]{1,100}$")]
-DepositId = Annotated[str, Field(pattern="^deposit:[!-~]{1,100}$")]
-RefundId = Annotated[str, Field(pattern="^refund:[!-~]{1,100}$")]
+CustomerId = Annotated[str, Field(pattern="^customer:[!-~]{1,100}$", examples=["customer:1"])]
+MerchantId = Annotated[str, Field(pattern="^merchant:[!-~]{1,100}$", examples=["merchant:1"])]
+PaymentId = Annotated[str, Field(pattern="^payment:[!-~]{1,100}$", examples=["payment:1"])]
+DepositId = Annotated[str, Field(pattern="^deposit:[!-~]{1,100}$", examples=["deposit:1"])]
+RefundId = Annotated[str, Field(pattern="^refund:[!-~]{1,100}$", examples=["refund:1"])]
 # <% if cookiecutter.outside_calls == "yes" %>
-PayoutId = Annotated[str, Field(pattern="^payout:[!-~]{1,100}$")]
+PayoutId = Annotated[str, Field(pattern="^payout:[!-~]{1,100}$", examples=["payout:1"])]
 # <% endif %>
-BankAccountId = Annotated[str, Field(pattern="^bank:[!-~]{1,100}$")]
+BankAccountId = Annotated[str, Field(pattern="^bank:[!-~]{1,100}$", examples=["bank:1"])]
 
 Amount = Annotated[int, Field(strict=True, gt=0, le=10**15)]
 """Money in the smallest unit of the one currency (cents): integers add up exactly everywhere."""

@@ -2,6 +2,10 @@
 
 # <% if cookiecutter.worked_example in ("parcels", "yes") %>
 # <% if cookiecutter.outside_calls == "yes" %>
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
 import httpx2
 from opentelemetry.instrumentation.httpx import HTTPX2ClientInstrumentor
 from pydantic import SecretStr
@@ -16,7 +20,13 @@ from onceward.effects import Call, Effects
 from .events import ParcelDelayed, ParcelMoved, ScanRecorded
 from .tables import Parcel
 # <% elif cookiecutter.worked_example == "payments" %>
+# <% if cookiecutter.outside_calls == "yes" %>
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+# <% else %>
 from collections.abc import Sequence
+# <% endif %>
 # <% if cookiecutter.http_api == "yes" %>
 from uuid import NAMESPACE_URL, uuid5
 # <% endif %>
@@ -82,10 +92,24 @@ class Outside(BaseSettings):
 
 
 webhook = Outside().delay_webhook
-# A connection for each call: on a kept one, a late answer would be taken for that of the next call.
-client = httpx2.AsyncClient(timeout=5.0, limits=httpx2.Limits(max_keepalive_connections=0))
-# Passes the trace on. Its type hints lack httpx2 if httpx is installed as well.
-HTTPX2ClientInstrumentor.instrument_client(client)  # type: ignore[arg-type, unused-ignore]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a process has open while it runs. Functions take it by its type."""
+
+    client: httpx2.AsyncClient
+
+
+@asynccontextmanager
+async def open_resources() -> AsyncIterator[Resources]:
+    """Open the client of called services."""
+    # A connection for each call: on a kept one, a late answer would be taken for the next call's.
+    limits = httpx2.Limits(max_keepalive_connections=0)
+    async with httpx2.AsyncClient(timeout=5.0, limits=limits) as client:
+        # Passes the trace on. Its type hints lack httpx2 if httpx is installed as well.
+        HTTPX2ClientInstrumentor.instrument_client(client)  # type: ignore[arg-type, unused-ignore]
+        yield Resources(client)
 # <% endif %>
 
 
@@ -118,7 +142,7 @@ async def record_scan(scan: ScanRecorded, tx: Transaction) -> None:
 
 
 @effects.on(ParcelDelayed, consumer="tell-webhook", timeout=10.0, per_second=100)
-async def tell_webhook(delayed: ParcelDelayed, call: Call) -> int:
+async def tell_webhook(delayed: ParcelDelayed, call: Call, client: httpx2.AsyncClient) -> int:
     """Send the delay to the webhook, which drops a repeated call by its key."""
     url = webhook.get_secret_value() if webhook else ""
     headers = {"Idempotency-Key": call.id}
@@ -144,18 +168,67 @@ IN_ORDER = Policy(after_death="hold")
 # <% if cookiecutter.outside_calls == "yes" %>
 
 
-class Bank(BaseSettings):
+class BankSettings(BaseSettings):
     """Settings of the bank: environment variables of these names."""
 
     bank_url: SecretStr | None = None
     """URL of the bank; unset: payouts are refused."""
 
 
-bank = Bank().bank_url
-# A connection for each call: on a kept one, a late answer would be taken for that of the next call.
-client = httpx2.AsyncClient(timeout=5.0, limits=httpx2.Limits(max_keepalive_connections=0))
-# Passes the trace on. Its type hints lack httpx2 if httpx is installed as well.
-HTTPX2ClientInstrumentor.instrument_client(client)  # type: ignore[arg-type, unused-ignore]
+class Bank:
+    """The bank's HTTP API."""
+
+    def __init__(self, client: httpx2.AsyncClient) -> None:
+        self._client = client
+
+    async def has(self, reference: str) -> bool:
+        """Return whether the bank has a transfer. It does not keep those that it refuses."""
+        answer = await self._client.get("/transfers", params={"reference": reference})
+        check(answer)
+        return bool(answer.json())
+
+    async def transfer(self, reference: str, to: str, amount: int, *, key: str) -> bool:
+        """Send a transfer; return whether it is accepted."""
+        transfer = {"reference": reference, "to": to, "amount": amount}
+        headers = {"Idempotency-Key": key}
+        try:
+            answer = await self._client.post("/transfers", json=transfer, headers=headers)
+        except httpx2.ConnectError as error:
+            raise Retry("the bank was not reached") from error
+        if answer.status_code == 422:
+            return False
+        check(answer)
+        return True
+
+
+def check(answer: httpx2.Response) -> None:
+    """Raise an error for an unsuccessful answer, without the URL that raise_for_status() adds."""
+    if not answer.is_success:
+        raise httpx2.HTTPError(f"the bank answered {answer.status_code}")
+
+
+@dataclass(frozen=True)
+class BankResources:
+    """What a process has open while it runs. Functions take it by its type."""
+
+    bank: Bank | None
+    """None without `BANK_URL`."""
+
+
+@asynccontextmanager
+async def open_resources() -> AsyncIterator[BankResources]:
+    """Open a client of the bank, if there is one."""
+    url = BankSettings().bank_url
+    if url is None:
+        yield BankResources(bank=None)
+        return
+    # A connection for each call: on a kept one, a late answer would be taken for the next call's.
+    limits = httpx2.Limits(max_keepalive_connections=0)
+    base_url = url.get_secret_value()
+    async with httpx2.AsyncClient(base_url=base_url, timeout=5.0, limits=limits) as client:
+        # Passes the trace on. Its type hints lack httpx2 if httpx is installed as well.
+        HTTPX2ClientInstrumentor.instrument_client(client)  # type: ignore[arg-type, unused-ignore]
+        yield BankResources(Bank(client))
 # <% endif %>
 
 
@@ -321,7 +394,9 @@ async def answer_payment(request: RequestPayment, tx: Transaction) -> dict[str, 
     policy=IN_ORDER,
     loads=[Account.by("payout_id"), Account.by("merchant")],
 )
-async def start_payout(command: RequestPayout, tx: Transaction) -> Reason | None:
+async def start_payout(
+    command: RequestPayout, tx: Transaction, bank: Bank | None
+) -> Reason | None:
     """Reserve the money, in an account that has the payout's id, and stage the bank's call."""
     if await tx.load(Account, command.payout_id) is not None:
         return "already requested"  # without an event: it may be made, so none may say "refused"
@@ -365,14 +440,12 @@ def refuse_payout(
     return reason
 
 
-async def is_at_bank(command: RequestPayout, call: Call) -> bool:
-    """Return whether the bank has the transfer. It does not keep those that it refuses.
+async def is_at_bank(command: RequestPayout, call: Call, bank: Bank | None) -> bool:
+    """Return whether the bank has the transfer.
 
     A request that is under way may still arrive. The bank knows it by its key then.
     """
-    answer = await client.get(transfers(), params={"reference": command.payout_id})
-    check(answer)
-    return bool(answer.json())
+    return await configured(bank).has(command.payout_id)
 
 
 @effects.on(
@@ -384,34 +457,16 @@ async def is_at_bank(command: RequestPayout, call: Call) -> bool:
     # Only what `then` usually changes: a lock of the merchant's row would delay its payments.
     loads=[Account.by("payout_id"), Account.by("bank_account")],
 )
-async def pay_out(command: RequestPayout, call: Call) -> bool:
+async def pay_out(command: RequestPayout, call: Call, bank: Bank | None) -> bool:
     """Send the transfer to the bank; return whether it is accepted."""
-    transfer = {
-        "reference": command.payout_id,
-        "to": command.bank_account,
-        "amount": command.amount,
-    }
-    try:
-        headers = {"Idempotency-Key": call.id}
-        answer = await client.post(transfers(), json=transfer, headers=headers)
-    except httpx2.ConnectError as error:
-        raise Retry("the bank was not reached") from error
-    if answer.status_code == 422:
-        return False
-    check(answer)
-    return True
+    reference, to = command.payout_id, command.bank_account
+    return await configured(bank).transfer(reference, to, command.amount, key=call.id)
 
 
-def transfers() -> str:
-    """Return the URL of the bank's transfers."""
+def configured(bank: Bank | None) -> Bank:
+    """Return the bank. Without one, calls that are staged wait for it."""
     if bank is None:
         raise Retry("BANK_URL is not set")
-    return f"{bank.get_secret_value()}/transfers"
-
-
-def check(answer: httpx2.Response) -> None:
-    """Raise an error for an unsuccessful answer, without the URL that raise_for_status() adds."""
-    if not answer.is_success:
-        raise httpx2.HTTPError(f"the bank answered {answer.status_code}")
+    return bank
 # <% endif %>
 # <% endif %>

@@ -36,7 +36,12 @@ from onceward.schema_registry import RegistrySettings
 from onceward.schema_registry.commands import group as registry_commands
 # <% endif %>
 
+# <% set has_example = cookiecutter.worked_example not in ("no", "none") %>
+# <% if has_example and cookiecutter.outside_calls == "yes" %>
+from .handlers import handlers, open_resources
+# <% else %>
 from .handlers import handlers
+# <% endif %>
 from .tables import Base
 
 NAME = "<<cookiecutter.service_name>>"
@@ -81,6 +86,9 @@ service = Service(
         RegistrySettings,
         # <% endif %>
     ],
+    # <% endif %>
+    # <% if has_example and cookiecutter.outside_calls == "yes" %>
+    resources=open_resources,
     # <% endif %>
 )
 main = command_line(

@@ -102,11 +102,15 @@ class Redactor:
 
     def redact(self, text: str) -> str:
         """Return the text without secrets."""
+        return self._without_members(self.redact_known(text))
+
+    def redact_known(self, text: str) -> str:
+        """Return the text without secrets of the environment and credentials, with all fields."""
         if self._secret is not None:
             text = self._secret.sub(HIDDEN, text)
         for form, instead in _FORMS:
             text = form.sub(instead, text)
-        return self._without_members(text)
+        return text
 
     def redact_error(self, text: str) -> str:
         """Return the text of an error without secrets, and without values of payloads and rows."""
@@ -139,6 +143,7 @@ class Redactor:
 _of_the_process = Redactor()
 learn, mark = _of_the_process.learn, _of_the_process.mark
 redact, redact_error = _of_the_process.redact, _of_the_process.redact_error
+redact_known = _of_the_process.redact_known
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from enum import Flag, auto
 from functools import partial
 
@@ -31,7 +32,7 @@ from onceward.retry.workers import BacklogWorkers
 from onceward.servers import peers, revisions
 from onceward.servers.database import create_engine
 from onceward.servers.guard import interrupt, stack_of
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.servers.tasks import in_background
 
 from .service import Service
@@ -39,9 +40,10 @@ from .settings import Settings
 
 log = logging.getLogger(__name__)
 
-_CONSUMER_SHARE, _RELAY_SHARE, _CLOSING_SHARE, _TELEMETRY_SHARE = 0.4, 0.3, 0.1, 0.2
-"""Shares of the shutdown grace: for running batches, for what the relay has to publish, for closing
-idle connections (of which each takes a minute if PostgreSQL hangs), and for spans and metrics."""
+_CONSUMER_SHARE, _RELAY_SHARE, _CLOSING_SHARE, _TELEMETRY_SHARE = 0.4, 0.3, 0.05, 0.2
+"""Shares of the shutdown grace: for running batches, for what the relay has to publish, twice for
+closing, of resources and of idle connections (of which each takes a minute if PostgreSQL hangs),
+and for spans and metrics."""
 
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -164,14 +166,8 @@ async def serve(
         claims=claims,
         health=health,
     )
-    for topic, entity, names in service.handlers.rivals() if is_consuming else ():
-        log.warning(
-            "the consumers %s of topic %s load %s: events of one key keep their order only within a"
-            " consumer; let one consumer change these rows",
-            ", ".join(names),
-            topic,
-            entity,
-        )
+    for found in service.handlers.rivals() if is_consuming else ():
+        log.warning("%s; %s", *found)
     own = partial(stamps.check, settings=settings, group=service.name, topics=topics)
     try:
         handlers = service.handlers if is_consuming else Handlers()
@@ -193,24 +189,65 @@ async def serve(
             throttles=throttles,
         )
         stamp = beginning.result()
-        consuming = _consuming(service, settings, engine, health, relay, claims, throttles, stamp)
-        # In this order they stop: the relay publishes what the others have committed last.
-        groups: list[tuple[float, Sequence[Running]]] = []
-        if is_consuming:
-            groups.append((_CONSUMER_SHARE * settings.shutdown_grace, consuming))
-        if Part.RELAY in parts:
-            groups.append((_RELAY_SHARE * settings.shutdown_grace, [relay]))
-        async with (
-            in_background(watch_calls(stack_of, settings.hang_timeout)),
-            in_background(retention.run()) as retaining,
-            in_background(throttles.run()) as looking,
-            in_background(_open_codecs(service, health, stopping, parts)) as opening,
-        ):
-            await _run_until(stopping, (retaining, looking, opening), groups)
+        uses = service if is_consuming else replace(service, handlers=handlers, resources=None)
+        grace = _CLOSING_SHARE * settings.shutdown_grace
+        async with _resources(uses, health, stopping, grace) as (holding, opened):
+            if not opened.done():
+                return
+            ours = opened.result()
+            consuming = _consuming(ours, settings, engine, health, relay, claims, throttles, stamp)
+            # In this order they stop: the relay publishes what the others have committed last.
+            groups: list[tuple[float, Sequence[Running]]] = []
+            if is_consuming:
+                groups.append((_CONSUMER_SHARE * settings.shutdown_grace, consuming))
+            if Part.RELAY in parts:
+                groups.append((_RELAY_SHARE * settings.shutdown_grace, [relay]))
+            async with (
+                in_background(watch_calls(stack_of, settings.hang_timeout)),
+                in_background(retention.run()) as retaining,
+                in_background(throttles.run()) as looking,
+                in_background(_open_codecs(service, health, stopping, parts)) as opening,
+            ):
+                await _run_until(stopping, (holding, retaining, looking, opening), groups)
     finally:
         logging.getLogger("sqlalchemy.pool.impl").setLevel(logging.CRITICAL)  # no tracebacks
         with suppress(TimeoutError):
             await asyncio.wait_for(engine.dispose(), _CLOSING_SHARE * settings.shutdown_grace)
+
+
+@asynccontextmanager
+async def _resources(
+    service: Service, health: Health, stopping: asyncio.Event, grace: float
+) -> AsyncIterator[tuple[asyncio.Task[None], asyncio.Future[Service]]]:
+    """Open the service's resources, and close them at the end, within `grace` seconds.
+
+    Yields the task that holds them, and the service whose handlers have them, which is not there if
+    the process stops before, or they can't be opened. Raises the error of that at the end.
+    """
+    opened = asyncio.get_running_loop().create_future()
+    drained = asyncio.Event()
+    async with in_background(_hold_resources(service, health, opened, drained)) as holding:
+        async with in_background(stopping.wait()) as stop:
+            await asyncio.wait({holding, opened, stop}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            yield holding, opened
+        finally:
+            drained.set()
+            if opened.done() and not (await asyncio.wait({holding}, timeout=grace))[0]:
+                log.warning("resources are not closed after %.1f s: cancelling that", grace)
+
+
+async def _hold_resources(
+    service: Service, health: Health, opened: asyncio.Future[Service], drained: asyncio.Event
+) -> None:
+    """Hold the service's resources open until all calls have ended.
+
+    In a task of their own, which a task group or a time limit among them may cancel.
+    """
+    async with service.opened(partial(health.not_ready, "resources")) as one:
+        health.forget("resources")
+        opened.set_result(one)
+        await drained.wait()
 
 
 async def _open_codecs(
@@ -218,7 +255,7 @@ async def _open_codecs(
 ) -> None:
     """Open the codecs of what is published, beside all other work, and wait for the end."""
     if Part.CONSUME in parts:
-        await Attempts(
+        await Retrying(
             "opening codecs",
             "codecs",
             report=lambda reason: health.not_ready("codecs", reason),

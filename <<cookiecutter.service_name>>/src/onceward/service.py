@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -19,11 +19,12 @@ from onceward.errors import OncewardError, StoreUnavailable, describe_error, sum
 from onceward.events.event import Unpublishable, declared_events, is_final
 from onceward.handlers.aggregate import locking
 from onceward.handlers.registry import TIMEOUT, Handlers
+from onceward.handlers.resources import OpenResources, ResourceTypes, name_of
 from onceward.retention.archive import Archive
 from onceward.retry.workers import BacklogWorkers
 from onceward.servers import peers
 from onceward.servers.database import create_engine
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.servers.tasks import in_background
 
 from .server_settings import over_http
@@ -62,6 +63,16 @@ class Service:
     settings: Sequence[type[BaseSettings]] = ()
     """Settings of optional packages, which every command reads with the engine's, so that all
     mistakes are reported at once."""
+    resources: OpenResources | None = None
+    """Opens what handlers and calls take next to events, such as clients of other services.
+
+    An `@asynccontextmanager` function without arguments, whose annotation names the dataclass that
+    it yields. Each process that calls functions of the service opens it before the first call, and
+    closes it after the last. A parameter after those of the engine takes the one field that has the
+    same annotation; if none has it, or several do, the service does not start. As long as a server
+    can't be reached (`OSError`, such as `ConnectionError` and `TimeoutError`, or an error of
+    PostgreSQL or Kafka that says so) the process is not ready, and opens it again; other errors end
+    the process."""
 
     def check(self, settings: Settings) -> None:
         """Raise `Misconfigured` with all contradictions."""
@@ -84,6 +95,7 @@ class Service:
                 yield str(error)
             except Exception as error:  # also of the service's code, in a relationship
                 yield describe_error(error)
+        yield from self._resource_faults()
         if self.handlers.callers and not self.workers:
             yield (
                 f"{min(self.handlers.callers)!r} is an effect, and no worker would make its calls:"
@@ -110,6 +122,34 @@ class Service:
                 )
         if unread := self.handlers.demanding - self.handlers.topics:
             yield f"demands_types=True of {min(unread)!r}: no handler reads this topic"
+
+    def _resource_faults(self) -> Iterator[str]:
+        try:
+            yield from ResourceTypes.of(self.resources).mismatches(self.handlers)
+        except TypeError as error:
+            yield str(error)
+
+    @asynccontextmanager
+    async def opened(self, report: Callable[[str], None] = log.debug) -> AsyncIterator["Service"]:
+        """Yield the service whose handlers have the resources that they take, until the end.
+
+        While a server can't be reached they are opened again; `report` is called with the reason to
+        wait. Raises `Misconfigured` if they are not what handlers take, and other errors of opening
+        and closing them.
+        """
+        if wrong := [*self._resource_faults()]:
+            raise Misconfigured("\n".join(wrong))
+        open_resources = self.resources
+        if open_resources is None:
+            yield self
+            return
+        report("the resources are not open yet")
+        opening = Retrying("opening resources", name_of(open_resources), report=report)
+        async with AsyncExitStack() as stack:
+            resources = await opening(lambda: stack.enter_async_context(open_resources()))
+            bind = partial(ResourceTypes.of(open_resources).bind, resources)
+            handlers = self.handlers.changed(lambda one: one.bound(bind))
+            yield replace(self, handlers=handlers, resources=None)
 
     async def open_codecs(self) -> None:
         """Prepare the codecs of topics for the events that the service publishes there.
@@ -165,7 +205,7 @@ class Service:
         """
         with suppress(StoreUnavailable):
             await self.open_codecs()
-        opening = Attempts("opening codecs", "codecs", report=log.debug)
+        opening = Retrying("opening codecs", "codecs", report=log.debug)
         engine = create_engine(settings, name=self.name)
         try:
             async with in_background(opening(self.open_codecs)):

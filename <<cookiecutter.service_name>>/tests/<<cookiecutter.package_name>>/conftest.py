@@ -32,5 +32,5 @@ def no_webhook(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_bank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignore the bank of the environment: a test that needs one sets its own."""
-    monkeypatch.setattr("<<cookiecutter.package_name>>.handlers.bank", None)
+    monkeypatch.delenv("BANK_URL", raising=False)
 # <% endif %>

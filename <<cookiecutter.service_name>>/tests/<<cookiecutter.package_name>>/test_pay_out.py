@@ -5,15 +5,14 @@ from typing import Literal
 
 import httpx2
 import pytest
-from pydantic import SecretStr
 
 from onceward import Event
 from onceward.testing import Harness, Outcome
 
-from <<cookiecutter.package_name>> import handlers
 from <<cookiecutter.package_name>>.events import PayoutMade, PayoutRefused, Reason, RequestPayout
+from <<cookiecutter.package_name>>.handlers import Bank, pay_out
 
-from .test_payments import BOOKS, balance, fund, ledger_is_balanced, rows
+from .test_payments import BOOKS, balance, fund, ledger_is_balanced, locked, rows
 
 PAYOUT = RequestPayout(payout_id="payout:1", merchant=BOOKS, bank_account="bank:de-1", amount=300)
 MADE = PayoutMade(payout_id="payout:1", merchant=BOOKS, amount=300)
@@ -26,7 +25,7 @@ def refused(reason: Reason) -> PayoutRefused:
 What = Literal["accept", "refuse", "lose the request", "lose the answer", "delay the request"]
 
 
-class Bank:
+class FakeBank:
     """A bank in the place of the network. It makes the transfer of each key once."""
 
     def __init__(self) -> None:
@@ -68,21 +67,21 @@ class Bank:
 
 
 @pytest.fixture
-async def bank(no_bank: None, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bank]:
+async def bank(harness: Harness) -> AsyncIterator[FakeBank]:
     """Return the bank that the handlers call."""
-    one = Bank()
-    monkeypatch.setattr(handlers, "bank", SecretStr("https://bank.example.org"))
-    async with httpx2.AsyncClient(transport=httpx2.MockTransport(one.answer)) as client:
-        monkeypatch.setattr(handlers, "client", client)
+    one = FakeBank()
+    transport = httpx2.MockTransport(one.answer)
+    async with httpx2.AsyncClient(transport=transport, base_url="https://bank") as client:
+        harness.with_resources(bank=Bank(client))
         yield one
 
 
 async def call_bank(harness: Harness) -> Outcome:
-    return await harness.run_calls({"pay-out": handlers.pay_out})
+    return await harness.run_calls({"pay-out": pay_out})
 
 
 async def test_money_is_reserved_before_the_call_and_at_the_bank_after_it(
-    harness: Harness, bank: Bank
+    harness: Harness, bank: FakeBank
 ) -> None:
     await fund(harness, BOOKS, 500)
     assert (await harness.handle(PAYOUT)).calls == [PAYOUT]
@@ -95,9 +94,18 @@ async def test_money_is_reserved_before_the_call_and_at_the_bank_after_it(
     await ledger_is_balanced(harness)
 
 
+async def test_a_payout_ends_while_others_change_the_account_of_its_merchant(
+    harness: Harness, bank: Bank
+) -> None:
+    await fund(harness, BOOKS, 500)
+    await harness.handle(PAYOUT)
+    async with locked(harness, BOOKS):
+        assert (await call_bank(harness)).published == [MADE]
+
+
 @pytest.mark.parametrize(("lost", "requests"), [("lose the request", 2), ("lose the answer", 1)])
 async def test_without_an_answer_the_bank_is_asked_before_the_transfer_is_repeated(
-    harness: Harness, bank: Bank, lost: What, requests: int
+    harness: Harness, bank: FakeBank, lost: What, requests: int
 ) -> None:
     await fund(harness, BOOKS, 500)
     await harness.handle(PAYOUT)
@@ -115,7 +123,7 @@ async def test_without_an_answer_the_bank_is_asked_before_the_transfer_is_repeat
     [("accept", MADE, ["payout:1"]), ("refuse", refused("refused by the bank"), [])],
 )
 async def test_a_request_that_arrives_after_the_next_one_is_no_other_transfer(
-    harness: Harness, bank: Bank, then: What, event: Event, transfers: list[str]
+    harness: Harness, bank: FakeBank, then: What, event: Event, transfers: list[str]
 ) -> None:
     await fund(harness, BOOKS, 500)
     await harness.handle(PAYOUT)
@@ -130,7 +138,7 @@ async def test_a_request_that_arrives_after_the_next_one_is_no_other_transfer(
 
 
 async def test_the_merchant_has_the_money_back_if_the_bank_refuses(
-    harness: Harness, bank: Bank
+    harness: Harness, bank: FakeBank
 ) -> None:
     await fund(harness, BOOKS, 500)
     await harness.handle(PAYOUT)
@@ -142,7 +150,7 @@ async def test_the_merchant_has_the_money_back_if_the_bank_refuses(
 
 @pytest.mark.parametrize("funds", [0, 299])
 async def test_a_payout_is_refused_without_money_and_adds_no_rows(
-    harness: Harness, bank: Bank, funds: int
+    harness: Harness, bank: FakeBank, funds: int
 ) -> None:
     if funds:
         await fund(harness, BOOKS, funds)
@@ -153,7 +161,7 @@ async def test_a_payout_is_refused_without_money_and_adds_no_rows(
 
 @pytest.mark.parametrize("is_made", [False, True])
 async def test_of_a_payout_that_is_requested_again_nothing_is_published(
-    harness: Harness, bank: Bank, is_made: bool
+    harness: Harness, bank: FakeBank, is_made: bool
 ) -> None:
     await fund(harness, BOOKS, 500)
     await harness.handle(PAYOUT)
@@ -166,13 +174,14 @@ async def test_of_a_payout_that_is_requested_again_nothing_is_published(
 
 
 async def test_a_payout_is_refused_without_a_bank(harness: Harness) -> None:
+    harness.with_resources(bank=None)
     await fund(harness, BOOKS, 500)
     assert (await harness.handle(PAYOUT)).published == [refused("no bank")]
     assert await balance(harness, BOOKS) == 500
 
 
 async def test_a_payout_is_made_once_wherever_the_process_dies(
-    harness: Harness, bank: Bank
+    harness: Harness, bank: FakeBank
 ) -> None:
     async for crash in harness.each_crash():
         bank.forget()

@@ -1,6 +1,8 @@
 """What commands do to the ledger. A pattern for the tests of your own handlers with money."""
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from sqlalchemy import func, select, text
@@ -157,7 +159,7 @@ async def test_a_command_that_is_sent_twice_takes_effect_once(harness: Harness) 
     await ledger_is_balanced(harness)
 
 
-async def test_a_command_that_is_sent_again_with_another_event_id_takes_effect_once(
+async def test_a_command_repeated_with_another_event_id_takes_effect_once(
     harness: Harness,
 ) -> None:
     once = [deposit(800), authorize(500), capture(500), refund(100)]
@@ -171,6 +173,25 @@ async def test_a_command_that_is_sent_again_with_another_event_id_takes_effect_o
         PaymentRefunded(payment_id="payment:1", refund_id="refund:2", amount=100, refunded=200)
     ]
     await ledger_is_balanced(harness)
+
+
+@asynccontextmanager
+async def locked(harness: Harness, account: str) -> AsyncIterator[None]:
+    """Lock an account for the time of a block, as another handler that has loaded it."""
+    async with harness.session() as session:
+        row = select(Account).where(Account.id == account).with_for_update(key_share=True)
+        assert await session.scalar(row) is not None
+        yield
+
+
+async def test_an_authorization_does_not_wait_for_the_account_of_its_merchant(
+    harness: Harness,
+) -> None:
+    await fund(harness, BOOKS, 1)
+    await harness.handle(deposit(800))
+    async with locked(harness, BOOKS):
+        (published,) = (await harness.handle(authorize(500))).published
+        assert isinstance(published, PaymentAuthorized)
 
 
 async def test_two_payments_can_not_spend_the_same_money(harness: Harness) -> None:

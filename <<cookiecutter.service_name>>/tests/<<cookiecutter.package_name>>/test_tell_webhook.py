@@ -17,7 +17,7 @@ def webhook(no_webhook: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "webhook", SecretStr("https://example.org/delays"))
 
 
-async def test_a_delay_is_sent_to_the_webhook_again_if_its_answer_is_lost(harness: Harness) -> None:
+async def test_a_delay_is_sent_again_after_the_webhooks_answer_is_lost(harness: Harness) -> None:
     outcome = await harness.handle(scan(1, "Vienna", 61))
     delayed = ParcelDelayed(parcel_id="p-1", minutes_late=61, scanner="scanner-1", number=1)
     assert outcome.calls == [delayed]

@@ -6,7 +6,7 @@ from .ledger import Ledger
 from tests.servers.processes import Start
 
 
-async def test_processes_killed_in_the_midst_of_traffic_lose_and_double_and_reorder_nothing(
+async def test_processes_killed_under_load_lose_double_and_reorder_nothing(
     ledger: Ledger, start: Start
 ) -> None:
     async with ledger.traffic():

@@ -22,7 +22,7 @@ async def test_order_is_kept_while_consumers_come_and_go(ledger: Ledger, start: 
         await ledger.progresses()
 
 
-async def test_a_message_that_is_tried_again_is_not_overtaken_by_later_ones_of_its_key(
+async def test_a_retried_message_is_not_overtaken_within_its_key(
     ledger: Ledger, start: Start
 ) -> None:
     await ledger.send(

@@ -8,7 +8,7 @@ from tests.servers.processes import Start
 from tests.servers.waiting import eventually
 
 
-async def test_a_message_that_always_fails_holds_its_key_until_it_is_redriven_in_order(
+async def test_a_failing_message_holds_its_key_until_redriven_in_order(
     ledger: Ledger, start: Start
 ) -> None:
     await ledger.send(
@@ -35,7 +35,7 @@ async def test_a_message_that_always_fails_holds_its_key_until_it_is_redriven_in
     assert await histories(ledger.db) == {"ada": [1, 2, 4, 6], "bob": [3, 5]}
 
 
-async def test_bytes_that_are_no_event_are_a_dead_letter_and_all_others_go_on(
+async def test_invalid_bytes_become_a_dead_letter_and_all_others_continue(
     ledger: Ledger, start: Start
 ) -> None:
     await ledger.send_portion()

@@ -37,7 +37,7 @@ async def test_another_relay_takes_over_from_one_that_was_killed_and_publishes_e
     await ledger.check()
 
 
-async def test_a_relay_that_stood_still_for_longer_than_its_lease_skips_and_reorders_nothing(
+async def test_a_relay_frozen_longer_than_its_lease_skips_and_reorders_nothing(
     ledger: Ledger, start: Start
 ) -> None:
     await staged(ledger, start)

@@ -17,9 +17,9 @@ from typing import Any
 from uuid import uuid4
 
 from .databases import HOME
+from .fork_server import Forked, ForkServer
 from .pooler import POOLED
 from .waiting import eventually
-from .zygote import Forked, Zygote
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,9 +114,9 @@ async def starting(
         **settings: object,
     ) -> Process:
         chosen = {"health_port": 0, "log_json": False, **common, **settings}
-        log = _zygote().logs / uuid4().hex
+        log = _fork_server().logs / uuid4().hex
         forked = await asyncio.to_thread(
-            _zygote().start,
+            _fork_server().start,
             program,
             *command,
             environment=environment(
@@ -138,6 +138,6 @@ async def starting(
 
 
 @cache
-def _zygote() -> Zygote:
+def _fork_server() -> ForkServer:
     """Return the one of this process."""
-    return Zygote(environment({}))
+    return ForkServer(environment({}))

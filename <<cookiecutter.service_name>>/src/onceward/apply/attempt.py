@@ -14,7 +14,7 @@ from onceward.events.event import Event
 from onceward.handlers.catalog import Catalog
 from onceward.handlers.policy import Decision
 from onceward.handlers.registry import Handler, Handlers
-from onceward.handlers.rows import Rows
+from onceward.handlers.rows import Place, Rows
 from onceward.handlers.sessions import SharedSession, clean, new_session, own_session
 from onceward.handlers.staging import Outbox
 from onceward.handlers.statements import RESET_SESSION
@@ -29,7 +29,7 @@ from .limits import Deadline
 
 
 @dataclass
-class Memory:
+class Findings:
     """What an attempt to apply messages passes on to the next attempt."""
 
     handed: set[int] = field(default_factory=set)
@@ -54,13 +54,15 @@ class Attempt:
     """Statement that sets the transaction's limits."""
     time_limit: float
     """Time limit of the transaction in seconds, which begins now."""
-    memory: Memory
+    findings: Findings
     handlers: Handlers
     catalog: Catalog
     claims: ClaimCheck | None
     encryption: Encryption | None
     rows: Rows = field(init=False)
     """Those of the session that messages share, or of the message that is being handled."""
+    latest: Rows = field(init=False)
+    """Those of the call that was made last."""
     guard: Guard = field(init=False)
     """That of the messages that share a session, or of the message that is being handled."""
     guards: dict[bytes, Guard] = field(default_factory=dict)
@@ -92,6 +94,7 @@ class Attempt:
     def begin_run(self, items: Iterable[Item]) -> None:
         """Begin a run: its messages have a session that knows nothing of earlier ones."""
         self.rows = Rows(new_session(self.connection, SharedSession), self.catalog)
+        self.latest = self.rows
         self.guard = Guard(self.outbox)
         for item in items:  # they may have been in a run that was rolled back
             self.guards.pop(item.key, None)
@@ -116,6 +119,11 @@ class Attempt:
     @property
     def _all_guards(self) -> Collection[Guard]:
         return self.guard, *self.guards.values()
+
+    def places(self) -> Iterator[Place]:
+        """Yield the rows that handlers and `loads=` have locked, and those that they wait for."""
+        for rows in dict.fromkeys((self.latest, self.rows)):
+            yield from rows.places()
 
     def strays(self) -> Iterator[tuple[bytes | None, Exception]]:
         """Yield errors of code that went on after its handler's return, and faults that were noted,
@@ -180,12 +188,12 @@ class Attempt:
 
         Raises the error of a validation that fails now and has succeeded before.
         """
-        if id(item.event) in self.memory.handed:
+        if id(item.event) in self.findings.handed:
             again = validated(item)
             if again.fault is not None:
                 raise again.fault
             return again.event
-        self.memory.handed.add(id(item.event))
+        self.findings.handed.add(id(item.event))
         return item.event
 
     @asynccontextmanager
@@ -195,6 +203,7 @@ class Attempt:
         guard = self.guards[item.key] = Guard(self.outbox)
         async with own_session(self.connection, self.driver, guard, self.limits) as session:
             self.rows, self.guard = Rows(session), guard
+            self.latest = self.rows
             try:
                 yield
             finally:

@@ -172,7 +172,7 @@ def rolled_back_by(error: Exception, attempt: Attempt, source: Source) -> Rolled
         # Of many records they may be too much. Decisions alone are stored in one transaction, if
         # there is time for it.
         is_cut_off = attempt.is_late or sqlstate_of(cause) == QUERY_CANCELED
-        called = without_decision(source, source.decisions | attempt.memory.decisions)
+        called = without_decision(source, source.decisions | attempt.findings.decisions)
         divides = is_cut_off or (called and not is_nobodys(cause))
         return StatementFailed(cause) if divides and not is_single(source) else None
     is_without_answer = attempt.is_committing and attempt.is_late

@@ -133,7 +133,7 @@ class Pace:
             self.limit = min(self.limit, max(_AT_LEAST, largest))
 
 
-class Slots:
+class ConcurrencyLimit:
     """Room for so many transactions of readers, and for one of each worker; or for one alone."""
 
     def __init__(self, *, readers: int, workers: int) -> None:

@@ -87,7 +87,7 @@ async def apply_runs(
     await lock_declared(items, attempt)
     # In sessions of their own failures can't be undone in memory.
     failed = {one.key for one in items if one.history.attempts and one.handler.queue in attempt.own}
-    runs = Runs(items, rung.run or len(items), attempt.memory.suspects | failed)
+    runs = Runs(items, rung.run or len(items), attempt.findings.suspects | failed)
     number = 0
     while runs:
         run = runs.take()

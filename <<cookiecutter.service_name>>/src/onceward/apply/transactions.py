@@ -28,11 +28,11 @@ from onceward.observe.traces import ProcessSpans
 from onceward.servers.database import driver_of
 from onceward.servers.guard import CURRENT_GUARD, HandlerFault
 from onceward.servers.probe import Probe
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.settings import Settings
 
 from . import backlog, inbox, limits, statements
-from .attempt import Attempt, Memory
+from .attempt import Attempt, Findings
 from .breaker import Breaker
 from .claim_check import ClaimCheck
 from .encryption import Encryption
@@ -47,7 +47,7 @@ from .failures import (
 from .inbox import look_up, to_handle, too_old
 from .item import Item
 from .ladder import BATCH, LADDER, PIECES, RUNS, SINGLES, Rung
-from .limits import Slots
+from .limits import ConcurrencyLimit
 from .outcome import BatchOutcome
 from .runs import apply_run, apply_runs, write_staged
 from .source import Source, without_decision
@@ -100,7 +100,9 @@ class ConsumeTransactions:
         self.claims = claims
         self.encryption = encryption
         self.throttles = breaker.throttles
-        self._slots = Slots(readers=settings.concurrency, workers=settings.backlog_workers)
+        self._slots = ConcurrencyLimit(
+            readers=settings.concurrency, workers=settings.backlog_workers
+        )
         self.turns = Turns(engine, settings.transaction_timeout)
         self._own_until = {one.queue: math.inf for one in handlers if one.takes_batches}
         """Until when the messages of a queue have sessions of their own."""
@@ -122,27 +124,27 @@ class ConsumeTransactions:
         """
         async with self._slots.all():
             only = copy(self)
-            only._slots = Slots(readers=1, workers=0)
+            only._slots = ConcurrencyLimit(readers=1, workers=0)
             # Others that wait for a slot may have their turn.
             only.turns = Turns(self.engine, self.settings.transaction_timeout)
             yield only
 
     async def apply(
-        self, source: Source, retrying: Attempts, memory: Memory | None = None
+        self, source: Source, retrying: Retrying, findings: Findings | None = None
     ) -> Sequence[BatchOutcome]:
         """Apply all messages; returns the outcome of each transaction that was needed.
 
-        `memory` is that of an earlier attempt at the same messages.
+        `findings` is that of an earlier attempt at the same messages.
 
         Every message has then taken effect or is stored. Raises `Paused` if they have to wait, and
         `SourceLost` if another process owns the source.
         """
         outcomes: list[BatchOutcome] = []
-        memory = memory or Memory()
+        findings = findings or Findings()
         left = self._divided(source, self.first_rung(source))
         while left:
             piece, rung = left.pop()
-            result = await retrying(self.transact, piece, rung, memory)
+            result = await retrying(self.transact, piece, rung, findings)
             match result:
                 case BatchOutcome():
                     outcomes.append(result)
@@ -156,24 +158,24 @@ class ConsumeTransactions:
                     result.is_lost |= was_outage and result.has_timed_out
                     if was_outage and not result.is_lost:
                         left.append((piece, rung))  # nothing counts
-                    elif item := self._alone(piece, memory, result):
+                    elif item := self._alone(piece, findings, result):
                         result.is_of_outage = was_outage and item.key in self._lost
                         if result.is_lost:
                             self._lost.add(item.key)
-                        memory.decisions[item.key] = decide_alone(item, result)
+                        findings.decisions[item.key] = decide_alone(item, result)
                         self.breaker.observe(observed([(item, result.error)]))
                         left.append((piece, rung))  # no handler is called any more
                     else:
-                        memory.suspects |= {item.key for item in result.items}
+                        findings.suspects |= {item.key for item in result.items}
                         if result.has_timed_out and not was_outage and len(result.items) == 1:
                             [item] = result.items
-                            memory.decisions[item.key] = undecided(result.error, item.history)
+                            findings.decisions[item.key] = undecided(result.error, item.history)
                         left += self._divided(piece, rung + 1)
         return outcomes
 
-    def _alone(self, piece: Source, memory: Memory, failure: RolledBack) -> Item | None:
+    def _alone(self, piece: Source, findings: Findings, failure: RolledBack) -> Item | None:
         """Return the message that was alone in the transaction, if its failure counts."""
-        called = without_decision(piece, piece.decisions | memory.decisions)
+        called = without_decision(piece, piece.decisions | findings.decisions)
         counts = piece.is_alone or failure.is_certain
         return called[0] if len(called) == 1 and counts else None
 
@@ -201,7 +203,7 @@ class ConsumeTransactions:
         """Return whether transactions like this one have failed lately."""
         return monotonic() < self._careful_until[source.has_lease]
 
-    async def _was_outage(self, failure: RolledBack, retrying: Attempts) -> bool:
+    async def _was_outage(self, failure: RolledBack, retrying: Retrying) -> bool:
         """Return whether an outage was the cause, and wait for its end."""
         if not failure.may_be_outage:
             return False
@@ -225,14 +227,14 @@ class ConsumeTransactions:
         return [(one, rung) for one in reversed(source.pieces(LADDER[rung].records))]
 
     async def transact(
-        self, source: Source, rung: int, memory: Memory
+        self, source: Source, rung: int, findings: Findings
     ) -> BatchOutcome | Repeat | RolledBack:
         """Commit the messages in one transaction, or roll it back and return why.
 
         Raises errors of the servers that no handler can have caused, and what `apply` raises.
         """
         own = self._own(item.handler.queue for item in source.items)
-        decisions = source.decisions | memory.decisions
+        decisions = source.decisions | findings.decisions
         # Code of the engine runs here, even if a handler's has begun the task.
         CURRENT_GUARD.set(None)
         # The time limit does not include the wait for a connection.
@@ -256,7 +258,7 @@ class ConsumeTransactions:
                 own,
                 statements.set_limits(connection, self.settings, handler=AT_WORK if own else ""),
                 self.settings.transaction_timeout,
-                memory,
+                findings,
                 self.handlers,
                 self._catalog,
                 self.claims,
@@ -276,10 +278,11 @@ class ConsumeTransactions:
                 await attempt.roll_back()
                 return error.with_traceback(None)  # it refers to the batch
             except Exception as error:
-                cause = failure_of(error).error
+                failed = failure_of(error)
+                cause = failed.error
                 failure = rolled_back_by(error, attempt, source)
                 blamed = failure.error if failure else cause
-                self.turns.learn(blamed, source, decisions, attempt.rows.locked)
+                self.turns.learn(blamed, source, decisions, failed.items, attempt.places())
                 if failure is None:
                     await connection.invalidate()
                     raise cause  # noqa: B904  # it is the error, or wrapped in it

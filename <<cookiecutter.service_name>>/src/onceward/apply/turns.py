@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from itertools import islice
 from time import monotonic
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -17,6 +16,7 @@ from onceward.handlers.rows import Place
 from onceward.servers.database import autocommitting
 
 from . import statements
+from .deadlocks import describe_deadlock
 from .item import Item
 from .source import Source, without_decision
 
@@ -59,12 +59,13 @@ class Turns:
         error: BaseException,
         source: Source,
         decisions: Collection[bytes],
-        locked: Collection[Place] = (),
+        culprits: Collection[Item] = (),
+        places: Iterable[Place] = (),
     ) -> None:
         """Let the source's consumers take turns for a while if the error is a deadlock.
 
-        Log what a person can do about it, and about a lock that was not granted in time. `locked`
-        are the rows that the transaction has locked.
+        Log what a person can do about it, and about a lock that was not granted in time. `culprits`
+        are the messages of the call that has failed; `places` are the rows that were locked.
         """
         codes = {sqlstate_of(one) for one in leaves(error)}
         items = without_decision(source, decisions)
@@ -78,14 +79,12 @@ class Turns:
             )
         if _DEADLOCK in codes:
             if not self.are_needed(items):
-                rows = ", ".join(f"{one.__name__} {key!r}" for one, key in islice(locked, 5))
                 log.warning(
-                    "transactions of %s deadlock: they take turns for %.0f s, which costs time and"
-                    " no order; declare the rows of their handlers by loads= (docs/handlers.md)."
-                    " Locked, among others: %s",
+                    "transactions of %s take turns for %.0f s, which costs their keys time and no"
+                    " order, after a %s",
                     ", ".join(sorted(consumers)),
                     _SECONDS,
-                    rows or "rows of sessions of their own",
+                    describe_deadlock(error, items, culprits, places),
                 )
             self._until |= dict.fromkeys(consumers, monotonic() + _SECONDS)
 

@@ -149,6 +149,7 @@ async def examine(
         advice = "start the brokers, or correct PIPELINE_KAFKA_BOOTSTRAP_SERVERS"
         found = [Finding("wrong", text, advice, check="kafka")]
     found += named("settings", _settings(service, settings))
+    found += named("order", (Finding("warning", *one) for one in service.handlers.rivals()))
     if described is not None:
         for name, check in TOPIC_CHECKS.items():
             found += named(name, check(service, settings, described))

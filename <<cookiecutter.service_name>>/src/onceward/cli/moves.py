@@ -100,7 +100,7 @@ async def plan_moves(
     if partition is not None and partition not in end:
         raise Refused(f"{topic} has the partitions {min(end)} to {max(end)}")
     if isinstance(to, datetime):
-        places: Mapping[int, int] = await _offsets_since(settings, topic, end, to)
+        places: Mapping[int, int] = await offsets_since(settings, topic, end, to)
     elif isinstance(to, int):
         places = dict.fromkeys(end, to)
     else:
@@ -117,7 +117,7 @@ async def plan_moves(
     return found
 
 
-async def _offsets_since(
+async def offsets_since(
     settings: Settings, topic: str, end: Mapping[int, int], time: datetime
 ) -> dict[int, int]:
     """Return the offsets of the first records since a time; the end, if all are older."""
@@ -169,7 +169,7 @@ async def plan_replay(
         # Rounded up to a second, as messages name it: given as `--from`, it must be late enough.
         since = since.replace(microsecond=0) + timedelta(seconds=bool(since.microsecond))
         ends = {one.slot.partition: one.end for one in back}
-        first = await _offsets_since(settings, topic, ends, since)
+        first = await offsets_since(settings, topic, ends, since)
         for one in back:
             forgotten += max(0, min(first[one.slot.partition], one.old or 0) - one.new)
     return Replay(back, memory, since, forgotten)

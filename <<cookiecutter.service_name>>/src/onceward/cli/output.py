@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from onceward.redaction import harmless, redact
+from onceward.redaction import harmless, redact, redact_known
 
 from .errors import OutputFailed
 
@@ -143,14 +143,18 @@ def format_span(seconds: float) -> str:
     return f"{max(0.0, seconds):,.0f} s"
 
 
-def content_of(data: bytes | None) -> Content:
-    """Return bytes as text or in hex, without secrets."""
+def content_of(data: bytes | None, *, shows_fields: bool = False) -> Content:
+    """Return bytes as text or in hex, without secrets.
+
+    With `shows_fields` the fields are shown that a model marks as personal or secret.
+    """
+    hide = redact_known if shows_fields else redact
     if data is None:
         return None
     try:
-        return {"text": redact(data.decode())}
+        return {"text": hide(data.decode())}
     except UnicodeDecodeError:
-        return {"hex": redact(data.decode("latin-1")).encode("latin-1").hex()}
+        return {"hex": hide(data.decode("latin-1")).encode("latin-1").hex()}
 
 
 def format_value(value: object) -> str:

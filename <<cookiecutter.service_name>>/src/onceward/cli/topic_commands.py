@@ -1,19 +1,21 @@
 """The commands `service topics …` and `service replay`."""
 
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 import typer
+from aiokafka import ConsumerRecord, TopicPartition
 from aiokafka.admin import NewTopic
 from aiokafka.errors import for_code
 
 from onceward.operators import offsets
-from onceward.servers import clients
+from onceward.servers import clients, topics
 
 from . import doctor, moves
+from .dead_commands import span
 from .errors import Refused
 from .moves import Move, Place, Replay
-from .output import print_json, write
+from .output import Content, content_of, print_json, write
 from .signing import Signed
 from .terminal import DryRun, Invocation, naming_servers, operation
 
@@ -21,6 +23,7 @@ _REPLICAS = 3
 """Replicas with as many brokers: acknowledged records survive the loss of one."""
 _TOPIC_EXISTS = 36
 """Kafka's error code TOPIC_ALREADY_EXISTS."""
+_POLL_MS = 500
 _MOST_DIGITS = 19
 """Digits of the largest offset. Python refuses to read a number of thousands of digits."""
 
@@ -101,6 +104,55 @@ async def seek(
                 await offsets.seek(connection, one.slot, one.new, change)
             invocation.say(moved(one, "would go" if dry_run else "goes"))
     invocation.answer(*found)
+
+
+@operation(app, example="service topics record scans --last 1h")
+async def record(
+    invocation: Invocation,
+    topic: _Topic,
+    last: Annotated[
+        timedelta | None,
+        typer.Option(parser=span, metavar="90s|15m|2h|7d", help="how far to look back; 1h"),
+    ] = None,
+    personal: Annotated[
+        bool, typer.Option("--personal", help="show fields that are marked as personal or secret")
+    ] = False,
+) -> None:
+    """Write the records of a topic as JSON, a line each, for `make prove` and the test kit.
+
+    Secrets are hidden, and the fields of events that are marked as personal or secret.
+    """
+    settings, since = invocation.settings, datetime.now(UTC) - (last or timedelta(hours=1))
+    with naming_servers(settings):
+        described = (await topics.describe(settings, [topic])).get(topic)
+        if described is None:
+            raise Refused(f"there is no topic {topic}")
+        first = await moves.offsets_since(settings, topic, described.stable, since)
+        async with clients.offsets_client(settings) as client:
+            for number, beyond in sorted(described.stable.items()):
+                place = TopicPartition(topic, number)
+                client.assign([place])
+                client.seek(place, first[number])
+                while await client.position(place) < beyond:
+                    found = await client.getmany(place, timeout_ms=_POLL_MS)
+                    for one in found.get(place, ()):
+                        if one.offset < beyond:
+                            print_json(_line(one, shows_fields=personal))
+
+
+def _line(one: "ConsumerRecord[bytes, bytes]", *, shows_fields: bool) -> dict[str, object]:
+    def content(data: bytes | None) -> Content:
+        return content_of(data, shows_fields=shows_fields)
+
+    return {
+        "topic": one.topic,
+        "partition": one.partition,
+        "offset": one.offset,
+        "timestamp": one.timestamp,
+        "key": content(one.key),
+        "headers": [(name, content(value)) for name, value in one.headers],
+        "value": content(one.value),
+    }
 
 
 @operation(replay_app, example="service replay scans --from 2026-11-01T08:00+00:00", by=Signed)

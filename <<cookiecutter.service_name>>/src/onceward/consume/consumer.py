@@ -16,7 +16,7 @@ from onceward.observe.health import Health
 from onceward.servers import clients, topics
 from onceward.servers.consumer import KafkaConsumer
 from onceward.servers.member import GroupMember
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.servers.tasks import sleep_or_event
 
 from .gathering import Gatherer
@@ -75,7 +75,7 @@ class Consumer(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has
         self._health.not_ready("consumer", "has not joined its group yet")
         self._client = client = self._new_client()
         try:
-            await Attempts(
+            await Retrying(
                 "connecting to Kafka",
                 self._settings.kafka,
                 unless=self._stopping.is_set,

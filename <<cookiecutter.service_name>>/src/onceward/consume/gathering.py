@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from onceward.apply.attempt import Memory
+from onceward.apply.attempt import Findings
 from onceward.apply.ladder import BATCH
 from onceward.apply.outcome import BatchOutcome
 from onceward.apply.positions import Slot
@@ -33,7 +33,7 @@ class _Ready:
     """A batch that is to be applied."""
 
     batch: PartitionBatch
-    memory: Memory
+    findings: Findings
     since: float
     applied: asyncio.Future[bool]
     task: asyncio.Task[bool] | None = None
@@ -63,17 +63,17 @@ class Gatherer:
         seconds = sum(one.seconds for one in outcomes)
         self._seconds[batch.slot] = seconds / max(1, len(batch.batch.items))
 
-    async def apply(self, batch: PartitionBatch, memory: Memory) -> bool:
+    async def apply(self, batch: PartitionBatch, findings: Findings) -> bool:
         """Apply the batch together with others; returns False if it must be applied by itself.
 
-        After a failed attempt `memory.handed` has the events that were handed to handlers in it. If
-        this is cancelled the transaction is rolled back.
+        After a failed attempt `findings.handed` has the events that were handed to handlers in it.
+        If this is cancelled the transaction is rolled back.
         """
         loop = asyncio.get_running_loop()
         alone = PartitionSource([batch])
         if self._consume.first_rung(alone) > BATCH or self._consume.turns.are_needed(alone.items):
             return False  # those of other consumers must not wait for a turn
-        ready = _Ready(batch, memory, loop.time(), loop.create_future())
+        ready = _Ready(batch, findings, loop.time(), loop.create_future())
         self._ready.append(ready)
         self._begin_at()
         try:
@@ -120,8 +120,8 @@ class Gatherer:
         return taken
 
     def _start(self, taken: Sequence[_Ready]) -> None:
-        memory = Memory()
-        task = asyncio.create_task(self._apply(taken, memory))
+        findings = Findings()
+        task = asyncio.create_task(self._apply(taken, findings))
         self._running.add(task)
         for one in taken:
             one.task = task
@@ -132,20 +132,20 @@ class Gatherer:
             if not is_applied:
                 # Nothing is committed, or the answer was lost, which the position shows.
                 for one in taken:
-                    one.memory.handed |= memory.handed
+                    one.findings.handed |= findings.handed
             _resolve(taken, is_applied=is_applied)
             self._begin_at()
 
         task.add_done_callback(end)
 
-    async def _apply(self, taken: Sequence[_Ready], memory: Memory) -> bool:
+    async def _apply(self, taken: Sequence[_Ready], findings: Findings) -> bool:
         async with asyncio.timeout(None) as limit:
 
             def begin() -> None:
                 limit.reschedule(asyncio.get_running_loop().time() + self._time_limit)
 
             source = PartitionSource([one.batch for one in taken], begin)
-            result = await self._consume.transact(source, BATCH, memory)
+            result = await self._consume.transact(source, BATCH, findings)
             return isinstance(result, BatchOutcome)
 
 

@@ -22,7 +22,7 @@ from onceward.events.message import seconds_of
 from onceward.servers.database import autocommitting
 from onceward.servers.member import Arrived, Bound, GroupMember
 from onceward.servers.record_batches import UnreadableBatch
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 
 from .blockage import Blocked
 
@@ -52,7 +52,7 @@ class PartitionPosition:
         slot: Slot,
         client: GroupMember,
         consume: ConsumeTransactions,
-        attempts: Callable[[str], Attempts],
+        attempts: Callable[[str], Retrying],
     ) -> None:
         """`attempts` returns the retry policy for the operation that its argument describes."""
         self._slot = slot

@@ -9,7 +9,7 @@ from time import monotonic
 
 from aiokafka import ConsumerRecord, TopicPartition, errors
 
-from onceward.apply.attempt import Memory
+from onceward.apply.attempt import Findings
 from onceward.apply.batch import Batch, read, undecodable
 from onceward.apply.claim_check import resolve_batch
 from onceward.apply.item import Undecoded
@@ -24,7 +24,7 @@ from onceward.observe import metrics, traces
 from onceward.observe.health import Health
 from onceward.servers.member import GroupMember
 from onceward.servers.record_batches import UnreadableBatch
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.servers.tasks import end, sleep_or_event
 
 from .blockage import Blockage
@@ -190,7 +190,7 @@ class Reader:
     async def _apply(self, part: PartitionBatch) -> None:
         await self.limits.take(part.batch, others_wait=self._memory == inf)  # for its turn
         part = replace(part, stored=self.limits.stored, limits=self.limits)
-        memory = Memory()
+        findings = Findings()
         # Not with others while its records may kill the process; a full batch gains nothing.
         shares = self._has_begun and len(part.batch.records) < self._pace.limit
         source, breaker = PartitionSource([part]), self._consume.breaker
@@ -199,10 +199,10 @@ class Reader:
             self.since = seconds_of(records[0].timestamp)
         try:
             with breaker.probe(source.judged if breaker.open else ()):
-                if not (shares and await self._gatherer.apply(part, memory)):
+                if not (shares and await self._gatherer.apply(part, findings)):
                     self._is_applying = False
                     attempts = self._attempts("the consume transaction")
-                    results = await self._consume.apply(source, attempts, memory)
+                    results = await self._consume.apply(source, attempts, findings)
                     self._gatherer.learn(part, results)
                     self._pace.learn(results, len(part.batch.records))
         finally:
@@ -351,8 +351,8 @@ class Reader:
             self._is_cut_off = blocked.reason == KAFKA_FAILED
         self._blockage.report(blocked)
 
-    def _attempts(self, what: str) -> Attempts:
-        return Attempts(
+    def _attempts(self, what: str) -> Retrying:
+        return Retrying(
             f"{self._part}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,

@@ -32,11 +32,16 @@ def example_of(event: type[Event], schema: Mapping[str, Any]) -> Any | None:
     Returns None if the model rejects the example.
     """
     try:
-        made = _example(schema, schema, 0)
+        made = generate(schema)
         reader(event)(written(made).encode())
     except Exception:  # a validator of the model may raise anything
         return None
     return made
+
+
+def generate(schema: Mapping[str, Any]) -> Any:
+    """Return an example of a schema, which a pattern or a validator of the model may reject."""
+    return _example(schema, schema, 0)
 
 
 def _example(root: Mapping[str, Any], node: Node, depth: int) -> Any:
@@ -51,7 +56,7 @@ def _example(root: Mapping[str, Any], node: Node, depth: int) -> Any:
     if "$ref" in node:
         return _example(root, target_of(root, node), depth)
     if union := node.get("anyOf") or node.get("oneOf") or node.get("allOf"):
-        chosen = [one for one in union if one != {"type": "null"}]
+        chosen = [one for one in union if one != {"type": "null"}] or union
         if depth > 1 and "allOf" not in node:
             chosen.sort(key=lambda one: _height(root, one, frozenset()))
         return None if depth > _MAX_DEPTH and chosen != union else _example(root, chosen[0], depth)

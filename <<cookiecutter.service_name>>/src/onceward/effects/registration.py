@@ -1,8 +1,8 @@
 """Registration: which function makes the calls of an event, and what is done when they fail."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Concatenate, TypeVar
 
 from onceward.apply.item import Item
 from onceward.events.event import Event
@@ -23,7 +23,6 @@ from onceward.handlers.staging import CALLS
 from onceward.handlers.transaction import Transaction
 
 E = TypeVar("E", bound=Event)
-EffectFunction = Callable[[E, "Call"], Awaitable[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,10 @@ class Call:
         return self.message.id
 
 
+EffectFunction = Callable[Concatenate[E, Call, ...], Awaitable[object]]
+"""Its further parameters take resources, as those of `ask` and `then` do."""
+
+
 @dataclass(frozen=True)
 class Effect(Handler):
     """One registration."""
@@ -50,6 +53,16 @@ class Effect(Handler):
     is_repeatable: bool = True
     """False: where the outcome of a call is not known, it is not made again."""
     ask: Callable[..., Awaitable[bool]] | None = None
+
+    @property
+    def functions(self) -> Mapping[str, tuple[Callable[..., Any], int]]:
+        """The function of the call, `ask` and `then`."""
+        found = {**super().functions}
+        if self.ask is not None:
+            found["ask"] = self.ask, 2
+        if self.then is not None:
+            found["then"] = self.then, 3
+        return found
 
     @classmethod
     def of(cls, item: Item) -> "Effect":
@@ -101,15 +114,16 @@ class Effects:
         timeout: float = 10.0,
         per_second: float | None = None,
         repeatable: bool = True,
-        ask: Callable[[E, Call], Awaitable[bool]] | None = None,
-        then: Callable[[E, Transaction, Any], Awaitable[object]] | None = None,
+        ask: Callable[Concatenate[E, Call, ...], Awaitable[bool]] | None = None,
+        then: Callable[Concatenate[E, Transaction, Any, ...], Awaitable[object]] | None = None,
         loads: Declared = None,
     ) -> Callable[[EffectFunction[E]], EffectFunction[E]]:
         """Register a coroutine function that calls the outside for events given to `tx.call`.
 
         It is called with the event and a `Call`, in no transaction, until it returns: if a process
         dies another one calls it again, so that the outside may see a call twice. Give it `call.id`
-        as the idempotency key. `policy`, `consumer` and what is returned are as in `Handlers.on`;
+        as the idempotency key. Further parameters, also of `ask` and `then`, take
+        `Service.resources`. `policy`, `consumer` and what is returned are as in `Handlers.on`;
         `timeout` is for one call, in seconds. Each process makes up to `per_second` calls in a
         second.
 

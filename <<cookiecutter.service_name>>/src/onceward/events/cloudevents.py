@@ -6,8 +6,9 @@ are UTF-8.
 """
 
 import base64
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -19,7 +20,7 @@ import orjson
 
 from onceward.errors import UNSTORABLE
 
-from .message import Message, Reason, Record, Reference, Undecodable
+from .message import Message, Reason, Record, Reference, Undecodable, headers_of
 from .payload import is_json, parse, payload_hash
 
 STRUCTURED = "application/cloudevents+json"
@@ -189,6 +190,27 @@ def event_headers(event: asyncpg.Record | Mapping[str, Any]) -> list[tuple[str, 
         if value is not None:
             headers.append((name, str(value).encode()))
     return headers
+
+
+def sent_headers(event: asyncpg.Record | Mapping[str, Any]) -> Sequence[tuple[str, bytes | None]]:
+    """Return the headers of the record of a row of the outbox."""
+    kept = event["headers"]
+    if kept is None:
+        return event_headers(event)
+    if not has_own_headers(kept):
+        return headers_of(kept)
+    own = ((name, value.encode()) for name, value in json.loads(kept).items())
+    return [*event_headers(event), *own]
+
+
+def own_headers(headers: Mapping[str, str]) -> str:
+    """Return the headers that a row has beside those of CloudEvents, as JSON of ASCII."""
+    return json.dumps(headers)
+
+
+def has_own_headers(kept: str) -> bool:
+    """Whether a row's headers come beside those of CloudEvents, not in their place."""
+    return kept.startswith("{")
 
 
 @lru_cache(maxsize=1_024)

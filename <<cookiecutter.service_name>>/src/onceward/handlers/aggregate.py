@@ -31,9 +31,13 @@ class Aggregate:
     version: Mapped[int] = mapped_column(sa.BigInteger, default=0)
 
     @classmethod
-    def by(cls, *fields: str) -> "Loads[Self]":
-        """Return `loads=` for a handler: the event's fields with the primary key, in its order."""
-        return Loads(cls, fields)
+    def by(cls, *fields: str, unordered: bool = False) -> "Loads[Self]":
+        """Return `loads=` for a handler: the event's fields with the primary key, in its order.
+
+        With `unordered=True` the start and `service doctor` do not warn that another consumer of
+        the topic also loads such rows: the handler needs no order with it.
+        """
+        return Loads(cls, fields, unordered)
 
 
 A = TypeVar("A", bound=Aggregate)
@@ -47,6 +51,13 @@ class Loads(Generic[A]):
     """The mapped class."""
     fields: tuple[str, ...]
     """The event's fields with the primary key, in its order."""
+    unordered: bool = False
+    """Whether the handler needs no order with other consumers that load such rows."""
+
+    def __str__(self) -> str:
+        """Return the declaration as it is written."""
+        options = ["unordered=True"] if self.unordered else []
+        return f"{self.entity.__name__}.by({', '.join([*map(repr, self.fields), *options])})"
 
     @property
     def table(self) -> str:

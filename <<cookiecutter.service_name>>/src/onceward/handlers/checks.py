@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from inspect import iscoroutinefunction, signature, unwrap
+from inspect import Parameter, Signature, iscoroutinefunction, signature, unwrap
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from onceward.events.event import Event, check_event, check_name, reader
 
@@ -28,7 +28,8 @@ def check_options(
 def check_function(function: Callable[..., object], **takes: Any) -> None:
     """Raise `TypeError` for a function that can't take arguments of these types, in this order.
 
-    Its annotations are checked as far as they can be evaluated.
+    Its annotations are checked as far as they can be evaluated. Further parameters that have one
+    take resources, which are checked when the service starts.
     """
     if not iscoroutinefunction(function):
         raise TypeError(f"{function} must be a coroutine function: write `async def`")
@@ -37,7 +38,10 @@ def check_function(function: Callable[..., object], **takes: Any) -> None:
     advice = f"write `async def {name}({parameters})`"
     try:
         # Not the signature of a wrapped function, which may differ.
-        bound = signature(function, follow_wrapped=False).bind(*takes.values())
+        own = signature(function, follow_wrapped=False)
+        bound = own.bind_partial(*takes.values())
+        further = further_parameters(own, len(takes))
+        own.bind(*takes.values(), **dict.fromkeys(further))
     except TypeError as error:
         raise TypeError(f"{name} can't be called as a handler is ({error}): {advice}") from None
     try:
@@ -46,21 +50,39 @@ def check_function(function: Callable[..., object], **takes: Any) -> None:
         return
     for parameter, given in bound.arguments.items():
         hint = hints.get(parameter, Any)
-        if not isinstance(given, tuple) and not _fits(given, hint):
+        if not isinstance(given, tuple) and not fits(given, hint):
             raise TypeError(
                 f"{name} takes {_text(hint)} as {parameter}, where it is given"
                 f" {_text(given)}: {advice}"
             )
 
 
-def _fits(given: Any, hint: Any) -> bool:
+def further_parameters(parameters: Signature, given: int) -> list[str]:
+    """Return the parameters, with an annotation and without a default, that the first `given`
+    arguments leave. Raises `TypeError` if these are too many."""
+    taken = parameters.bind_partial(*[None] * given).arguments
+    return [
+        name
+        for name, one in parameters.parameters.items()
+        if name not in taken
+        and one.annotation is not Parameter.empty
+        and one.default is Parameter.empty
+        and one.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    ]
+
+
+def fits(given: Any, hint: Any) -> bool:
+    """Return whether a value of the type `given` can be what is annotated so, as far as it is known
+    without the value."""
+    if get_origin(hint) is Annotated:
+        return fits(given, get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
-        return any(_fits(given, one) for one in get_args(hint))
+        return any(fits(given, one) for one in get_args(hint))
     kind, wanted = get_origin(given) or given, get_origin(hint) or hint
     is_known = isinstance(wanted, type) and not getattr(wanted, "_is_protocol", False)
     if Any in (kind, wanted) or not is_known:
         return True
-    return issubclass(kind, wanted) and all(map(_fits, get_args(given), get_args(hint)))
+    return issubclass(kind, wanted) and all(map(fits, get_args(given), get_args(hint)))
 
 
 def _text(given: Any) -> str:

@@ -1,14 +1,15 @@
 """Handlers: which function takes which event of which topic, as which consumer."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, Literal, Self, TypeVar
 
 from onceward.events.codec import CLOUD_EVENTS, Codec, check_codec
 from onceward.events.event import Event, Tombstone, check_topic
 
-from .aggregate import Declared, Loads
+from .aggregate import Declared, Loads, canonical, record_key
 from .applied import Applied
 from .checks import check_function, check_options, is_wrapped_since
 from .ordering import Gaps, Sequenced
@@ -20,8 +21,9 @@ TIMEOUT = 5.0
 """Default time-out of a handler in seconds."""
 
 E = TypeVar("E", bound=Event)
-Function = Callable[[E, Transaction], Awaitable[object]]
-BatchFunction = Callable[[EventBatch[E]], Awaitable[None]]
+Function = Callable[Concatenate[E, Transaction, ...], Awaitable[object]]
+"""Its further parameters take resources."""
+BatchFunction = Callable[Concatenate[EventBatch[E], ...], Awaitable[None]]
 Mode = Literal["immediate", "deferred", "call"]
 
 
@@ -55,6 +57,19 @@ class Handler:
     def queue(self) -> str:
         """The consumer in whose order it handles messages: a correction's is another one."""
         return self.order or self.consumer
+
+    @property
+    def functions(self) -> Mapping[str, tuple[Callable[..., Any], int]]:
+        """The functions of the service that it calls, by field, and with how many arguments.
+
+        Their further parameters take resources.
+        """
+        return {"function": (self.function, 1 if self.takes_batches else 2)}
+
+    def bound(self, bind: Callable[[Callable[..., Any], int], Callable[..., Any]]) -> Self:
+        """Return the same handler with the functions that `bind` returns for its own."""
+        bound: dict[str, Any] = {name: bind(*one) for name, one in self.functions.items()}
+        return replace(self, **bound)
 
 
 class Handlers:
@@ -99,6 +114,7 @@ class Handlers:
         `consumer` is part of the key of inbox markers: keep it when you rename the function.
         `loads` names the rows that the handler is going to change, with a list those of several
         declarations; they are fetched and locked for the whole batch in one query for each table.
+        Parameters after the transaction take `Service.resources`.
 
         `policy` decides on a message for which the function fails; later messages of its key wait
         behind it. With `mode="deferred"` every message is stored at once and handled
@@ -300,6 +316,15 @@ class Handlers:
         if undecodable == "hold":
             self.holding.add(topic)
 
+    def changed(self, change: Callable[[Handler], Handler | None]) -> "Handlers":
+        """Return the same registry with the handlers that `change` returns for its own, if any."""
+        changed = copy(self)
+        changed._by_topic, changed._corrections = {}, {}
+        for one in self:
+            if (other := change(one)) is not None:
+                changed.add(other)
+        return changed
+
     def with_topics(self, rename: Callable[[str], str]) -> "Handlers":
         """Return the same handlers for renamed topics, as for brokers that are shared.
 
@@ -373,6 +398,12 @@ class Handlers:
             for one in of_topic.values()
         ]
 
+    def record_key(self, topic: str, event: Event) -> str | None:
+        """Return the key of an event's record: the first row that its handlers load names it."""
+        takers = self.of(topic, event.__event_type__)
+        loads = next((one.loads[0] for one in takers if one.loads), None)
+        return None if loads is None else record_key(canonical(loads.entity, loads.key_of(event)))
+
     def codec(self, topic: str) -> Codec:
         """Return the topic's codec."""
         return self.codecs.get(topic, CLOUD_EVENTS)
@@ -388,16 +419,25 @@ class Handlers:
             return []
         return sorted({one.consumer for one in loading or found if not one.own_transaction})
 
-    def rivals(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Yield a topic, the name of a class, and the consumers of the topic that load its rows, if
-        there are several."""
+    def rivals(self) -> Iterator[tuple[str, str]]:
+        """Yield a fault and advice for each class that several consumers of a topic load, and none
+        as `unordered`."""
         consumers: dict[tuple[str, type[Any]], set[str]] = {}
         for one in self.takers:
             for loads in one.loads if one.topic != REQUESTS else ():
-                consumers.setdefault((one.topic, loads.entity), set()).add(one.consumer)
+                if not loads.unordered:
+                    consumers.setdefault((one.topic, loads.entity), set()).add(one.consumer)
         for (topic, entity), names in consumers.items():
             if len(names) > 1:
-                yield topic, entity.__name__, sorted(names)
+                found = (
+                    f"the consumers {', '.join(sorted(names))} of topic {topic} load"
+                    f" {entity.__name__}: events of one key keep their order only within a consumer"
+                )
+                advice = (
+                    "let one consumer take all events that change these rows, or write"
+                    f" {entity.__name__}.by(…, unordered=True) where no order is needed"
+                )
+                yield found, advice
 
     def takes_tombstones(self, topic: str) -> bool:
         """Whether records without a value go to a handler."""

@@ -11,7 +11,7 @@ would get if each message had a transaction:
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -48,6 +48,8 @@ class Rows:
         if isinstance(self._known, OwnSession):
             self._known.rows = self
         self.locked: dict[Place, Aggregate | None] = {}
+        self._wanted: Iterable[Place] = ()
+        """Those that `lock` has locked last, or waits for."""
         self._taken: dict[InstanceState[Any], int] = {}
         """Number of the message that has loaded or added the row last."""
         self._added: dict[type[Aggregate], list[Aggregate]] = {}
@@ -247,6 +249,11 @@ class Rows:
         self.locked[place] = found
         return True
 
+    def places(self) -> Iterator[Place]:
+        """Yield the places that are locked, after those that `lock` waits for."""
+        yield from self._wanted
+        yield from self.locked
+
     async def lock(self, entity: type[Aggregate], keys: set[Key]) -> None:
         """Fetch and lock the rows that exist, in the order of their keys, in one statement."""
         keys = {canonical(entity, key) for key in keys}
@@ -260,6 +267,7 @@ class Rows:
             row = self.locked.get((entity, key))
             if row is not None and row in self._known and not instance_state(row).expired:
                 self._known.by_engine(partial(Session.expunge, instance=row))
+        self._wanted = ((entity, key) for key in keys)
         columns = {f"key_{place}": list(one) for place, one in enumerate(zip(*keys, strict=True))}
         rows = await by_engine(
             self.session,

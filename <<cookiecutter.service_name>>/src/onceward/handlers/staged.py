@@ -1,6 +1,11 @@
 """A staged event: a row of the outbox that a transaction will insert."""
 
+from collections.abc import Sequence
+from datetime import datetime
 from typing import NamedTuple
+
+from onceward.events.cloudevents import event_headers
+from onceward.events.codec import Codec
 
 HEADERS_AT_MOST = 700
 """Upper limit, in bytes, of the names, separators and fixed values of the headers."""
@@ -22,7 +27,8 @@ class StagedEvent(NamedTuple):
     tracestate: str | None
     baggage: str | None
     headers: str | None = None
-    """Headers of the record, as JSON; None: CloudEvents, which are made of the other columns."""
+    """Headers of the record, as JSON pairs; None: CloudEvents, which are made of the other columns.
+    A JSON object has the event's own headers, which come beside those of CloudEvents."""
     dataref: str | None = None
     """Location of the payload if it is too large for a record; `payload` is then empty."""
     datalength: int | None = None
@@ -35,6 +41,19 @@ class StagedEvent(NamedTuple):
         names = len((self.source + self.type).encode())
         others = len((self.tracestate or "") + (self.baggage or "") + (self.headers or ""))
         return HEADERS_AT_MOST + payload + 2 * key + names + others
+
+    def encoded(
+        self, codec: Codec, at: datetime
+    ) -> tuple[bytes | None, Sequence[tuple[str, bytes]]]:
+        """Return value and headers of its record, as a relay sends it that it has staged at a time.
+
+        Raises `Unpublishable` if the codec can't write it.
+        """
+        payload, content_type, headers = codec.encode(self)
+        if headers is None:
+            row = {"content_type": content_type, "created_at": at}
+            headers = event_headers(self._asdict() | row)
+        return payload, headers
 
 
 COLUMNS = ", ".join(StagedEvent._fields)

@@ -14,9 +14,10 @@ import asyncpg
 from opentelemetry.context import Context, get_current
 
 from onceward.errors import StoreUnavailable
+from onceward.events.cloudevents import has_own_headers, own_headers
 from onceward.events.codec import CLOUD_EVENTS, CloudEvents, Codec
 from onceward.events.event import Event, Unpublishable, payload_of
-from onceward.events.message import headers_as_json
+from onceward.events.message import headers_as_json, headers_of
 from onceward.observe import traces
 
 from . import statements
@@ -30,6 +31,8 @@ REQUESTS = "(requests)"
 _LONGEST = timedelta(days=36_525)
 _NAME_AT_MOST = 500
 """Bytes of the name of a scheduled event, which is in an index."""
+_RESERVED = {"content-type", "traceparent", "tracestate", "baggage"}
+"""Headers that the engine writes, beside those of CloudEvents."""
 _EMPTY_HASH = blake2b(digest_size=16)
 
 
@@ -148,18 +151,19 @@ class Outbox:
         sequence: int | None,
         context: Context | None = None,
         due: Due | None = None,
+        headers: Mapping[str, str] = {},
     ) -> None:
         """Stage the event for the outbox, or until it is `due`.
 
-        `context` is its trace, by default the current one. Raises `Unpublishable` if its topic or
-        key can't be sent or it is larger than allowed.
+        `context` is its trace, by default the current one. `headers` are its own. Raises
+        `Unpublishable` if its topic, key or headers can't be sent or it is larger than allowed.
         """
         topic, name = event.__event_topic__, type(event).__name__
         if topic is None:
             raise Unpublishable(
                 f'{name} has no topic: declare it as class {name}(Event, type="…", topic="…")'
             )
-        staged = self._row(event, topic, id, key, sequence, context)
+        staged = self._row(event, topic, id, key, sequence, context, headers)
         if due is None:
             self._staged.append(staged)
         else:
@@ -191,6 +195,7 @@ class Outbox:
         key: str | None,
         sequence: int | None,
         context: Context | None,
+        own: Mapping[str, str] = {},
     ) -> StagedEvent:
         """Return the event as a row."""
         kind = type(event)
@@ -227,6 +232,8 @@ class Outbox:
                 return row  # `write` raises an error
             row = self._encoded(row)
             is_stored = self.has_cloudevents(row)
+        if own:
+            row = _with_headers(row, own)
         allowed, sent_size = self.max_event_bytes, self._sent_size
         memory = row.size
         size = sent_size(row, allowed) if sent_size and is_stored else memory
@@ -249,7 +256,8 @@ class Outbox:
     def has_cloudevents(self, event: StagedEvent) -> bool:
         """Whether it is sent as a CloudEvent, whose data may be stored: no dead letter."""
         codec = self.codecs.get(event.topic, CLOUD_EVENTS)
-        return event.headers is None and isinstance(codec, CloudEvents)
+        is_whole = event.headers is None or has_own_headers(event.headers)
+        return is_whole and isinstance(codec, CloudEvents)
 
     def holds(self, id: str) -> bool:
         """Whether the event of this id is staged, and was not dropped since."""
@@ -304,6 +312,25 @@ class Outbox:
         if rows := [(*one[0], *one[1]) for one in latest.values() if one is not None]:
             await connection.execute(statements.SCHEDULE_EVENTS, rows)
         return bool(self._staged or self._scheduled)
+
+
+def _with_headers(row: StagedEvent, own: Mapping[str, str]) -> StagedEvent:
+    """Return the row with an event's own headers. Raises `Unpublishable` for what can't be sent."""
+    others = [] if row.headers is None else headers_of(row.headers)
+    for name, value in own.items():
+        if {type(name), type(value)} != {str}:
+            raise Unpublishable(f"headers are texts by their names, not {name!r}: {value!r:.100}")
+        if not name or name.lower().startswith("ce_") or name.lower() in _RESERVED:
+            raise Unpublishable(f"the header {name!r} is not for you to set: choose another name")
+        if any(name == other for other, _ in others):
+            raise Unpublishable(f"the codec of {row.topic} sets the header {name!r}")
+        try:
+            others.append((name, value.encode()))
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise Unpublishable(f"the header {name!r} is not UTF-8: {error}") from error
+    written = own_headers(own) if row.headers is None else headers_as_json(others)
+    return row._replace(headers=written)
 
 
 async def append(connection: asyncpg.Connection, events: Sequence[StagedEvent]) -> None:

@@ -1,7 +1,7 @@
 """What handlers and writers get: it loads rows and stages events, in one database transaction."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Generic, TypeVar
 
@@ -96,6 +96,7 @@ class UnitOfWork(ABC):
         at: datetime | None = None,
         after: timedelta | None = None,
         name: str | None = None,
+        headers: Mapping[str, str] = {},
     ) -> None:
         """Stage an event; it is in the outbox exactly if this transaction commits.
 
@@ -110,6 +111,9 @@ class UnitOfWork(ABC):
         Another event of that name replaces it. It is not ordered with other events of its key, so
         `of` and `sequence` are not allowed.
 
+        `headers` are texts that its record has beside those of CloudEvents, or of its codec. They
+        count in its size. Names that the engine writes, such as `ce_id`, are refused.
+
         Raises `Unpublishable` for an event that can't be sent.
         """
         self._check()
@@ -123,7 +127,13 @@ class UnitOfWork(ABC):
                 raise TypeError("publish(…) takes of= or key= and sequence=: of= brings its own")
             key, sequence = self._rows.key_of(of), (of.version or 0) + 1
         self._outbox.stage(
-            event, id=self._id(), key=key, sequence=sequence, context=self._context, due=due
+            event,
+            id=self._id(),
+            key=key,
+            sequence=sequence,
+            context=self._context,
+            due=due,
+            headers=headers,
         )
         self._staged += 1
         if of is not None and sequence is not None:

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from onceward import Event, Handlers, Message, Park, Reject, Retry, Service
-from onceward.apply.attempt import Memory
+from onceward.apply.attempt import Findings
 from onceward.apply.batch import validated
 from onceward.apply.breaker import Breaker
 from onceward.apply.failures import RolledBack
@@ -48,7 +48,7 @@ from onceward.observe import metrics
 from onceward.observe.health import Health
 from onceward.observe.traces import creation_context
 from onceward.servers.guard import HandlerFault
-from onceward.servers.retrying import Attempts, pause
+from onceward.servers.retrying import Retrying, pause
 from onceward.settings import Settings, WriterSettings
 
 from .source import InvalidKey, KeyReused, RequestSource
@@ -98,11 +98,12 @@ async def open_receiver(
 
     By default the settings are read from the environment. It needs the database, and no Kafka.
     While the codec of a topic can't be opened, events for this topic raise `StoreUnavailable`.
-    Create one for each process. Raises `Misconfigured` for events that can't be published.
+    Create one for each process. It opens the service's resources, and waits until they are open.
+    Raises `Misconfigured` for events that can't be published.
     """
     settings = settings or WriterSettings()
-    async with service.publishing(settings) as engine:
-        yield Receiver(service, engine, settings, Throttles(engine))
+    async with service.opened() as opened, opened.publishing(settings) as engine:
+        yield Receiver(opened, engine, settings, Throttles(engine))
 
 
 class Receiver(ConsumeTransactions):
@@ -164,7 +165,7 @@ class Receiver(ConsumeTransactions):
         """
         source = self._source_of(event, key, consumer, scope, sent)
         reasons = [f"it has taken longer than {seconds:g} s"]
-        retrying = Attempts("a request", self.settings.postgresql, report=reasons.append)
+        retrying = Retrying("a request", self.settings.postgresql, report=reasons.append)
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
@@ -185,11 +186,11 @@ class Receiver(ConsumeTransactions):
         result = source.answer or outcome.returned.get(source.item.key)
         return Answer(None if result is None else from_json(result), bool(outcome.duplicates))
 
-    async def _receive(self, source: RequestSource, retrying: Attempts) -> BatchOutcome:
+    async def _receive(self, source: RequestSource, retrying: Retrying) -> BatchOutcome:
         """Apply the request. Raises what its handler has raised, or `Unavailable`."""
-        memory, attempts, losses, is_repeated = Memory(), 0, 0, False
+        findings, attempts, losses, is_repeated = Findings(), 0, 0, False
         while True:
-            result = await retrying(self.transact, source, BATCH, memory)
+            result = await retrying(self.transact, source, BATCH, findings)
             match result:
                 case BatchOutcome():
                     return result

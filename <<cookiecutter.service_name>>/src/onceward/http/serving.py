@@ -14,7 +14,7 @@ from onceward.runtime import process
 from onceward.servers import revisions
 from onceward.servers.database import autocommitting, create_engine
 from onceward.servers.guard import stack_of
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.servers.tasks import in_background
 from onceward.settings import Settings
 
@@ -44,20 +44,22 @@ async def serve(app: FastAPI, service: Service, settings: Settings) -> None:
         with listener:
             async with (
                 in_background(server.serve([listener])) as serving,
-                in_background(_check_schema(service, settings, health, stopping)) as checking,
+                in_background(_check(service, settings, health, stopping, server)) as checking,
                 in_background(watch_calls(stack_of, settings.hang_timeout)),
             ):
                 stop = asyncio.create_task(stopping.wait())
                 await asyncio.wait({serving, checking, stop}, return_when=asyncio.FIRST_COMPLETED)
                 stop.cancel()
                 server.should_exit = True
-                await asyncio.wait({serving})
+                if server.has_started.is_set():
+                    await asyncio.wait({serving})
 
 
-async def _check_schema(
-    service: Service, settings: Settings, health: Health, stopping: asyncio.Event
+async def _check(
+    service: Service, settings: Settings, health: Health, stopping: asyncio.Event, server: Server
 ) -> None:
-    """Report readiness when the schema is checked, and wait for the end. Raises `NotMigrated`."""
+    """Report readiness when the schema is checked and the application has started, which opens the
+    service's resources, and wait for the end. Raises `NotMigrated`."""
     migrations = revisions.load_migrations()
     engine = create_engine(settings, name=service.name)
 
@@ -66,12 +68,14 @@ async def _check_schema(
             await revisions.check(connection, migrations)
 
     try:
-        await Attempts(
+        await Retrying(
             _PART,
             settings.postgresql,
             report=lambda reason: health.not_ready(_PART, reason),
         )(check)
     finally:
         await engine.dispose()
+    health.not_ready(_PART, "the application has not started yet: the log says what it waits for")
+    await server.has_started.wait()
     health.ready(_PART)
     await stopping.wait()

@@ -11,7 +11,7 @@ import pytest
 
 from onceward import Event, Service
 from onceward.apply.outcome import BatchOutcome
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.testing import Harness, Outcome
 from onceward.testing.databases import ResettableDatabase
 from onceward.testing.plugin import (
@@ -50,7 +50,7 @@ class Received(Outcome):
 class _Recording(Receiver):
     step: Step
 
-    async def _receive(self, source: RequestSource, retrying: Attempts) -> BatchOutcome:
+    async def _receive(self, source: RequestSource, retrying: Retrying) -> BatchOutcome:
         outcome = await super()._receive(source, retrying)
         self.step.outcomes.append(outcome)
         return outcome

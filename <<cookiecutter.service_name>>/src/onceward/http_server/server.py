@@ -1,5 +1,6 @@
 """The server of an application: uvicorn's, with connections that have deadlines."""
 
+import asyncio
 import logging
 import socket
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from contextlib import contextmanager
 from http import HTTPStatus
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onceward.service import Misconfigured
 
@@ -32,7 +33,15 @@ class _Answering:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+
+            async def tell(message: Message) -> None:
+                """Pass a message on; a start that is cancelled failed by no error to log."""
+                task = asyncio.current_task()
+                if task is not None and task.cancelling() and "message" in message:
+                    message = {**message, "message": ""}
+                await send(message)
+
+            await self._app(scope, receive, tell)
         elif not self._free:
             text, headers = "too many requests at once: repeat it", {"Retry-After": "1"}
             full = problem(HTTPStatus.SERVICE_UNAVAILABLE, text, headers=headers)
@@ -69,11 +78,14 @@ class Server(uvicorn.Server):
             backlog=_BACKLOG,
         )
         super().__init__(config)
+        self.has_started = asyncio.Event()
+        """Set when the application has started, and is served."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start. Raises `Misconfigured` if the application fails, where uvicorn exits."""
         try:
             await super().startup(sockets)
+            self.has_started.set()
         except SystemExit:
             text = "the server did not start: the error before this says why"
             raise Misconfigured(text) from None

@@ -85,22 +85,29 @@ Plan: `backlog_pkey`, for each row.
 """
 
 COUNT_WAITING_EVENTS = """
+WITH RECURSIVE waiting (topic) AS (
+    (SELECT topic FROM pipeline.outbox_rejected WHERE died_at IS NULL ORDER BY topic LIMIT 1)
+    UNION ALL
+    SELECT following.topic FROM waiting, LATERAL (
+           SELECT topic FROM pipeline.outbox_rejected AS stored
+            WHERE died_at IS NULL AND stored.topic > waiting.topic
+            ORDER BY topic LIMIT 1) AS following)
 SELECT topic, string_agg(DISTINCT reason, ', ') AS reasons, count(*) AS count,
        extract(epoch FROM clock_timestamp() - min(parked_at))::float AS oldest,
-       (SELECT error IS NOT NULL FROM pipeline.outbox_rejected AS first
-         WHERE first.topic BETWEEN few.topic AND few.topic AND died_at IS NULL
-         ORDER BY first.topic, id LIMIT 1) AS rejects
-  FROM (SELECT topic, reason, parked_at FROM pipeline.outbox_rejected
-         WHERE died_at IS NULL LIMIT $1) AS few
+       bool_or(error IS NOT NULL) AS rejects
+  FROM waiting, LATERAL (
+       SELECT shard, id, reason, parked_at, error FROM pipeline.outbox_rejected AS stored
+        WHERE died_at IS NULL AND stored.topic BETWEEN waiting.topic AND waiting.topic
+        ORDER BY topic, shard, id LIMIT $1) AS first
  GROUP BY topic ORDER BY topic
 """
-"""Count the events that wait, by topic and up to a limit, with the reasons and the oldest.
+"""Count the events that wait, by topic and up to a limit for each, with the reasons and the oldest.
 
-The first event of a topic is the one that is tried.
+The first event of a topic is tried, and has the error of that.
 
 Locks: none.
-Plan: a scan of those that wait, up to the limit; `outbox_rejected_waiting_idx` for the first one of
-each topic.
+Plan: `outbox_rejected_waiting_idx`, to the first entry of each topic, and from there up to the
+limit.
 """
 
 COUNT_DEAD_EVENTS = """

@@ -63,7 +63,7 @@ class Actions:
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             selection, named = await _chosen(store, request, form)
-            with _logged(f"redrive {store.name}s", operator, named, **more):
+            with logged(f"redrive {store.name}s", operator, named, **more):
                 number, followed = 0, list[Any]()
                 async for some in store.redrive(store.redrivable(selection), by, copy):
                     number += len(some)
@@ -95,7 +95,7 @@ class Actions:
         async with autocommitting(self._engine) as connection:
             store = kind(connection, self._service, self._settings)
             selection, named = await _chosen(store, request, form)
-            with _logged(f"discard {store.name}s", operator, named):
+            with logged(f"discard {store.name}s", operator, named):
                 chunks = store.discard(selection, Change(operator.name, "discard", why), state)
                 discarded = sum([len(some) async for some in chunks])
         return self._templates.note(operator, f"Discarded: {discarded:,}.")
@@ -105,7 +105,7 @@ class Actions:
     ) -> Response:
         """Cancel a scheduled event."""
         name, why = form.get("name", ""), parameters.why(form)
-        with _logged("cancel", operator, name[:1_000], why=why):
+        with logged("cancel", operator, name[:1_000], why=why):
             async with autocommitting(self._engine) as connection:
                 named = [name]
                 if not await scheduled.cancel(connection, named, operator=operator.name, why=why):
@@ -123,7 +123,7 @@ class Actions:
         if not found or (found[0].kind == "key") is not bool(key) or (key and rate):
             raise Refused("choose what is to be paused; a key is for a key, which has no rate")
         action = f"throttle to {rate:g}/s" if rate else "pause"
-        with _logged(action, operator, f"{what} {key}".strip()[:1_000], why=why):
+        with logged(action, operator, f"{what} {key}".strip()[:1_000], why=why):
             async with autocommitting(self._engine) as connection:
                 await stopping.ask(
                     connection, found, per_second=rate, lasts=lasts, who=operator.name, why=why
@@ -135,7 +135,7 @@ class Actions:
     ) -> Response:
         """Resume what is paused."""
         subject, why = parameters.subject(form), parameters.why(form)
-        with _logged("resume", operator, str(subject)[:1_000], why=why):
+        with logged("resume", operator, str(subject)[:1_000], why=why):
             async with autocommitting(self._engine) as connection:
                 if not await stopping.resume(connection, [subject], who=operator.name, why=why):
                     raise Refused("not paused any more")
@@ -147,7 +147,7 @@ class Actions:
         why, what = parameters.why(form), "replay" if wanted["what"] == "replay" else "seek"
         change = Change(operator.name, what, why)
         set_position = offsets.rewind if what == "replay" else offsets.seek
-        with _logged(what, operator, wanted["topic"][:1_000], why=why), _needing("service"):
+        with logged(what, operator, wanted["topic"][:1_000], why=why), _needing("service"):
             async with autocommitting(self._engine) as connection:
                 planned = await planning.plan(connection, self._service, self._settings, wanted)
                 planned = planning.as_shown(planned, form.get("shown", ""))
@@ -161,7 +161,7 @@ class Actions:
         """Let a day of the outbox be dropped without being archived."""
         day, why = parameters.day(form), parameters.why(form)
         change = Change(operator.name, "skip-archive", why)
-        with _logged("skip-archive", operator, str(day), why=why), _needing("retention"):
+        with logged("skip-archive", operator, str(day), why=why), _needing("retention"):
             async with autocommitting(self._engine) as connection:
                 if not await archive.skip(connection, [day], change):
                     raise Refused(f"{day}: the outbox has no such day that is over")
@@ -190,7 +190,7 @@ def _needing(role: str) -> Iterator[None]:
 
 
 @contextmanager
-def _logged(what: str, operator: Operator, id: str, **more: str) -> Iterator[None]:
+def logged(what: str, operator: Operator, id: str, **more: str) -> Iterator[None]:
     """Log a change with its operator before it is made, and its result, beside the audit.
 
     The level is warning, which no setting disables.

@@ -18,6 +18,7 @@ from onceward.cli.dead_letters import DeadLetters
 from onceward.servers.tasks import in_background
 from onceward.settings import Settings
 
+from . import sending
 from .actions import Actions
 from .auth import Auth, Change, View
 from .guard import Guard
@@ -45,6 +46,8 @@ class Page:
         engine and templates, and has `views` and `changes` by path. The templates are in the folder
         `templates` of its package.
         """
+        if page.send:
+            modules = [*modules, sending]
         templates = Templates(service.name, page, modules)
         sessions = Sessions(page, service.name)
         self._page = page

@@ -20,6 +20,7 @@ SEARCHED = ("reason", "consumer", "event", "type", "topic", "key", "release", "o
 NO_CONSUMER = "(none)"
 """Searches for messages that belong to no consumer."""
 _LARGEST_FORM = 200_000
+_MOST_FIELDS = 200
 _LONGEST_KEY = 1_000
 _KEY = re.compile("(?:[0-9a-f]{2}){1,32}")
 _NUMBER = re.compile("[0-9]{1,18}")
@@ -36,7 +37,7 @@ async def form(request: Request) -> Mapping[str, str] | None:
             body += part
             if len(body) > _LARGEST_FORM:
                 return None
-        fields = parse_qs(body.decode("ascii"), max_num_fields=20, errors="strict")
+        fields = parse_qs(body.decode("ascii"), max_num_fields=_MOST_FIELDS, errors="strict")
     except (ClientDisconnect, ValueError):
         return None
     found = {name: values[0] for name, values in fields.items()}

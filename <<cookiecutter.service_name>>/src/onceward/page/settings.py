@@ -44,6 +44,8 @@ class PageSettings(EnvironmentSettings):
         Annotated[str, written(r"https?://.*\{trace_id\}.*", "a URL with {trace_id} in it")] | None
     ) = None
     """URL of a trace: `https://traces.example.org/trace/{trace_id}`."""
+    send: bool = False
+    """The page has a form that sends messages to the service, for development."""
     session: Seconds = 28_800.0
     """Users log in again after this long."""
     interval: Annotated[Seconds, Field(ge=0.1)] = 5.0

@@ -15,10 +15,9 @@ from pydantic import ValidationError
 
 from onceward.apply.encryption import Encryption, Rows
 from onceward.apply.item import Item, Row, StoredRecord
-from onceward.events.cloudevents import event_headers
+from onceward.events.cloudevents import sent_headers
 from onceward.events.codec import CLOUD_EVENTS
 from onceward.events.event import Event, declared_events, upcasted
-from onceward.events.message import headers_of
 from onceward.handlers.policy import Decision
 from onceward.handlers.staged import StagedEvent
 from onceward.handlers.staging import Outbox
@@ -184,7 +183,7 @@ class PersonalData(Encryption):
             return Plan.of(event.payload, event.payload, shape)
         codec = outbox.codecs.get(event.topic, CLOUD_EVENTS)
         written = event._asdict() | {"created_at": datetime.now(UTC)}
-        headers = event_headers(written) if event.headers is None else headers_of(event.headers)
+        headers = sent_headers(written)
         record = StoredRecord(event.topic, 0, 0, 0, event.key, event.payload, headers, 0.0)
         await codec.prepare([record])
         return Plan.of(event.payload, codec.decode(record).data, shape)

@@ -9,8 +9,8 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.partitioner import murmur2
 from aiokafka.producer.message_accumulator import BatchBuilder
 
-from onceward.events.cloudevents import event_headers
-from onceward.events.message import LONGEST_KEPT_KEY, headers_of
+from onceward.events.cloudevents import sent_headers
+from onceward.events.message import LONGEST_KEPT_KEY
 
 from .rejections import Rejection
 
@@ -41,10 +41,11 @@ class Chain:
         batch = producer.create_batch()
         count = 0
         for event in self.events[begin:end]:
-            kept = event["headers"]
-            headers = event_headers(event) if kept is None else headers_of(kept)
             added = batch.append(
-                timestamp=None, key=event["key"], value=event["payload"], headers=headers
+                timestamp=None,
+                key=event["key"],
+                value=event["payload"],
+                headers=sent_headers(event),
             )
             if added is None:
                 break

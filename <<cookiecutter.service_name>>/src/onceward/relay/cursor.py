@@ -123,7 +123,7 @@ class Cursor:
         metrics.relay_shards.set(len(self.progress))
         return len(self.progress) > len(known)
 
-    async def extend_in_time(self, driver: asyncpg.Connection) -> bool:
+    async def extend_if_due(self, driver: asyncpg.Connection) -> bool:
         """Extend the leases if a third of their time has passed; returns whether it has."""
         if monotonic() < self._extend_at:
             return False
@@ -176,7 +176,7 @@ class Cursor:
         self._write_at = monotonic() + self._settings.relay_cursor_interval
         return lost
 
-    async def write_in_time(self, driver: asyncpg.Connection) -> None:
+    async def write_if_due(self, driver: asyncpg.Connection) -> None:
         """Store progress, unless the last write was a moment ago: each updates the same rows."""
         if self._unwritten and monotonic() >= self._write_at:
             await self.write_moved(driver)

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAGE = 100
 """Enough to test whether a topic accepts events."""
+_COUNTED_AT_MOST = 10_000
+"""Events of one topic and shard that are counted."""
 
 
 class Rejected:
@@ -53,11 +55,13 @@ class Rejected:
     async def look(self, connection: asyncpg.Connection, shards: Sequence[int]) -> None:
         """Read which topics events wait for in the shards, and count waiting and dead events.
 
+        Of each topic and shard at most 10,000 are counted, as any number may wait.
+
         To be called when shards were claimed. That includes the time after an error, when it is
         unknown what was stored.
         """
         begun = monotonic()
-        rows = await connection.fetch(statements.COUNT_REJECTED_BY_TOPIC, shards)
+        rows = await connection.fetch(statements.COUNT_REJECTED_BY_TOPIC, shards, _COUNTED_AT_MOST)
         topics = {row["topic"] for row in rows if row["waiting"]}
         for topic in self._try_at.keys() - topics:
             self._end(topic)

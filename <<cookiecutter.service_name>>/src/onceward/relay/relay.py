@@ -7,6 +7,7 @@ import socket
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -33,7 +34,7 @@ from .rejected import Rejected
 from .rejections import Rejections
 from .scheduled import Scheduled
 from .trial import Trial
-from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, page
+from .window import PAGE_BYTES, Page, Progress, fresh, is_as_seen, opened, page
 
 log = logging.getLogger(__name__)
 
@@ -152,15 +153,15 @@ class Relay:
         while True:
             # A shard is not given away while events of it are sent.
             if self._trial is not None:
-                await self._cursor.extend_in_time(driver)
+                await self._cursor.extend_if_due(driver)
             elif self._cursor.is_renewal_due:
                 await self._renew(driver)
             self._staged.clear()
             # Read before the step: what is committed before `stop` must be in its window.
             stopping = self._stopping.is_set()
-            has_moved = not stopping and await self._scheduled.move_in_time(driver, self._health)
+            has_moved = not stopping and await self._scheduled.move_if_due(driver, self._health)
             found, is_more = await self._step(driver, is_poll=is_poll and not has_moved)
-            await self._cursor.write_in_time(driver)
+            await self._cursor.write_if_due(driver)
             if stopping:
                 drained_by = min(drained_by, monotonic() + settings.shutdown_grace / 4)
                 if not is_more or monotonic() >= drained_by:
@@ -240,12 +241,20 @@ class Relay:
         for one, shards in paged:
             async with self._cursor.turn:
                 pages.append(await page(driver, one, shards, limit, at_most))
+        narrow = []
+        for one, shards in unpaged:
+            extend = partial(self._cursor.extend_if_due, driver)
+            if monotonic() > self._narrow_until and (
+                wide := await opened(driver, one, shards, extend)
+            ):
+                pages.append(wide)
+            else:
+                narrow.append((one, shards))
         # One snapshot for all groups, so that they have the same progress and become one group.
         snapshot = driver.transaction(isolation="repeatable_read", readonly=True)
-        async with snapshot if len(unpaged) > 1 else nullcontext():
-            for one, shards in unpaged:
-                wide = monotonic() > self._narrow_until
-                pages.append(await fresh(driver, one, shards, limit, at_most, may_be_wide=wide))
+        async with snapshot if len(narrow) > 1 else nullcontext():
+            for one, shards in narrow:
+                pages.append(await fresh(driver, one, shards, limit, at_most))
         if unpaged:
             self._narrow_until = monotonic() + _NARROW_SECONDS
         return pages
@@ -272,7 +281,7 @@ class Relay:
         topics = {one for one in topics if not is_waiting(one)}
         waiting = {one["id"] for one in events if one["topic"] not in topics}
         # Reading the page, or moving scheduled events, may have taken most of the lease.
-        await self._cursor.extend_in_time(driver)
+        await self._cursor.extend_if_due(driver)
         rejections = await self._send(driver, [one for one in events if one["id"] not in waiting])
         if unsent := [one for one in events if one["id"] in waiting or one["id"] in rejections]:
             async with self._cursor.writing(driver, then):
@@ -290,7 +299,7 @@ class Relay:
         ones, and a topic that is paused meanwhile is not sent any.
         """
         await self._throttles.fresh(self._stopping.is_set)
-        await self._cursor.extend_in_time(driver)
+        await self._cursor.extend_if_due(driver)
         return await self._rejected.due(driver, topic, sorted(self._cursor.progress))
 
     async def _try(self, driver: asyncpg.Connection) -> None:
@@ -365,7 +374,7 @@ class Relay:
         async with in_background(work) as working:
             while not working.done():
                 await asyncio.wait({working}, timeout=cursor.seconds_to_extension)
-                is_extended = await cursor.extend_in_time(driver)
+                is_extended = await cursor.extend_if_due(driver)
                 # The producer retries without end: only the time shows that Kafka is unavailable.
                 if is_extended and monotonic() - begun > self._settings.relay_lease / 4:
                     self._health.not_ready(

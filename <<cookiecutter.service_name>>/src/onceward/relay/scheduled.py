@@ -32,7 +32,7 @@ class Scheduled:
     def __init__(self) -> None:
         self._look_at = 0.0
 
-    async def move_in_time(self, connection: asyncpg.Connection, health: Health) -> bool:
+    async def move_if_due(self, connection: asyncpg.Connection, health: Health) -> bool:
         """Move events that are due, if a second has passed; returns whether there were any.
 
         An error of the server makes them wait, and is reported; publishing goes on.

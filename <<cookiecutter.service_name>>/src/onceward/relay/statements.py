@@ -264,21 +264,34 @@ Plan: reads no table.
 """
 
 COUNT_REJECTED_BY_TOPIC = """
-SELECT topic, count(*) AS waiting, 0 AS dead, bool_or(error IS NOT NULL) AS rejects
-  FROM pipeline.outbox_rejected
- WHERE shard = ANY ($1) AND died_at IS NULL
+WITH RECURSIVE place (topic, shard) AS (
+    (SELECT topic, shard FROM pipeline.outbox_rejected
+      WHERE died_at IS NULL ORDER BY topic, shard LIMIT 1)
+    UNION ALL
+    SELECT following.* FROM place, LATERAL (
+           SELECT topic, shard FROM pipeline.outbox_rejected AS stored
+            WHERE died_at IS NULL AND (stored.topic, stored.shard) > (place.topic, place.shard)
+            ORDER BY topic, shard LIMIT 1) AS following)
+SELECT topic, sum(waiting)::bigint AS waiting, 0 AS dead, bool_or(rejects) AS rejects
+  FROM place, LATERAL (
+       SELECT count(*) AS waiting, bool_or(error IS NOT NULL) AS rejects
+         FROM (SELECT error FROM pipeline.outbox_rejected AS stored
+                WHERE died_at IS NULL AND stored.topic BETWEEN place.topic AND place.topic
+                  AND stored.shard BETWEEN place.shard AND place.shard
+                ORDER BY topic, shard, id LIMIT $2) AS first) AS counted
+ WHERE shard = ANY ($1)
  GROUP BY topic
 UNION ALL
 SELECT NULL, 0, count(*), true
   FROM pipeline.outbox_rejected
  WHERE shard = ANY ($1) AND died_at IS NOT NULL AND discarded_at IS NULL
 """
-"""Count the events of shards that wait, by topic, and those that are dead.
+"""Count the events of shards that wait, by topic and up to a limit, and those that are dead.
 
 Locks: none.
-Plan: a scan of those that wait, by `outbox_rejected_waiting_idx` or of the table;
-`outbox_rejected_dead_idx` for each shard. It has no limit: a relay looks the less often, the longer
-it takes.
+Plan: `outbox_rejected_waiting_idx`, to the first entry of each topic and shard, and from there up
+to the limit; `outbox_rejected_dead_idx` for each shard. A relay looks the less often, the longer it
+takes.
 """
 
 ADD_REJECTED = f"""
@@ -302,21 +315,23 @@ Plan: `outbox_id_idx` of these days, for each event; `outbox_rejected_pkey` find
 READ_WAITING_EVENTS = filled(
     f"""
 SELECT {COLUMNS}, shard
-  FROM pipeline.outbox_rejected
- WHERE topic BETWEEN $1 AND $1 AND shard = ANY ($2) AND died_at IS NULL
- ORDER BY topic, id
+  FROM unnest($2::smallint[]) AS mine (number), LATERAL (
+       SELECT {COLUMNS}, shard
+         FROM pipeline.outbox_rejected
+        WHERE topic BETWEEN $1 AND $1 AND shard BETWEEN number AND number AND died_at IS NULL
+        ORDER BY topic, shard, id
+        LIMIT $3) AS waiting
  LIMIT $3""",
     columns=f"{COLUMNS}, shard",
     place="id",
     at_most="$4",
 )
-"""Return the next events that wait for a topic.
+"""Return the next events that wait for a topic: those of one shard after the other, each in order.
 
 With `topic = $1` the planner may scan the primary key, through the events of all topics.
 
 Locks: none.
-Plan: `outbox_rejected_waiting_idx`, from the first of the topic up to the limit. Events of other
-shards that are between are read, and left out.
+Plan: `outbox_rejected_waiting_idx`, from the first of each shard up to the limit of all.
 """
 
 DELETE_SENT_EVENTS = "DELETE FROM pipeline.outbox_rejected WHERE id = ANY ($1)"

@@ -5,7 +5,7 @@ visible now and was not visible in `seen`. That is exact in whatever order trans
 gaps in `id` lose nothing, and a long transaction delays nothing. PgQ's ticks work alike.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -60,26 +60,35 @@ async def is_as_seen(
     )
 
 
+async def opened(
+    connection: asyncpg.Connection,
+    progress: Progress,
+    shards: Sequence[int],
+    extend: Callable[[], Awaitable[object]],
+) -> Page | None:
+    """Open the window since `seen` for `page` if it has more events than one page scans.
+
+    That takes as long as there are events to look at: `extend` is called between the pieces.
+    """
+    wide = await connection.fetchrow(statements.MEASURE_WINDOW, progress.seen, _SCAN_AT_MOST)
+    if not wide["is_wide"]:
+        return None
+    lowest = await _lowest(connection, progress.seen, wide["target"], extend)
+    then = Progress(progress.seen, wide["target"], lowest - 1, wide["high_id"])
+    return Page(shards, [], then, wide["server"])
+
+
 async def fresh(
     connection: asyncpg.Connection,
     progress: Progress,
     shards: Sequence[int],
     limit: int,
     at_most: int = PAGE_BYTES,
-    *,
-    may_be_wide: bool = True,
 ) -> Page:
     """Read events that became visible since `seen`: `limit`, or `at_most` bytes and one event.
 
-    With `may_be_wide` none are read of more than one page scans: the window is opened for `page`.
     Raises `NotAdopted` if `seen` is a snapshot of another cluster.
     """
-    if may_be_wide:
-        wide = await connection.fetchrow(statements.MEASURE_WINDOW, progress.seen, _SCAN_AT_MOST)
-        if wide["is_wide"]:
-            lowest = await _lowest(connection, progress.seen, wide["target"])
-            then = Progress(progress.seen, wide["target"], lowest - 1, wide["high_id"])
-            return Page(shards, [], then, wide["server"])
     head, *events = await connection.fetch(
         statements.READ_WINDOW, progress.seen, shards, limit + 1, at_most
     )
@@ -93,12 +102,18 @@ async def fresh(
     return Page(shards, events, then, head["server"])
 
 
-async def _lowest(connection: asyncpg.Connection, seen: Snapshot, target: Snapshot) -> int:
+async def _lowest(
+    connection: asyncpg.Connection,
+    seen: Snapshot,
+    target: Snapshot,
+    extend: Callable[[], Awaitable[object]],
+) -> int:
     """Return the lowest id in a window with events, or a lower one; read piece by piece."""
     ids = []
     for first, end in [*((one, one + 1) for one in seen[2]), (seen[1], target[1])]:
         xid, is_last = first, False
         while not is_last:
+            await extend()
             piece = await connection.fetchrow(statements.FIND_LOWEST_ID, xid, end, _SCAN_AT_MOST)
             ids.append(piece["id"])
             is_last = piece["rows"] < _SCAN_AT_MOST

@@ -19,7 +19,7 @@ from onceward.observe.health import Health
 from onceward.servers import revisions
 from onceward.servers.cluster import NotAdopted, check_brokers, is_ours
 from onceward.servers.database import autocommitting
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.settings import Settings
 
 from .archive import Archive, record_archiving
@@ -144,7 +144,7 @@ class RetentionWorker:
             async with autocommitting(self._engine) as connection:
                 return await work(connection)
 
-        return await Attempts(
+        return await Retrying(
             _PART,
             self._settings.postgresql,
             report=lambda reason: self._health.not_ready(_PART, reason),

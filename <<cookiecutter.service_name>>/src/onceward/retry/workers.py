@@ -29,7 +29,7 @@ from onceward.handlers.policy import TRIED_ALONE
 from onceward.observe.health import Health
 from onceward.schema import LANES
 from onceward.servers.database import autocommitting
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.servers.tasks import end, in_background, sleep_or_event
 
 from . import lanes
@@ -434,8 +434,8 @@ class BacklogWorkers:
 
         return await self._attempts(what)(query)
 
-    def _attempts(self, what: str) -> Attempts:
-        return Attempts(
+    def _attempts(self, what: str) -> Retrying:
+        return Retrying(
             f"{self.name}: {what}",
             self._settings.postgresql,
             unless=self._stopping.is_set,

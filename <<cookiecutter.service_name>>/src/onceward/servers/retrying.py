@@ -33,7 +33,7 @@ def pause(failures: int) -> float:
 
 
 @dataclass(frozen=True)
-class Attempts:
+class Retrying:
     """Attempts at work, with pauses in between, while the server is unavailable."""
 
     what: str

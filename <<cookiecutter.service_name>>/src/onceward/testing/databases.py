@@ -27,7 +27,7 @@ from onceward.handlers.sessions import clean
 from onceward.retention.maintenance import make_ahead
 from onceward.servers import revisions
 from onceward.servers.database import autocommitting, create_engine, driver_of
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.service import Service
 from onceward.settings import Settings, WriterSettings
 
@@ -198,10 +198,10 @@ async def new_session(engine: AsyncEngine) -> AsyncIterator[AsyncSession]:
             await clean(connection, driver)
 
 
-def attempts() -> Attempts:
+def attempts() -> Retrying:
     """Return attempts at work with the database, with an end."""
     failures = count(1)
-    return Attempts(
+    return Retrying(
         "the harness",
         "PostgreSQL",
         unless=lambda: next(failures) >= _OUTAGES,

@@ -12,7 +12,6 @@ from onceward.handlers.policy import Park
 from onceward.handlers.registry import Handler, Handlers
 
 from .records import KafkaRecord
-from .stand_ins import with_functions
 
 _SEED = 1
 """Scenarios that are chosen from too many are the same ones in every run."""
@@ -113,19 +112,19 @@ async def failing_once(handlers: Handlers, record: KafkaRecord) -> Handlers:
     message = handlers.codec(record.topic).decode(record)
     failed: set[tuple[str, str]] = set()
 
-    def function_of(handler: Handler) -> Callable[..., Awaitable[object]]:
+    def change(handler: Handler) -> Handler:
         async def fails(*arguments: Any) -> object:
             result = await handler.function(*arguments)
-            calls = [*arguments[0]] if handler.takes_batches else [arguments]
+            calls = [*arguments[0]] if handler.takes_batches else [arguments[:2]]
             name = handler.consumer, handler.topic
             if name not in failed and any(_is(tx.message, message) for _, tx in calls):
                 failed.add(name)
                 raise Park("a failure that explore has injected", after=1)
             return result
 
-        return fails if handler.mode != "call" else handler.function
+        return replace(handler, function=fails) if handler.mode != "call" else handler
 
-    return with_functions(handlers, function_of)
+    return handlers.changed(change)
 
 
 def _is(handled: Message, wanted: Message) -> bool:

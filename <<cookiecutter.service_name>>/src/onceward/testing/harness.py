@@ -34,6 +34,7 @@ from .observed import observing
 from .outcome import Outcome, Published, outcome_of
 from .process import Process, Step, open_claims
 from .records import Headers, KafkaRecord, Sent, check_topic, record
+from .resources import Resources
 from .stand_ins import StandIn, check_complete, check_known
 from .stored import DeadLetter, Mark, Stored
 
@@ -54,7 +55,8 @@ class Harness:
     def __init__(
         self, service: Service, engine: AsyncEngine, database: ResettableDatabase, folder: Path
     ) -> None:
-        self.service = service
+        self._resources = Resources(service)
+        self.service = service = self._resources.bound(service)
         self.engine = engine
         """The pool of connections to the test's database."""
         self.object_store = folder
@@ -66,6 +68,17 @@ class Harness:
         self._crashing: MortalEngine | None = None
         self._mortal: MortalEngine | None = None  # the same, while its process does the work
         self._start(service.handlers)
+
+    def with_resources(self, **members: object) -> Self:
+        """Let functions take these resources of the service from now on, by their names.
+
+        The kit never opens `Service.resources`: give what the functions take that the test calls. A
+        function that takes another one raises `HarnessMisused` out of the step that calls it.
+        Returns the same harness. Raises `HarnessMisused` for a name that the dataclass does not
+        have, and for a value of another type.
+        """
+        self._resources.give(members)
+        return self
 
     async def handle(
         self,
@@ -151,11 +164,12 @@ class Harness:
     async def run_calls(self, stand_ins: Mapping[str, StandIn] | None = None) -> Outcome:
         """Make the calls to the outside that are due, by stand-ins for the effects' functions.
 
-        `stand_ins` are functions by consumer, with or without `async`; each takes the event and the
-        `Call`, and raises what the outside may raise. Results are those of the calls. Raises
-        `HarnessMisused` for a call without a stand-in, and for a consumer that is no effect.
+        `stand_ins` are functions by consumer, with or without `async`; each takes the event, the
+        `Call` and resources, as the effect's own function does, which may be given, too. It raises
+        what the outside may raise. Results are those of the calls. Raises `HarnessMisused` for a
+        call without a stand-in, and for a consumer that is no effect.
         """
-        functions = stand_ins or {}
+        functions = {name: self._resources.bind(one) for name, one in (stand_ins or {}).items()}
         check_known(functions, self.service.handlers)
 
         async def work() -> None:
@@ -353,7 +367,10 @@ class Harness:
         with (did := self._did).begun():
             before = await self._query(stored.mark)
             with observing(self.service, self._settings) as observed:
-                await self._survive(work)
+                try:
+                    await self._survive(work)
+                finally:
+                    self._resources.raise_misuse()
             found = (await self._stored(before))._asdict()
             return outcome_of(did.outcomes, **found, skipped=did.skipped, observed=observed)
 

@@ -1,7 +1,7 @@
 """The outcome of a step of a test: what took effect, what was published, what has failed."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, NamedTuple
@@ -25,6 +25,8 @@ class Published(NamedTuple):
     key: str | None
     sequence: int | None
     """Its number among the events of the row that it was published `of`."""
+    headers: Mapping[str, bytes | None]
+    """All headers of its record, as they are sent."""
 
 
 class Scheduled(NamedTuple):
@@ -48,7 +50,7 @@ class Failure:
     decision: Literal["parked", "dead"]
     """`parked`: tried again after `due_in`. `dead`: a dead letter."""
     reason: str
-    """As in `docs/dead-letters.md`: `failed`, `rejected`, `identity mismatch`, …"""
+    """As in `docs/reasons.md`: `failed`, `rejected`, `identity mismatch`, …"""
     attempts: int
     due_in: float | None
     """Seconds until the next attempt, which vary by 10 %; None: there is none."""

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from onceward.apply import positions
-from onceward.apply.attempt import Memory
+from onceward.apply.attempt import Findings
 from onceward.apply.batch import read
 from onceward.apply.breaker import Breaker
 from onceward.apply.claim_check import ClaimCheck, resolve_batch
@@ -24,9 +24,10 @@ from onceward.consume.partition_source import PartitionBatch, PartitionSource
 from onceward.errors import SourceLost
 from onceward.handlers.registry import Handlers
 from onceward.observe.health import Health
+from onceward.operators import statements
 from onceward.retry.workers import BacklogWorkers
 from onceward.servers.database import autocommitting
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.service import Service
 from onceward.settings import Settings
 
@@ -102,9 +103,9 @@ class _Recording(ConsumeTransactions):
     step: Step
 
     async def apply(
-        self, source: Source, retrying: Attempts, memory: Memory | None = None
+        self, source: Source, retrying: Retrying, findings: Findings | None = None
     ) -> Sequence[BatchOutcome]:
-        found = await super().apply(source, retrying, memory)
+        found = await super().apply(source, retrying, findings)
         self.step.outcomes += found
         return found
 
@@ -167,6 +168,12 @@ class Process:
                 continue
             self._step.skipped += len(batch.skipped)
             start = batch.end
+
+    async def seek(self, slot: Slot, offset: int) -> None:
+        """Continue a partition at an offset; what took effect before is still skipped."""
+        self._positions.pop(slot, None)
+        async with autocommitting(self._engine) as driver:
+            await driver.execute(statements.SET_POSITION, *slot, offset)
 
     async def work_off(self) -> None:
         """Handle what is due in the backlog. Raises `HarnessMisused` if that has no end."""

@@ -8,10 +8,8 @@ from typing import TypeAlias
 
 from aiokafka import ConsumerRecord
 
-from onceward.events.cloudevents import event_headers
 from onceward.events.event import Event, Tombstone, payload_of
 from onceward.events.payload import payload_hash
-from onceward.handlers.aggregate import canonical, record_key
 from onceward.handlers.registry import Handler, Handlers
 from onceward.handlers.staged import StagedEvent
 
@@ -58,21 +56,16 @@ class Sent:
         payload: bytes | None = payload_of(self.event)
         kind, topic = self.event.__event_type__, takers[0].topic
         id = self.id or payload_hash(kind, None, payload).hex()
-        key = _key(self.event, takers) if self.key is None else self.key
+        key = handlers.record_key(topic, self.event) if self.key is None else self.key
         if isinstance(self.event, Tombstone):
             payload, key = None, key or self.event.key
         subject = key if key and isinstance(key, str) else None
         names = (id, self.source, kind, subject, None, "application/json", None, None, None)
         staged = StagedEvent(topic, _bytes_of("key", key), payload, *names)
-        encoded = handlers.codec(topic).encode(staged)
-        headers = encoded.headers
-        if headers is None:
-            sent_at = datetime.now(UTC) - self.age
-            row = {"content_type": encoded.content_type, "created_at": sent_at}
-            headers = event_headers(staged._asdict() | row)
+        value, headers = staged.encoded(handlers.codec(topic), datetime.now(UTC) - self.age)
         made = record(
             topic,
-            encoded.payload,
+            value,
             key=staged.key,
             headers={**dict(headers), **self.headers},
             partition=self.partition,
@@ -148,9 +141,3 @@ def _takers(handlers: Handlers, event: Event, topic: str | None) -> list[Handler
             f" handle(…, topic={topics[0]!r})"
         )
     return takers
-
-
-def _key(event: Event, takers: list[Handler]) -> str | None:
-    """Return the key that a producer gives to events of the row that the handler locks."""
-    loads = next((one.loads[0] for one in takers if one.loads), None)
-    return None if loads is None else record_key(canonical(loads.entity, loads.key_of(event)))

@@ -1,7 +1,6 @@
 """Stand-ins: functions of a test in place of those that call the outside."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from copy import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import isawaitable
@@ -11,9 +10,9 @@ from onceward.handlers.registry import Handler, Handlers
 
 from .errors import HarnessMisused
 
-StandIn = Callable[[Any, Any], object]
-"""Takes the place of an effect's function, with or without `async`: it gets the event and the
-`Call`."""
+StandIn = Callable[..., object]
+"""Takes the place of an effect's function, with or without `async`: it gets the event, the `Call`,
+and resources."""
 
 
 def check_known(stand_ins: Mapping[str, StandIn], handlers: Handlers) -> None:
@@ -35,25 +34,15 @@ def check_complete(stand_ins: Mapping[str, StandIn], due: Iterable[str]) -> None
 
 def replaced(handlers: Handlers, stand_ins: Mapping[str, StandIn]) -> Handlers:
     """Return the handlers with stand-ins for the functions of effects."""
-    return with_functions(
-        handlers,
-        lambda one: (
-            partial(_call, stand_ins[one.consumer]) if one.consumer in stand_ins else one.function
-        ),
-    )
+
+    def change(one: Handler) -> Handler:
+        stand_in = stand_ins.get(one.consumer)
+        return replace(one, function=partial(called, stand_in)) if stand_in else one
+
+    return handlers.changed(change)
 
 
-def with_functions(
-    handlers: Handlers, function_of: Callable[[Handler], Callable[..., Awaitable[object]]]
-) -> Handlers:
-    """Return the same handlers with the functions that `function_of` returns for them."""
-    changed = copy(handlers)
-    changed._by_topic, changed._corrections = {}, {}
-    for one in handlers:
-        changed.add(replace(one, function=function_of(one)))
-    return changed
-
-
-async def _call(function: StandIn, *arguments: Any) -> object:
+async def called(function: StandIn, *arguments: Any) -> object:
+    """Call a stand-in, with or without `async`."""
     result = function(*arguments)
     return await result if isawaitable(result) else result

@@ -11,9 +11,8 @@ import asyncpg
 
 from onceward.apply.encryption import Encryption, Rows
 from onceward.apply.item import StoredRecord
-from onceward.events.cloudevents import event_headers
+from onceward.events.cloudevents import sent_headers
 from onceward.events.event import Event, declared_events, payload_of, reader
-from onceward.events.message import headers_of
 from onceward.handlers.registry import Handlers
 from onceward.handlers.staging import CALLS
 from onceward.operators import dead_rows
@@ -140,6 +139,7 @@ async def since(
             row["topic"],
             None if row["key"] is None else row["key"].decode(),
             row["sequence"],
+            dict(sent_headers(row)),
         )
         for row in await fetch("payload", _PUBLISHED, mark.outbox)
     ]
@@ -165,9 +165,8 @@ def _read(url: str) -> bytes:
 
 async def _event(row: asyncpg.Record, handlers: Handlers, package: str | None) -> Event:
     """Return the event as a consumer with the same codec reads it."""
-    topic, headers = row["topic"], row["headers"]
-    written = event_headers(row) if headers is None else headers_of(headers)
-    record = StoredRecord(topic, 0, 0, 0, row["key"], row["payload"], written, 0.0)
+    topic = row["topic"]
+    record = StoredRecord(topic, 0, 0, 0, row["key"], row["payload"], sent_headers(row), 0.0)
     codec = handlers.codec(topic)
     await codec.prepare([record])
     payload = codec.decode(record).data

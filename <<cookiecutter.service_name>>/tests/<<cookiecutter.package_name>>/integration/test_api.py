@@ -41,7 +41,7 @@ async def post(client: httpx2.AsyncClient, number: int, place: str, key: str) ->
     )
 
 
-async def test_a_scan_is_answered_with_the_place_and_its_repeat_with_the_same(
+async def test_a_scan_and_its_repeat_are_answered_with_the_same_place(
     client: httpx2.AsyncClient,
 ) -> None:
     first = await post(client, 1, "Vienna", "key-1")

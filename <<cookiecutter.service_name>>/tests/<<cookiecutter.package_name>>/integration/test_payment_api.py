@@ -49,7 +49,7 @@ async def test_a_payment_is_authorized_and_its_repeat_has_the_same_id(
 
 
 @pytest.mark.parametrize("amount", [100, 200])
-async def test_a_repeat_after_its_answer_is_forgotten_is_answered_with_what_is_authorized(
+async def test_a_repeat_after_its_answer_is_forgotten_gets_the_authorized_amount(
     client: httpx2.AsyncClient, db: asyncpg.Connection, amount: int
 ) -> None:
     first = await post(client, 100, "key-1")

@@ -13,7 +13,7 @@ def test_a_parcel_is_where_it_was_scanned_last_and_counts_its_scans() -> None:
     assert parcel.last_scanned_at == datetime(2026, 1, 1, 14, tzinfo=UTC)
 
 
-def test_a_scan_that_comes_late_counts_and_does_not_move_the_parcel_back() -> None:
+def test_a_late_scan_counts_and_does_not_move_the_parcel_back() -> None:
     parcel = Parcel("parcel-1")
     parcel.move_to("Graz", datetime(2026, 1, 1, 14, tzinfo=UTC))
     parcel.move_to("Vienna", datetime(2026, 1, 1, 12, tzinfo=UTC))

@@ -21,8 +21,8 @@ from onceward.settings import Settings
 
 from . import app
 from tests.onceward.integration.conftest import Command, commands  # noqa: F401 (fixtures)
-from tests.onceward.integration.doors import Door
 from tests.onceward.integration.outgoing import publish_all
+from tests.onceward.integration.tcp_proxy import TcpProxy
 from tests.servers.programs import running
 
 DAY = date(2020, 1, 1)
@@ -55,10 +55,10 @@ def s3(s3proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> S3Proxy:
 
 
 @pytest.fixture
-async def door(s3: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Door]:
-    """Return the door through which S3 is reached; nobody is patient with who is behind it."""
+async def proxy(s3: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TcpProxy]:
+    """Return the proxy through which S3 is reached; nobody is patient with who is behind it."""
     monkeypatch.setattr(days, "REQUEST_SECONDS", 1)
-    async with Door("127.0.0.1", s3.port).listening() as one:
+    async with TcpProxy("127.0.0.1", s3.port).listening() as one:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{one.port}")
         yield one
 

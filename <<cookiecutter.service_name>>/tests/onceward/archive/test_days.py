@@ -27,8 +27,8 @@ from onceward.retention.partitions import Partition, State
 from . import app
 from .conftest import DAY, OLD, House, make_day
 from tests.onceward.integration.conftest import Command
-from tests.onceward.integration.doors import Door
 from tests.onceward.integration.outgoing import event
+from tests.onceward.integration.tcp_proxy import TcpProxy
 from tests.servers.databases import HOME
 from tests.servers.waiting import PATIENCE, eventually
 
@@ -223,11 +223,11 @@ async def test_what_does_not_last_is_not_taken_for_written(
 
 @pytest.mark.parametrize("away", ["shut", "hold"])
 async def test_a_store_that_is_away_holds_the_day_and_nothing_else(
-    house: House, door: Door, away: str, retention: Command
+    house: House, proxy: TcpProxy, away: str, retention: Command
 ) -> None:
     await make_day(house.db, date(2020, 1, 2))
     await house.fill(10)
-    getattr(door, away)()
+    getattr(proxy, away)()
 
     done = await house.keep()
 
@@ -235,12 +235,12 @@ async def test_a_store_that_is_away_holds_the_day_and_nothing_else(
     assert await house.rows() == 10
     await house.db.execute("SELECT FROM pipeline.outbox")
     assert "StoreUnavailable: the object store at s3://" in (await retention("status")).stdout
-    door.go_on()
+    proxy.restore()
     assert (await house.keep()).dropped == [OLD, "outbox_p20200102"]
 
 
-async def test_a_store_that_goes_away_in_the_middle_is_not_asked_for_what_it_has(
-    house: House, door: Door, service: Command, monkeypatch: pytest.MonkeyPatch
+async def test_after_a_store_outage_parts_already_stored_are_not_sent_again(
+    house: House, proxy: TcpProxy, service: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(days, "PART_BYTES", 50_000)
     monkeypatch.setattr(days, "PAGE_ROWS", 100)
@@ -255,13 +255,13 @@ async def test_a_store_that_goes_away_in_the_middle_is_not_asked_for_what_it_has
 
     async def note_three(self: Store, objects: Mapping[str, bytes]) -> None:
         if len(put) == 3:
-            door.shut()
+            proxy.shut()
         await note(self, objects)
 
     as_before = Store.put
     monkeypatch.setattr(Store, "put", note_three)
     assert [one.name for one in (await house.keep()).held] == [OLD]
-    door.go_on()
+    proxy.restore()
     before = await names(store)
     assert 0 < len(before) < 11
 
@@ -272,7 +272,7 @@ async def test_a_store_that_goes_away_in_the_middle_is_not_asked_for_what_it_has
     assert "1,000 events" in (await service("verify")).stdout
 
 
-async def test_a_store_that_does_not_let_us_in_is_told_of_without_the_secret(
+async def test_a_store_that_refuses_access_is_reported_without_the_secret(
     house: House, s3: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await house.fill(10)
@@ -328,7 +328,7 @@ async def test_who_is_killed_is_followed_by_one_who_goes_on(
     assert "20,000 events" in (await service("verify")).stdout
 
 
-async def test_what_was_begun_and_is_damaged_or_of_another_database_is_written_anew(
+async def test_an_unfinished_archive_that_is_damaged_or_foreign_is_rewritten(
     house: House, folder: str, service: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(days, "PART_BYTES", 50_000)
@@ -377,7 +377,7 @@ async def test_a_day_of_which_the_archive_has_something_else_stays(
     assert "10 events" in (await service("verify")).stdout, "it is not written over"
 
 
-async def test_a_day_that_was_archived_and_not_dropped_goes_without_being_written_again(
+async def test_an_archived_day_that_was_not_dropped_is_dropped_without_rewriting(
     house: House, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await house.fill(10)
@@ -406,22 +406,24 @@ async def test_events_of_one_id_are_not_lost_between_two_pages(
     assert await house.rows() == 11
 
 
-async def held_up(house: House, door: Door, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[Round]:
+async def held_up(
+    house: House, proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch
+) -> asyncio.Task[Round]:
     """Begin a round of retention that waits for the store, in the middle of ten events."""
     monkeypatch.setattr(days, "REQUEST_SECONDS", 30)
     monkeypatch.setattr(days, "BEAT_SECONDS", 0.1)
     await house.fill(10)
-    door.hold()
+    proxy.hold()
     keeping = asyncio.create_task(house.keep())
-    await eventually(lambda: door.knocks > 0)
+    await eventually(lambda: proxy.attempts > 0)
     return keeping
 
 
 async def test_no_other_process_begins_a_round_while_it_takes_long(
-    house: House, connect: Connect, door: Door, monkeypatch: pytest.MonkeyPatch
+    house: House, connect: Connect, proxy: TcpProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = await connect()
-    keeping = await held_up(house, door, monkeypatch)
+    keeping = await held_up(house, proxy, monkeypatch)
     just_now = "SELECT started_at > now() - interval '1 hour' FROM pipeline.retention_round"
     for _ in range(3):
         await eventually(lambda: other.fetchval(just_now))
@@ -429,7 +431,7 @@ async def test_no_other_process_begins_a_round_while_it_takes_long(
         # As if it had begun long ago: it says again that it goes on.
         await other.execute("UPDATE pipeline.retention_round SET started_at = '2020-01-01'")
     assert not keeping.done()
-    door.go_on()
+    proxy.restore()
     assert (await keeping).dropped == [OLD]
 
 

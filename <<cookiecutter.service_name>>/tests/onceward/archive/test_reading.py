@@ -167,9 +167,7 @@ def lines(done: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-async def test_an_event_is_found_by_its_id_and_not_by_a_part_of_it(
-    kept: Path, service: Command
-) -> None:
+async def test_an_event_is_found_by_its_whole_id_only(kept: Path, service: Command) -> None:
     done = await service("find", "e150")
     assert json.loads(done.stdout)["event_id"] == "e150"
     assert (await service("find", "e150", str(DAY))).stdout == done.stdout
@@ -179,7 +177,7 @@ async def test_an_event_is_found_by_its_id_and_not_by_a_part_of_it(
     assert "no event 'e301' is in the archive" in missing.stderr
 
 
-async def test_an_event_that_is_found_is_shown_without_its_secrets_which_the_archive_has(
+async def test_a_found_event_is_shown_without_secrets_that_the_archive_contains(
     house: House, folder: str, service: Command
 ) -> None:
     class Sealed(Event, type="sealed"):
@@ -197,7 +195,7 @@ async def test_an_event_that_is_found_is_shown_without_its_secrets_which_the_arc
     assert b"17-4-32" in gzip.decompress(part.read_bytes())
 
 
-async def test_who_looks_for_an_event_is_told_what_could_not_be_looked_through(
+async def test_a_search_for_an_event_reports_what_could_not_be_searched(
     kept: Path, service: Command
 ) -> None:
     lose_a_part(kept)

@@ -19,9 +19,9 @@ from onceward.settings import Settings
 
 from tests.contract.bank import Deposit
 from tests.onceward.archive.conftest import s3proxy  # noqa: F401 (fixture)
+from tests.onceward.integration.applier import Applier, NewApplier, Outcome
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.conftest import commands, new_desk  # noqa: F401 (fixtures)
-from tests.onceward.integration.desk import Desk, NewDesk, Outcome
+from tests.onceward.integration.conftest import commands, new_applier  # noqa: F401 (fixtures)
 
 LIMIT = 1_000
 """Bytes that a payload of these tests may have to travel with its event."""
@@ -89,7 +89,7 @@ def objects(store_url: str) -> Objects:
 def opened(store_url: str, settings: Callable[..., Settings]) -> Callable[..., Claims]:
     """Open the claim check of a service; changes may be such as no environment is allowed."""
 
-    def open_one(service: str = "desk", **changes: object) -> Claims:
+    def open_one(service: str = "applier", **changes: object) -> Claims:
         claims = open_claims(service, settings())
         assert claims is not None
         return Claims(service, ClaimSettings().model_copy(update=changes)) if changes else claims
@@ -103,34 +103,34 @@ GONE = {"grace": -7_200.0}
 
 @dataclass
 class Counter:
-    """A desk that has a claim check."""
+    """An applier that has a claim check."""
 
-    desk: Desk
+    applier: Applier
     claims: Claims
 
     async def apply(self, *deposits: Deposit) -> Sequence[Outcome]:
         """Fetch what the deposits refer to, and apply them as batches, as the reader does."""
         outcomes: list[Outcome] = []
         while deposits:
-            start = await self.desk.position()
+            start = await self.applier.position()
             batch = await resolve_batch(
-                await self.desk.read(*deposits, start=start), self.desk.consume.claims
+                await self.applier.read(*deposits, start=start), self.applier.consume.claims
             )
-            outcomes += await self.desk.apply_batch(batch)
+            outcomes += await self.applier.apply_batch(batch)
             deposits = deposits[batch.end - start :]
         return outcomes
 
 
 @pytest.fixture
 async def counter(
-    new_desk: NewDesk,  # noqa: F811
+    new_applier: NewApplier,  # noqa: F811
     opened: Callable[..., Claims],
 ) -> Counter:
-    """Return the desk of a bank that takes deposits by reference."""
-    one = Bank(deposits="deposits", balances="balances", name="desk")
-    desk = await new_desk(one.handlers, topic=one.deposits)
-    desk.consume.claims = opened()
-    return Counter(desk, opened())
+    """Return the applier of a bank that takes deposits by reference."""
+    one = Bank(deposits="deposits", balances="balances", name="applier")
+    applier = await new_applier(one.handlers, topic=one.deposits)
+    applier.consume.claims = opened()
+    return Counter(applier, opened())
 
 
 def referring(

@@ -26,8 +26,8 @@ from onceward.events.payload import payload_hash
 
 from .conftest import FOLDER_AND_S3, LOST, Counter, Objects, Outage, referring
 from tests.contract.bank import Deposit, histories
+from tests.onceward.integration.applier import NewApplier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.desk import NewDesk
 from tests.onceward.integration.test_dead import redrive
 from tests.servers.waiting import eventually
 
@@ -54,14 +54,14 @@ NewCounter = Callable[..., Awaitable[Counter]]
 
 
 @pytest.fixture
-def new_counter(new_desk: NewDesk, opened: Callable[..., Claims]) -> NewCounter:
+def new_counter(new_applier: NewApplier, opened: Callable[..., Claims]) -> NewCounter:
     """Open counters for deposits whose handler has the options that are given."""
 
     async def open_one(**options: Any) -> Counter:
-        bank = Bank(deposits="deposits", balances="balances", name="desk", options=options)
-        desk = await new_desk(bank.handlers, topic=bank.deposits)
-        desk.consume.claims = opened()
-        return Counter(desk, opened())
+        bank = Bank(deposits="deposits", balances="balances", name="applier", options=options)
+        applier = await new_applier(bank.handlers, topic=bank.deposits)
+        applier.consume.claims = opened()
+        return Counter(applier, opened())
 
     return open_one
 
@@ -83,7 +83,7 @@ async def test_the_same_event_with_its_data_and_by_reference_is_one(
     await counter.apply(Deposit(1), stored(objects, Deposit(2)))
     again = await counter.apply(stored(objects, Deposit(1)), Deposit(2))
     assert [one.is_new for one in again] == [False, False]
-    assert await counter.desk.park() == {}
+    assert await counter.applier.park() == {}
     assert await histories(db) == {"ada": [1, 2]}
 
 
@@ -92,7 +92,7 @@ async def test_another_payload_by_reference_is_an_identity_mismatch(
 ) -> None:
     await counter.apply(Deposit(1, id="one"))
     await counter.apply(stored(objects, Deposit(2, id="one")))
-    assert await counter.desk.park() == {("", 1): "identity mismatch"}
+    assert await counter.applier.park() == {("", 1): "identity mismatch"}
 
 
 async def test_data_is_fetched_for_a_batch_as_far_as_there_is_memory(
@@ -105,7 +105,7 @@ async def test_data_is_fetched_for_a_batch_as_far_as_there_is_memory(
     assert transactions == 4, "two at a time"
 
 
-async def test_data_that_exceeds_the_share_of_a_reader_is_left_for_when_it_may(
+async def test_data_exceeding_a_readers_share_is_left_until_it_is_allowed(
     counter: Counter, objects: Objects
 ) -> None:
     sizes = [1_000, 1_000, 1_000, 9_000]
@@ -114,7 +114,7 @@ async def test_data_that_exceeds_the_share_of_a_reader_is_left_for_when_it_may(
 
     async def end(start: int, memory: float) -> int:
         """Return up to where the data fits into the memory."""
-        batch = await counter.desk.read(*deposits[start:], start=start)
+        batch = await counter.applier.read(*deposits[start:], start=start)
         return (await resolve_batch(batch, counter.claims, memory)).end
 
     assert [await end(start, 2_500) for start in (0, 2)] == [2, 3]
@@ -123,7 +123,7 @@ async def test_data_that_exceeds_the_share_of_a_reader_is_left_for_when_it_may(
     assert [await end(4, memory) for memory in (2_500, inf)] == [4, 5], "it may be the largest"
 
 
-async def test_one_that_does_not_say_how_much_it_is_has_a_batch_to_itself(
+async def test_an_event_of_unknown_data_length_has_a_batch_to_itself(
     counter: Counter, objects: Objects, db: asyncpg.Connection
 ) -> None:
     uris = [objects.put(f"plain/{number}", payload(number)) for number in range(3)]
@@ -138,16 +138,16 @@ async def test_a_reference_without_a_value_is_no_tombstone(
     record = stored(objects, Deposit(1)).record("deposits", 0)
     record = replace(record, value=None)
     batch = await resolve_batch(
-        await read(counter.desk.handlers, await counter.desk.position(), [record]),
+        await read(counter.applier.handlers, await counter.applier.position(), [record]),
         counter.claims,
     )
-    await counter.desk.apply_batch(batch)
+    await counter.applier.apply_batch(batch)
     assert await histories(db) == {"ada": [1]}
 
 
 @FOLDER_AND_S3
 @pytest.mark.parametrize("harm", ["missing", "shorter", "longer", "changed"])
-async def test_what_is_not_as_it_was_sent_is_a_dead_letter_until_somebody_has_put_it_back(
+async def test_missing_or_changed_data_is_a_dead_letter_until_restored(
     counter: Counter, objects: Objects, db: asyncpg.Connection, harm: str
 ) -> None:
     event = stored(objects, Deposit(1))
@@ -160,8 +160,8 @@ async def test_what_is_not_as_it_was_sent_is_a_dead_letter_until_somebody_has_pu
     await counter.apply(event, Deposit(2, account="bob"))
     reason = "data missing" if harm == "missing" else "data changed"
     assert reason in REASONS
-    assert await counter.desk.park() == {("deposit", 0): reason}
-    (row,) = await counter.desk.backlog()
+    assert await counter.applier.park() == {("deposit", 0): reason}
+    (row,) = await counter.applier.backlog()
     assert (row["value"], row["attempts"]) == (b"", 0)
     assert await histories(db) == {"bob": [2]}
 
@@ -170,16 +170,16 @@ async def test_what_is_not_as_it_was_sent_is_a_dead_letter_until_somebody_has_pu
     assert not again.is_new
     (again,) = await counter.apply(Deposit(1))
     assert not again.is_new
-    assert len(await counter.desk.backlog()) == 1
+    assert len(await counter.applier.backlog()) == 1
 
     objects.put(place(event), content)
-    await redrive(counter.desk)
-    await counter.desk.work_off()
+    await redrive(counter.applier)
+    await counter.applier.work_off()
     assert await histories(db) == {"ada": [1], "bob": [2]}
-    assert await counter.desk.backlog() == []
+    assert await counter.applier.backlog() == []
     # From now on its payload is known too.
     await counter.apply(Deposit(3, id="1"))
-    assert list((await counter.desk.park()).values()) == ["identity mismatch"]
+    assert list((await counter.applier.park()).values()) == ["identity mismatch"]
 
 
 @pytest.mark.parametrize(("length", "checksum"), [(1, None), (None, "00" * 32)])
@@ -188,28 +188,28 @@ async def test_the_length_and_the_checksum_each_tell_that_it_is_something_else(
 ) -> None:
     uri = objects.put("a", payload(1))
     await counter.apply(referring(Deposit(1), uri, length=length, checksum=checksum))
-    assert await counter.desk.park() == {("deposit", 0): "data changed"}
+    assert await counter.applier.park() == {("deposit", 0): "data changed"}
 
 
-async def test_data_that_has_changed_in_the_backlog_is_a_dead_letter_without_a_checksum_too(
+async def test_changed_backlog_data_is_a_dead_letter_even_without_a_checksum(
     new_counter: NewCounter, objects: Objects, db: asyncpg.Connection
 ) -> None:
     counter = await new_counter(mode="deferred")
-    desk = counter.desk
+    applier = counter.applier
     uri = objects.put("a", payload(1))
     await counter.apply(referring(Deposit(1), uri), Deposit(2, account="bob"))
     objects.put("a", payload(7))
-    await desk.work_off()
-    assert await desk.park() == {("deposit", 0): "data changed"}
+    await applier.work_off()
+    assert await applier.park() == {("deposit", 0): "data changed"}
     assert await histories(db) == {"bob": [2]}
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert uri in row["error"]
 
     objects.put("a", payload(1))
-    await redrive(desk)
-    await desk.work_off()
+    await redrive(applier)
+    await applier.work_off()
     assert await histories(db) == {"ada": [1], "bob": [2]}
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def test_the_hash_of_a_large_payload_does_not_keep_the_loop(
@@ -219,7 +219,7 @@ async def test_the_hash_of_a_large_payload_does_not_keep_the_loop(
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counter.desk.consume.claims = opened(memory_bytes=1_000_000)
+    counter.applier.consume.claims = opened(memory_bytes=1_000_000)
     threads: list[int] = []
 
     def look(*parts: str | bytes | None) -> bytes:
@@ -241,7 +241,7 @@ async def test_a_known_event_whose_data_has_gone_is_a_duplicate(
     objects.delete(place(event))
     (again,) = await counter.apply(event)
     assert not again.is_new
-    assert await counter.desk.park() == {}
+    assert await counter.applier.park() == {}
 
 
 async def test_a_key_that_holds_waits_for_its_data_and_keeps_its_order(
@@ -252,18 +252,18 @@ async def test_a_key_that_holds_waits_for_its_data_and_keeps_its_order(
     content = objects.get(place(first))
     objects.delete(place(first))
     await counter.apply(first, Deposit(2), Deposit(9, account="bob"), stored(objects, Deposit(3)))
-    assert await counter.desk.park() == {
+    assert await counter.applier.park() == {
         ("deposit", 0): "data missing",
         ("deposit", 1): "follows another",
         ("deposit", 3): "follows another",
     }
     assert await histories(db) == {"bob": [9]}
-    await counter.desk.work_off()
+    await counter.applier.work_off()
     assert await histories(db) == {"bob": [9]}
 
     objects.put(place(first), content)
-    await redrive(counter.desk)
-    await counter.desk.work_off()
+    await redrive(counter.applier)
+    await counter.applier.work_off()
     assert await histories(db) == {"ada": [1, 2, 3], "bob": [9]}
 
 
@@ -271,33 +271,35 @@ async def test_deferred_messages_are_stored_by_reference_and_fetched_in_their_tu
     new_counter: NewCounter, objects: Objects, db: asyncpg.Connection
 ) -> None:
     counter = await new_counter(mode="deferred")
-    desk = counter.desk
+    applier = counter.applier
     # More than there is memory for at once.
     await counter.apply(*(stored(objects, Deposit(n), size=4_000) for n in range(1, 8)))
-    assert {row["value"] for row in await desk.backlog()} == {b""}
-    await desk.work_off()
+    assert {row["value"] for row in await applier.backlog()} == {b""}
+    await applier.work_off()
     assert await histories(db) == {"ada": list(range(1, 8))}
     (again,) = await counter.apply(Deposit(1))
     assert not again.is_new
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
-async def test_what_waits_in_the_backlog_waits_for_the_store_and_spends_no_attempt(
+async def test_a_backlog_row_waits_for_the_store_without_spending_an_attempt(
     counter: Counter, objects: Objects, db: asyncpg.Connection, outage: Outage
 ) -> None:
     first, second = stored(objects, Deposit(1)), stored(objects, Deposit(2, account="bob"))
     content = objects.get(place(first))
     objects.delete(place(first))
     await counter.apply(first, second)
-    await redrive(counter.desk)
+    await redrive(counter.applier)
     objects.put(place(first), content)
     async with outage():
-        working = asyncio.create_task(counter.desk.work_off())
-        await eventually(lambda: "object store" in counter.desk.health.reasons.get("backlog", ""))
-        (row,) = await counter.desk.backlog()
+        working = asyncio.create_task(counter.applier.work_off())
+        await eventually(
+            lambda: "object store" in counter.applier.health.reasons.get("backlog", "")
+        )
+        (row,) = await counter.applier.backlog()
         assert (row["reason"], row["attempts"]) == ("redriven", 0)
     await working
-    await counter.desk.work_off()
+    await counter.applier.work_off()
     assert await histories(db) == {"ada": [1], "bob": [2]}
 
 
@@ -313,22 +315,22 @@ async def test_what_could_be_fetched_does_not_wait_for_the_rest(
         return await fetch(self, reference)
 
     monkeypatch.setattr(Claims, "fetch", all_but_the_third)
-    claims = counter.desk.consume.claims
-    batch = await resolve_batch(await counter.desk.read(first, second, third, start=0), claims)
+    claims = counter.applier.consume.claims
+    batch = await resolve_batch(await counter.applier.read(first, second, third, start=0), claims)
     assert [item.event for item in batch.items].count(None) == 0
     assert (len(batch.items), batch.end) == (2, 2)
     with pytest.raises(StoreUnavailable):
-        await resolve_batch(await counter.desk.read(third, start=2), claims)
+        await resolve_batch(await counter.applier.read(third, start=2), claims)
 
 
-async def test_data_that_may_have_killed_the_process_is_fetched_when_the_attempt_is_spent(
+async def test_data_suspected_of_a_process_death_is_fetched_after_counting_an_attempt(
     counter: Counter, objects: Objects, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deposit = stored(objects, Deposit(1))
     content = objects.get(place(deposit))
     objects.delete(place(deposit))
     await counter.apply(deposit)
-    await redrive(counter.desk)
+    await redrive(counter.applier)
     objects.put(place(deposit), content)
     await db.execute("UPDATE pipeline.backlog SET reason = 'process died'")
     spent: list[int] = []
@@ -341,12 +343,12 @@ async def test_data_that_may_have_killed_the_process_is_fetched_when_the_attempt
         return await fetch(self, reference)
 
     monkeypatch.setattr(Claims, "fetch", look)
-    assert await counter.desk.lanes.work_off()
+    assert await counter.applier.lanes.work_off()
     assert await db.fetchval("SELECT attempts FROM pipeline.backlog") == 0, "an outage spends none"
-    await counter.desk.make_due()
-    await counter.desk.work_off()
+    await counter.applier.make_due()
+    await counter.applier.work_off()
     assert spent == [1, 1]
-    assert await counter.desk.backlog() == []
+    assert await counter.applier.backlog() == []
 
 
 @pytest.mark.parametrize(
@@ -384,8 +386,8 @@ async def test_what_lies_elsewhere_is_never_fetched(
         await counter.apply(referring(Deposit(1), where))
         with pytest.raises(BlockingIOError):
             listener.accept()
-    assert await counter.desk.park() == {("deposit", 0): "data elsewhere"}
-    (row,) = await counter.desk.backlog()
+    assert await counter.applier.park() == {("deposit", 0): "data elsewhere"}
+    (row,) = await counter.applier.backlog()
     assert "PIPELINE_CLAIM_URL" in row["error"]
 
 
@@ -397,8 +399,8 @@ async def test_data_that_is_larger_than_the_memory_is_a_dead_letter(
     if not says:
         event = referring(Deposit(1), f"{objects.url}/{place(event)}")
     await counter.apply(event)
-    assert await counter.desk.park() == {("deposit", 0): "data too large"}
-    assert not counter.desk.outages
+    assert await counter.applier.park() == {("deposit", 0): "data too large"}
+    assert not counter.applier.outages
 
 
 async def test_a_length_that_is_no_number_is_the_producers_mistake(
@@ -407,17 +409,17 @@ async def test_a_length_that_is_no_number_is_the_producers_mistake(
     uri = objects.put("a", payload(1))
     headers = (("ce_dataref", uri.encode()), ("ce_datalength", b"-1"))
     await counter.apply(Deposit(1, value=b"", headers=headers))
-    assert await counter.desk.park() == {("", 0): "invalid attribute"}
+    assert await counter.applier.park() == {("", 0): "invalid attribute"}
 
 
 async def test_a_service_without_a_store_says_what_to_do(
-    new_desk: NewDesk, objects: Objects
+    new_applier: NewApplier, objects: Objects
 ) -> None:
-    bank = Bank(deposits="deposits", balances="balances", name="desk")
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
-    await Counter(desk, None).apply(stored(objects, Deposit(1)))  # type: ignore[arg-type]
-    assert await desk.park() == {("deposit", 0): "data elsewhere"}
-    (row,) = await desk.backlog()
+    bank = Bank(deposits="deposits", balances="balances", name="applier")
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
+    await Counter(applier, None).apply(stored(objects, Deposit(1)))  # type: ignore[arg-type]
+    assert await applier.park() == {("deposit", 0): "data elsewhere"}
+    (row,) = await applier.backlog()
     assert "set PIPELINE_CLAIM_URL" in row["error"]
 
 
@@ -429,11 +431,11 @@ async def test_a_store_that_has_lost_everything_opens_the_breaker_and_buries_not
         objects.delete(name)
     with pytest.raises(BreakerOpen):
         await counter.apply(*events)
-    assert await counter.desk.backlog() == []
+    assert await counter.applier.backlog() == []
 
 
 @LOST
-async def test_a_store_that_is_not_there_buries_nothing_while_small_events_go_on(
+async def test_a_lost_store_makes_no_dead_letters_while_small_events_continue(
     counter: Counter, objects: Objects, db: asyncpg.Connection, loss: Outage
 ) -> None:
     """It answers for everything that it is missing, and the breaker sees that others succeed."""
@@ -443,7 +445,7 @@ async def test_a_store_that_is_not_there_buries_nothing_while_small_events_go_on
             await counter.apply(Deposit(100 + number, account="small"))
             with pytest.raises(StoreUnavailable, match=f"the object store at {objects.url}: "):
                 await counter.apply(event)
-        assert await counter.desk.backlog() == []
+        assert await counter.applier.backlog() == []
     await counter.apply(*large)
     assert await histories(db) == {"large": [*range(30)], "small": [*range(100, 130)]}
 

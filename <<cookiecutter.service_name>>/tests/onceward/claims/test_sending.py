@@ -21,7 +21,7 @@ from onceward.settings import Settings
 
 from .conftest import FOLDER_AND_S3, LIMIT, Objects, Outage
 from tests.contract.bank import Deposit
-from tests.onceward.integration.desk import Desk, NewDesk
+from tests.onceward.integration.applier import Applier, NewApplier
 from tests.onceward.integration.test_round_trips import NEW, deposits, round_trips, wired
 from tests.onceward.integration.wire import Wire
 from tests.servers.waiting import PATIENCE, eventually
@@ -77,11 +77,11 @@ def clerk() -> Clerk:
 
 
 @pytest.fixture
-async def desk(clerk: Clerk, new_desk: NewDesk, opened: Callable[..., Claims]) -> Desk:
-    """Return the desk of the clerk."""
-    desk = await new_desk(clerk.handlers, topic="deposits")
-    desk.consume.claims = opened()
-    return desk
+async def applier(clerk: Clerk, new_applier: NewApplier, opened: Callable[..., Claims]) -> Applier:
+    """Return the applier of the clerk."""
+    applier = await new_applier(clerk.handlers, topic="deposits")
+    applier.consume.claims = opened()
+    return applier
 
 
 async def outbox(db: asyncpg.Connection) -> list[asyncpg.Record]:
@@ -95,11 +95,11 @@ async def noted(db: asyncpg.Connection) -> dict[str, str]:
     return dict(await db.fetch("SELECT name, event_id FROM pipeline.claim"))
 
 
-async def test_a_payload_above_the_limit_is_kept_elsewhere_and_one_at_the_limit_travels(
-    desk: Desk, objects: Objects, db: asyncpg.Connection
+async def test_only_a_payload_above_the_limit_is_stored_outside_of_kafka(
+    applier: Applier, objects: Objects, db: asyncpg.Connection
 ) -> None:
     at_limit = LIMIT - EMPTY
-    await desk.apply(Deposit(at_limit), Deposit(at_limit + 1))
+    await applier.apply(Deposit(at_limit), Deposit(at_limit + 1))
     small, large = await outbox(db)
     assert (len(small["payload"]), small["dataref"]) == (LIMIT, None)
     (name,) = objects.names()
@@ -111,81 +111,83 @@ async def test_a_payload_above_the_limit_is_kept_elsewhere_and_one_at_the_limit_
     assert await noted(db) == {name: large["event_id"]}
     service, kind, day, last = name.split("/")
     assert kind == "claims"
-    assert (service, len(day), len(last)) == ("desk", 10, 65)
+    assert (service, len(day), len(last)) == ("applier", 10, 65)
 
 
 async def test_what_would_not_fit_with_its_key_is_kept_elsewhere_too(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
     clerk: Clerk,
     opened: Callable[..., Claims],
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PIPELINE_CLAIM_LIMIT_BYTES", "3000")
-    desk = await new_desk(clerk.handlers, topic="deposits", max_event_bytes=4_800)
-    desk.consume.claims = opened()
-    await desk.apply(Deposit(2_900, account="k" * 1_000))
+    applier = await new_applier(clerk.handlers, topic="deposits", max_event_bytes=4_800)
+    applier.consume.claims = opened()
+    await applier.apply(Deposit(2_900, account="k" * 1_000))
     (row,) = await outbox(db)
     assert row["dataref"] is not None
 
 
 @pytest.mark.parametrize("letters", [9_990 - EMPTY, 10_001 - EMPTY])
 async def test_what_is_larger_than_the_memory_is_refused_as_it_is_staged(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
     clerk: Clerk,
     opened: Callable[..., Claims],
     objects: Objects,
     letters: int,
 ) -> None:
-    desk = await new_desk(clerk.handlers, topic="deposits", max_event_bytes=5_000)
-    desk.consume.claims = opened()
-    await desk.apply(Deposit(letters))
+    applier = await new_applier(clerk.handlers, topic="deposits", max_event_bytes=5_000)
+    applier.consume.claims = opened()
+    await applier.apply(Deposit(letters))
     fits = letters + EMPTY <= 10_000
     assert len(objects.names()) == fits
-    assert (await desk.park() == {}) == fits
+    assert (await applier.park() == {}) == fits
     if not fits:
-        (row,) = await desk.backlog()
+        (row,) = await applier.backlog()
         assert row["error"].startswith(Unpublishable.__name__)
         assert "PIPELINE_CLAIM_MEMORY_BYTES" in row["error"]
 
 
 async def test_small_events_cost_no_round_trip_and_large_ones_one_for_all(
-    wired: tuple[object, Desk, Wire], opened: Callable[..., Claims], objects: Objects
+    wired: tuple[object, Applier, Wire], opened: Callable[..., Claims], objects: Objects
 ) -> None:
-    _, desk, wire = wired
-    desk.consume.claims = opened()
-    await desk.apply(*deposits(0, 10))
-    await desk.apply(*deposits(10, 10))
-    assert await round_trips(wire, desk, deposits(20, 1_000)) == NEW
+    _, applier, wire = wired
+    applier.consume.claims = opened()
+    await applier.apply(*deposits(0, 10))
+    await applier.apply(*deposits(10, 10))
+    assert await round_trips(wire, applier, deposits(20, 1_000)) == NEW
     assert objects.names() == set()
 
 
 async def test_the_large_ones_of_a_transaction_are_noted_by_one_statement(
-    desk: Desk, clerk: Clerk, objects: Objects, db: asyncpg.Connection
+    applier: Applier, clerk: Clerk, objects: Objects, db: asyncpg.Connection
 ) -> None:
     clerk.copies = 3
-    await desk.apply(Deposit(1_000), Deposit(1_001), Deposit(5))
+    await applier.apply(Deposit(1_000), Deposit(1_001), Deposit(5))
     assert len(await noted(db)) == 6 == len(objects.names())
     assert len(await outbox(db)) == 9
 
 
 async def test_more_than_there_is_memory_for_is_done_in_parts(
-    desk: Desk, objects: Objects, db: asyncpg.Connection
+    applier: Applier, objects: Objects, db: asyncpg.Connection
 ) -> None:
-    await desk.apply(*(Deposit(3_000 + number) for number in range(8)))
+    await applier.apply(*(Deposit(3_000 + number) for number in range(8)))
     assert len(await outbox(db)) == 8
-    assert await desk.park() == {}
+    assert await applier.park() == {}
     assert set(await noted(db)) == objects.names()
 
 
-async def test_one_message_that_needs_more_is_its_handlers_fault(desk: Desk, clerk: Clerk) -> None:
+async def test_one_message_that_needs_more_is_its_handlers_fault(
+    applier: Applier, clerk: Clerk
+) -> None:
     clerk.copies = 4
-    await desk.apply(Deposit(3_000), Deposit(2, account="bob"))
-    assert await desk.park() == {("state", 0): "transaction failed"}
+    await applier.apply(Deposit(3_000), Deposit(2, account="bob"))
+    assert await applier.park() == {("state", 0): "transaction failed"}
 
 
 async def test_a_store_that_is_slow_gets_less_at_once(
-    desk: Desk, opened: Callable[..., Claims], db: asyncpg.Connection
+    applier: Applier, opened: Callable[..., Claims], db: asyncpg.Connection
 ) -> None:
     class Slow(Claims):
         async def put(self, payloads: Mapping[str, bytes]) -> Mapping[str, Stored]:
@@ -195,26 +197,26 @@ async def test_a_store_that_is_slow_gets_less_at_once(
 
     claims = opened()
     claims.__class__ = Slow
-    desk.consume.claims = claims
+    applier.consume.claims = claims
     async with asyncio.timeout(PATIENCE):
-        await desk.apply(*(Deposit(1_000 + number) for number in range(8)))
+        await applier.apply(*(Deposit(1_000 + number) for number in range(8)))
     assert len(await outbox(db)) == 8
-    assert desk.outages == []
+    assert applier.outages == []
 
 
 async def test_an_event_that_is_taken_back_is_not_kept(
-    desk: Desk, clerk: Clerk, objects: Objects
+    applier: Applier, clerk: Clerk, objects: Objects
 ) -> None:
     clerk.raises = RuntimeError("no")
-    await desk.apply(Deposit(1_000))
+    await applier.apply(Deposit(1_000))
     assert objects.names() == set()
 
 
 async def test_scheduled_events_are_kept_when_they_are_staged(
-    desk: Desk, clerk: Clerk, objects: Objects, db: asyncpg.Connection
+    applier: Applier, clerk: Clerk, objects: Objects, db: asyncpg.Connection
 ) -> None:
     clerk.options = {"after": timedelta(days=1), "name": "later"}
-    await desk.apply(Deposit(1_000))
+    await applier.apply(Deposit(1_000))
     (row,) = await db.fetch("SELECT * FROM pipeline.scheduled")
     (name,) = objects.names()
     assert (row["payload"], row["dataref"]) == (b"", f"{objects.url}/{name}")
@@ -229,7 +231,7 @@ async def engine(settings: Callable[..., Settings]) -> AsyncIterator[AsyncEngine
     await engine.dispose()
 
 
-async def test_a_writer_keeps_large_payloads_and_is_told_when_the_store_is_away(
+async def test_a_writer_stores_large_payloads_and_reports_an_unavailable_store(
     engine: AsyncEngine,
     opened: Callable[..., Claims],
     objects: Objects,
@@ -251,7 +253,7 @@ async def test_a_writer_keeps_large_payloads_and_is_told_when_the_store_is_away(
 
 
 @FOLDER_AND_S3
-async def test_a_store_that_is_not_there_is_not_made_by_what_is_stored(
+async def test_storing_does_not_create_a_missing_store(
     opened: Callable[..., Claims], objects: Objects, loss: Outage
 ) -> None:
     """A folder that is not mounted would get what its readers never see."""
@@ -284,16 +286,16 @@ async def test_what_is_kept_in_a_folder_survives_a_loss_of_power(
 
 
 async def test_a_store_that_is_away_is_waited_for_and_spends_no_attempt(
-    desk: Desk, clerk: Clerk, objects: Objects, outage: Outage, db: asyncpg.Connection
+    applier: Applier, clerk: Clerk, objects: Objects, outage: Outage, db: asyncpg.Connection
 ) -> None:
     async with outage():
-        applying = asyncio.create_task(desk.apply(Deposit(1_000), Deposit(2)))
-        await eventually(lambda: len(desk.outages) > 2)
-        assert all(f"the object store at {objects.url}" in one for one in desk.outages)
+        applying = asyncio.create_task(applier.apply(Deposit(1_000), Deposit(2)))
+        await eventually(lambda: len(applier.outages) > 2)
+        assert all(f"the object store at {objects.url}" in one for one in applier.outages)
         assert await outbox(db) == []
     await applying
     assert len(await outbox(db)) == 2
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
     assert set(await noted(db)) == objects.names()
 
 
@@ -341,7 +343,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.mark.parametrize("is_listening", [True, False], ids=["hanging", "refusing"])
 async def test_a_store_that_does_not_answer_is_infrastructure(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
     clerk: Clerk,
     opened: Callable[..., Claims],
     listen: Listen,
@@ -350,21 +352,21 @@ async def test_a_store_that_does_not_answer_is_infrastructure(
     is_listening: bool,
 ) -> None:
     remote(await listen() if is_listening else unused_tcp_port)
-    desk = await new_desk(clerk.handlers, topic="deposits")
-    desk.consume.claims = opened()
-    applying = asyncio.create_task(desk.apply(Deposit(1_000)))
-    await eventually(lambda: len(desk.outages) > 1)
+    applier = await new_applier(clerk.handlers, topic="deposits")
+    applier.consume.claims = opened()
+    applying = asyncio.create_task(applier.apply(Deposit(1_000)))
+    await eventually(lambda: len(applier.outages) > 1)
     applying.cancel()
     await asyncio.gather(applying, return_exceptions=True)
     why = "storing takes longer" if is_listening else "error sending request"
-    assert all("the object store at s3://bucket/claims: " in one for one in desk.outages)
-    assert all(why in one for one in desk.outages)
-    assert "hunter2" not in "".join(desk.outages)
-    assert await desk.backlog() == []
+    assert all("the object store at s3://bucket/claims: " in one for one in applier.outages)
+    assert all(why in one for one in applier.outages)
+    assert "hunter2" not in "".join(applier.outages)
+    assert await applier.backlog() == []
 
 
-async def test_a_store_that_hangs_spends_no_attempt_of_a_handler_that_has_left_it_little_time(
-    new_desk: NewDesk,
+async def test_a_hanging_store_spends_no_attempt_of_a_slow_handler(
+    new_applier: NewApplier,
     clerk: Clerk,
     opened: Callable[..., Claims],
     listen: Listen,
@@ -373,21 +375,23 @@ async def test_a_store_that_hangs_spends_no_attempt_of_a_handler_that_has_left_i
 ) -> None:
     remote(await listen())
     monkeypatch.setenv("PIPELINE_CLAIM_TIMEOUT", "2")
-    desk = await new_desk(clerk.handlers, topic="deposits", transaction_timeout=6, lock_timeout=1)
-    desk.consume.claims = opened()
+    applier = await new_applier(
+        clerk.handlers, topic="deposits", transaction_timeout=6, lock_timeout=1
+    )
+    applier.consume.claims = opened()
     clerk.seconds = 1.0
-    applying = asyncio.create_task(desk.apply(Deposit(1_000)))
-    await eventually(lambda: applying.done() or len(desk.outages) > 1)
+    applying = asyncio.create_task(applier.apply(Deposit(1_000)))
+    await eventually(lambda: applying.done() or len(applier.outages) > 1)
     assert not applying.done()
     applying.cancel()
     await asyncio.gather(applying, return_exceptions=True)
-    assert all("the object store at s3://bucket/claims: " in one for one in desk.outages)
-    assert await desk.backlog() == []
+    assert all("the object store at s3://bucket/claims: " in one for one in applier.outages)
+    assert await applier.backlog() == []
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["working", "hanging"])
-async def test_a_handler_that_leaves_the_store_less_than_its_time_is_at_fault(
-    new_desk: NewDesk,
+async def test_a_handler_leaving_the_store_too_little_time_is_at_fault(
+    new_applier: NewApplier,
     clerk: Clerk,
     opened: Callable[..., Claims],
     listen: Listen,
@@ -397,22 +401,24 @@ async def test_a_handler_that_leaves_the_store_less_than_its_time_is_at_fault(
     """However quick the store is: what a message comes to does not depend on others' luck."""
     if not is_there:
         request.getfixturevalue("remote")(await listen())
-    desk = await new_desk(clerk.handlers, topic="deposits", transaction_timeout=9, lock_timeout=1)
-    desk.consume.claims = opened(timeout=8)
+    applier = await new_applier(
+        clerk.handlers, topic="deposits", transaction_timeout=9, lock_timeout=1
+    )
+    applier.consume.claims = opened(timeout=8)
     clerk.seconds = 1.5
     async with asyncio.timeout(PATIENCE):
-        await desk.apply(Deposit(1_000), Deposit(1, account="bob"))
-        await desk.work_off()
-    assert await desk.park() == {("state", 0): "takes too long"}
-    (row,) = await desk.backlog()
+        await applier.apply(Deposit(1_000), Deposit(1, account="bob"))
+        await applier.work_off()
+    assert await applier.park() == {("state", 0): "takes too long"}
+    (row,) = await applier.backlog()
     assert "takes longer than 1 s and leaves the object store less than 8 s" in row["error"]
-    assert desk.outages == []
+    assert applier.outages == []
 
 
 FORBIDDEN = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
 
 
-async def test_a_store_that_forbids_is_waited_for_and_what_to_grant_is_said(
+async def test_a_store_that_denies_access_is_awaited_and_permissions_are_named(
     opened: Callable[..., Claims], remote: Callable[[int], None]
 ) -> None:
     async def forbid(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -29,10 +29,10 @@ def test_the_guide_tells_of_every_setting_what_the_code_says() -> None:
 def command(commands: Callable[[typer.Typer], Command]) -> Command:
     """Call `service …` of a service that has all of the packages."""
     service = Service(
-        "desk",
+        "applier",
         Handlers(),
         MetaData(),
-        archive=Archive("desk"),
+        archive=Archive("applier"),
         claims=open_claims,
         settings=(ArchiveSettings, ClaimSettings),
     )
@@ -61,7 +61,7 @@ async def test_mistakes_of_all_packages_are_told_at_once_whatever_the_command(
         assert "hunter2" not in done.output
 
 
-async def test_settings_that_do_not_go_together_are_told_before_any_server_is_asked(
+async def test_incompatible_settings_are_reported_before_any_server_is_contacted(
     command: Command, store_url: str, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
     nowhere = f"postgresql+asyncpg://x:x@127.0.0.1:{unused_tcp_port}/x"
@@ -84,7 +84,7 @@ def test_without_a_url_there_is_none(
     settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PIPELINE_CLAIM_URL", raising=False)
-    assert open_claims("desk", settings()) is None
+    assert open_claims("applier", settings()) is None
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_what_makes_no_sense_is_refused_with_what_to_do(
     monkeypatch.setenv("PIPELINE_CLAIM_MEMORY_BYTES", "4000")
     monkeypatch.setenv(f"PIPELINE_CLAIM_{name}", value)
     with pytest.raises(Misconfigured, match=complaint) as error:
-        open_claims("desk", settings(transaction_timeout=5))
+        open_claims("applier", settings(transaction_timeout=5))
     assert "hunter2" not in str(error.value)
 
 
 def test_the_limit_lies_below_what_may_be_sent(
     store_url: str, settings: Callable[..., Settings]
 ) -> None:
-    assert open_claims("desk", settings(max_event_bytes=1_001)) is not None
+    assert open_claims("applier", settings(max_event_bytes=1_001)) is not None
     with pytest.raises(Misconfigured, match=r"less than PIPELINE_MAX_EVENT_BYTES \(1,000\)"):
-        open_claims("desk", settings(max_event_bytes=1_000))
+        open_claims("applier", settings(max_event_bytes=1_000))
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "a b"])

@@ -34,7 +34,7 @@ _TIME_PASSES = "UPDATE pipeline.claim SET published_at = published_at - $1::inte
 _SCHEDULE = """
 INSERT INTO pipeline.scheduled (name, due_at, topic, payload, event_id, source, type, content_type,
                                 dataref)
-VALUES ('later', clock_timestamp() + interval '1 hour', 'books', '', 'event', '/desk', 'printed',
+VALUES ('later', clock_timestamp() + interval '1 hour', 'books', '', 'event', '/applier', 'printed',
         'application/json', 'file:///somewhere')
 """
 _REFUSE = """
@@ -48,8 +48,8 @@ SELECT id, created_at, topic, payload, event_id, source, type, content_type, dat
 @pytest.fixture
 def service(commands: Callable[..., Command]) -> Command:
     """Call `service claims …` of a service without handlers."""
-    desk = Service("desk", Handlers(), Base.metadata)
-    return commands(command_line(desk, claims=app), "claims")
+    applier = Service("applier", Handlers(), Base.metadata)
+    return commands(command_line(applier, claims=app), "claims")
 
 
 async def keep(claims: Claims, db: asyncpg.Connection, id: str = "event") -> Stored:
@@ -145,11 +145,11 @@ async def test_the_age_begins_when_the_event_is_published(
 async def test_what_is_not_the_services_own_payloads_is_left_alone(
     opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
 ) -> None:
-    for name in ("other", "desk2", "des", "DESK"):
+    for name in ("other", "applier2", "des", "APPLIER"):
         objects.put(f"{name}/claims/2026-01-01/a", b"x")
     # An archive may lie below the same URL.
-    objects.put("desk/outbox/2026-01-01/manifest.json", b"x")
-    objects.put("desk/claims2/2026-01-01/a", b"x")
+    objects.put("applier/outbox/2026-01-01/manifest.json", b"x")
+    objects.put("applier/claims2/2026-01-01/a", b"x")
     before = objects.names()
     await opened(**OLD, **GONE).sweep(db)
     assert objects.names() == before
@@ -164,13 +164,13 @@ async def test_rounds_go_on_where_the_last_one_ended(
     monkeypatch.setattr(sweeping, "_A_ROUND", 3)
     for day in range(1, 5):
         for number in range(3):
-            objects.put(f"desk/claims/2026-01-0{day}/{number}", b"x")
-            await db.execute(_NOTE, f"desk/claims/2026-01-0{day}/{number}", "event")
+            objects.put(f"applier/claims/2026-01-0{day}/{number}", b"x")
+            await db.execute(_NOTE, f"applier/claims/2026-01-0{day}/{number}", "event")
     await stage(db, [event("books", "event", dataref="x")])
     claims = opened(**GONE)
     await claims.sweep(db)
-    late = objects.put("desk/claims/2026-01-01/late", b"x")
-    objects.put("desk/claims/2026-01-03/late", b"x")
+    late = objects.put("applier/claims/2026-01-01/late", b"x")
+    objects.put("applier/claims/2026-01-03/late", b"x")
     for _ in range(2):
         await claims.sweep(db)
     assert len(objects.names()) == 13, "the first folder is not looked into again so soon"
@@ -237,7 +237,7 @@ async def test_a_running_service_sweeps_in_the_rounds_of_its_retention(
     running: Running, opened: Callable[..., Claims], objects: Objects, db: asyncpg.Connection
 ) -> None:
     service = Service(
-        "desk", Handlers(), Base.metadata, claims=lambda name, _: opened(name, **GONE)
+        "applier", Handlers(), Base.metadata, claims=lambda name, _: opened(name, **GONE)
     )
     async with running(service, Part.RELAY, retention_interval=0.2):
         await opened().put({"orphan": b"x"})
@@ -258,13 +258,13 @@ async def test_where_roles_are_split_retention_sweeps_and_the_others_leave_it(
 ) -> None:
     noted = await keep(opened(), db, "old")
     await db.execute("UPDATE pipeline.claim SET published_at = now() - interval '31 days'")
-    desk = Service("desk", Handlers(), Base.metadata, claims=lambda name, _: opened(name))
+    applier = Service("applier", Handlers(), Base.metadata, claims=lambda name, _: opened(name))
     caplog.set_level("DEBUG", "onceward.retention.worker")
     async with splitting(server_url, direct_url, db) as made:
-        async with running(desk, Part.RELAY, database_url=made.of("relay")):
+        async with running(applier, Part.RELAY, database_url=made.of("relay")):
             await eventually(lambda: "left to another role" in caplog.text)
         assert "a round of retention failed" not in caplog.text
-        service = commands(command_line(desk, claims=app), "claims")
+        service = commands(command_line(applier, claims=app), "claims")
         for role in ("service", "relay", "operator"):
             monkeypatch.setenv("PIPELINE_DATABASE_URL", made.of(role))
             done = await service("sweep")
@@ -277,7 +277,7 @@ async def test_where_roles_are_split_retention_sweeps_and_the_others_leave_it(
         assert objects.names() == set()
 
 
-async def test_the_command_tells_what_it_does_and_a_dry_run_what_it_would(
+async def test_the_command_reports_deletions_and_a_dry_run_the_intended_ones(
     service: Command,
     opened: Callable[..., Claims],
     objects: Objects,
@@ -308,13 +308,13 @@ async def test_the_command_tells_what_it_does_and_a_dry_run_what_it_would(
     assert "PIPELINE_CLAIM_URL is not set" in complaint(done)
 
 
-async def test_the_command_says_that_it_is_the_store_that_is_away_and_not_postgresql(
+async def test_the_command_says_that_the_store_and_not_postgresql_is_unavailable(
     service: Command, objects: Objects, tmp_path: Path
 ) -> None:
-    (tmp_path / "store" / "desk").touch()  # where a folder is expected
+    (tmp_path / "store" / "applier").touch()  # where a folder is expected
     done = await service("sweep")
     assert done.exit_code == 1
-    place = f"{objects.url.removeprefix('file://')}/desk/claims"
+    place = f"{objects.url.removeprefix('file://')}/applier/claims"
     assert complaint(done) == (
         f"the object store at {objects.url}: listing failed: Generic LocalFileSystem error:"
         f" Unable to walk dir: IO error for operation on {place}: Not a directory (os error 20)"

@@ -29,8 +29,8 @@ from .conftest import FOLDER_AND_S3, GONE, LIMIT, SETTINGS, Objects, Outage
 from .press import Press, letters_for
 from tests.conftest import Records, Running
 from tests.onceward.integration.conftest import Command
-from tests.onceward.integration.doors import Door
 from tests.onceward.integration.outgoing import all_is_written
+from tests.onceward.integration.tcp_proxy import TcpProxy
 from tests.servers.databases import HOME
 from tests.servers.processes import most_memory
 from tests.servers.waiting import PATIENCE, eventually
@@ -50,7 +50,7 @@ async def press(new_topic: Callable[..., Awaitable[str]]) -> Press:
 
 
 @FOLDER_AND_S3
-async def test_a_large_payload_goes_by_the_store_and_a_small_one_by_kafka(
+async def test_large_payloads_travel_through_the_store_and_small_ones_through_kafka(
     press: Press,
     running: Running,
     producer: AIOKafkaProducer,
@@ -92,7 +92,7 @@ async def test_the_events_of_a_key_keep_their_order_whichever_way_they_go(
         assert [letters for title, letters in press.read if title == one] == wanted
 
 
-async def test_a_reader_that_is_behind_takes_as_much_at_once_as_it_has_memory_for(
+async def test_a_lagging_reader_takes_as_much_as_fits_into_its_memory(
     press: Press,
     running: Running,
     producer: AIOKafkaProducer,
@@ -214,11 +214,11 @@ async def test_while_data_is_fetched_no_transaction_is_open(
         return Claims(service, ClaimSettings().model_copy(update={"timeout": 2 * PATIENCE}))
 
     press.claims = patient
-    async with Door("127.0.0.1", s3proxy.port).listening() as door:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{door.port}")
-        door.hold()
+    async with TcpProxy("127.0.0.1", s3proxy.port).listening() as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
+        proxy.hold()
         async with running(press.reader, Part.CONSUME):
-            await eventually(lambda: door.knocks > 0)
+            await eventually(lambda: proxy.attempts > 0)
             asked_at = await db.fetchval("SELECT clock_timestamp()")
 
             async def nothing_is_open() -> bool:
@@ -227,7 +227,7 @@ async def test_while_data_is_fetched_no_transaction_is_open(
 
             await eventually(nothing_is_open)
             assert press.read == []
-            door.go_on()
+            proxy.restore()
             await eventually(lambda: press.read == [("book", 2_000)])
 
 
@@ -308,7 +308,7 @@ async def test_twelve_partitions_with_large_data_each_need_less_than_768_mebibyt
 
 
 @FOLDER_AND_S3
-async def test_what_a_killed_process_has_stored_is_swept_and_what_its_successor_stores_is_not(
+async def test_payloads_of_a_killed_process_are_swept_but_not_its_successors(
     press: Press,
     running: Running,
     producer: AIOKafkaProducer,

@@ -1,4 +1,4 @@
-"""The fixtures of the engine's tests, with desks that also make calls."""
+"""The fixtures of the engine's tests, with appliers that also make calls."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 
 from onceward import Handlers
 
-from .desk import Desk, NewDesk
-from tests.onceward.integration import desk as engine
-from tests.onceward.integration.conftest import bank, new_desk  # noqa: F401 (fixtures)
+from .applier import Applier, NewApplier
+from tests.onceward.integration import applier as engine
+from tests.onceward.integration.conftest import bank, new_applier  # noqa: F401 (fixtures)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,11 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def new_calling_desk(new_desk: engine.NewDesk) -> NewDesk:  # noqa: F811
-    """Make desks that also make the calls that are staged there."""
+def new_calling_applier(new_applier: engine.NewApplier) -> NewApplier:  # noqa: F811
+    """Make appliers that also make the calls that are staged there."""
 
-    async def make(handlers: Handlers, *, topic: str, **changes: object) -> Desk:
-        desk = await new_desk(handlers, topic=topic, **changes)
-        return Desk(*(getattr(desk, one.name) for one in fields(desk)))
+    async def make(handlers: Handlers, *, topic: str, **changes: object) -> Applier:
+        applier = await new_applier(handlers, topic=topic, **changes)
+        return Applier(*(getattr(applier, one.name) for one in fields(applier)))
 
     return make

@@ -15,7 +15,7 @@ from onceward.apply import outcome
 from onceward.effects import Effects
 from onceward.observe import metrics
 
-from .desk import NewDesk, Outside, desk_of
+from .applier import NewApplier, Outside, applier_of
 from tests.contract.bank import Deposit, Deposited
 from tests.onceward.blocking import Block, interrupting
 from tests.onceward.integration.test_exits import EXITS, Response
@@ -23,24 +23,24 @@ from tests.onceward.integration.test_ladder import ENDS_ITS_CONNECTION, RAISE
 
 
 @pytest.mark.parametrize("kind", EXITS)
-async def test_what_would_end_the_process_is_the_failure_of_the_effect_that_raised_it(
-    new_calling_desk: NewDesk, kind: type[BaseException]
+async def test_exceptions_that_would_end_the_process_fail_only_their_effect(
+    new_calling_applier: NewApplier, kind: type[BaseException]
 ) -> None:
     async def then(event: Event, tx: Transaction, result: str) -> None:
         if result == "told carl":
             raise kind
 
-    outside, desk = await desk_of(new_calling_desk, then=then, policy=Policy(attempts=1))
+    outside, applier = await applier_of(new_calling_applier, then=then, policy=Policy(attempts=1))
     outside.errors = {2: kind()}
-    await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3, "carl"))
-    await desk.call()
-    rows = await desk.backlog()
+    await applier.apply(Deposit(1), Deposit(2, "bob"), Deposit(3, "carl"))
+    await applier.call()
+    rows = await applier.backlog()
     failed = ("attempts used up", kind.__name__)
     assert [(row["reason"], row["error"]) for row in rows] == [failed] * 2
 
 
 async def test_a_call_that_cancels_its_task_fails_and_the_worker_goes_on(
-    new_calling_desk: NewDesk,
+    new_calling_applier: NewApplier,
 ) -> None:
     async def cancel() -> None:
         task = asyncio.current_task()
@@ -48,11 +48,11 @@ async def test_a_call_that_cancels_its_task_fails_and_the_worker_goes_on(
         task.cancel()
         await asyncio.Event().wait()
 
-    outside, desk = await desk_of(new_calling_desk, policy=Policy(attempts=1))
+    outside, applier = await applier_of(new_calling_applier, policy=Policy(attempts=1))
     outside.waits = {1: cancel}
-    await desk.apply(Deposit(1), Deposit(2, "bob"))
-    await desk.call()
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(1), Deposit(2, "bob"))
+    await applier.call()
+    (row,) = await applier.backlog()
     assert row["reason"] == "attempts used up"
     assert row["error"].startswith("CancelledItself: ")
     assert sorted(outside.calls) == [1, 2]
@@ -75,20 +75,20 @@ async def and_denies(block: Block) -> None:
 
 @pytest.mark.parametrize("is_repeatable", [True, False])
 @pytest.mark.parametrize("way", [at_once, and_gathers, and_denies])
-async def test_a_call_that_blocks_the_event_loop_fails_whatever_it_makes_of_that(
-    new_calling_desk: NewDesk, way: Callable[[Block], Awaitable[None]], is_repeatable: bool
+async def test_a_call_blocking_the_event_loop_fails_however_it_handles_the_error(
+    new_calling_applier: NewApplier, way: Callable[[Block], Awaitable[None]], is_repeatable: bool
 ) -> None:
     async def wait() -> None:
         await way(block)
 
-    outside, desk = await desk_of(
-        new_calling_desk, policy=Policy(attempts=1), repeatable=is_repeatable
+    outside, applier = await applier_of(
+        new_calling_applier, policy=Policy(attempts=1), repeatable=is_repeatable
     )
     outside.waits = {1: wait}
-    await desk.apply(Deposit(1), Deposit(2, "bob"))
+    await applier.apply(Deposit(1), Deposit(2, "bob"))
     with interrupting() as block:
-        await desk.call()
-    (row,) = await desk.backlog()
+        await applier.call()
+    (row,) = await applier.backlog()
     assert row["reason"] == ("attempts used up" if is_repeatable else "outcome unknown")
     text = "TimeoutError: tell blocks the event loop: await, or use asyncio.to_thread"
     assert row["error"] == text
@@ -96,35 +96,35 @@ async def test_a_call_that_blocks_the_event_loop_fails_whatever_it_makes_of_that
 
 
 async def asked_after_a_lost_call(
-    new_calling_desk: NewDesk, ask: Callable[[Event, Any], Awaitable[Any]]
+    new_calling_applier: NewApplier, ask: Callable[[Event, Any], Awaitable[Any]]
 ) -> tuple[Outside, asyncpg.Record]:
     """Make a call whose outcome is unknown, and ask; return the outside and the call's row."""
-    outside, desk = await desk_of(
-        new_calling_desk, repeatable=False, ask=ask, policy=Policy(attempts=2, schedule=(0,))
+    outside, applier = await applier_of(
+        new_calling_applier, repeatable=False, ask=ask, policy=Policy(attempts=2, schedule=(0,))
     )
     outside.errors = {1: OSError("lost")}
-    await desk.apply(Deposit(1))
-    await desk.call()
-    await desk.make_due()
-    await desk.call()
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(1))
+    await applier.call()
+    await applier.make_due()
+    await applier.call()
+    (row,) = await applier.backlog()
     return outside, row
 
 
 @pytest.mark.parametrize("kind", EXITS)
 async def test_who_is_asked_may_raise_what_would_end_the_process(
-    new_calling_desk: NewDesk, kind: type[BaseException]
+    new_calling_applier: NewApplier, kind: type[BaseException]
 ) -> None:
     async def ask(event: Event, call: Any) -> bool:
         raise kind
 
-    outside, row = await asked_after_a_lost_call(new_calling_desk, ask)
+    outside, row = await asked_after_a_lost_call(new_calling_applier, ask)
     assert (row["reason"], row["attempts"]) == ("outcome unknown", 2)
     assert outside.calls == [1]
 
 
-async def test_what_ask_returns_after_it_has_blocked_the_event_loop_is_not_believed(
-    new_calling_desk: NewDesk,
+async def test_the_result_of_ask_is_ignored_if_ask_blocks_the_loop(
+    new_calling_applier: NewApplier,
 ) -> None:
     async def ask(event: Event, call: Any) -> bool:
         with suppress(BaseException):
@@ -132,41 +132,41 @@ async def test_what_ask_returns_after_it_has_blocked_the_event_loop_is_not_belie
         return False
 
     with interrupting() as block:
-        outside, row = await asked_after_a_lost_call(new_calling_desk, ask)
+        outside, row = await asked_after_a_lost_call(new_calling_applier, ask)
     assert (row["reason"], row["attempts"]) == ("outcome unknown", 2)
     assert outside.calls == [1]
 
 
-async def test_a_decision_in_a_group_says_that_a_call_did_not_take_place(
-    new_calling_desk: NewDesk,
+async def test_a_decision_in_an_exception_group_means_no_call_took_place(
+    new_calling_applier: NewApplier,
 ) -> None:
-    outside, desk = await desk_of(new_calling_desk, repeatable=False, policy=Policy())
+    outside, applier = await applier_of(new_calling_applier, repeatable=False, policy=Policy())
     outside.errors = {1: ExceptionGroup("tasks", [Retry("it is closed", after=60)])}
-    await desk.apply(Deposit(1))
-    await desk.call()
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(1))
+    await applier.call()
+    (row,) = await applier.backlog()
     assert (row["reason"], row["died_at"]) == ("failed", None)
     assert row["error"] == "Retry: it is closed"
 
 
-async def test_a_decision_in_a_group_does_not_undo_a_call_that_was_made(
-    new_calling_desk: NewDesk,
+async def test_a_decision_in_an_exception_group_undoes_no_completed_call(
+    new_calling_applier: NewApplier,
 ) -> None:
     async def then(event: Event, tx: Transaction, result: str) -> None:
         raise ExceptionGroup("tasks", [Reject("too late")])
 
-    outside, desk = await desk_of(new_calling_desk, repeatable=False, then=then)
-    await desk.apply(Deposit(1))
-    await desk.call()
-    (row,) = await desk.backlog()
+    outside, applier = await applier_of(new_calling_applier, repeatable=False, then=then)
+    await applier.apply(Deposit(1))
+    await applier.call()
+    (row,) = await applier.backlog()
     assert row["reason"] == "outcome unknown"
     assert "it took place, but then" in row["error"]
     assert "Reject: too late" in row["error"]
     assert outside.calls == [1]
 
 
-async def test_a_call_whose_result_is_no_json_was_made_and_is_not_made_again(
-    new_calling_desk: NewDesk, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+async def test_a_completed_call_whose_result_is_not_json_is_not_repeated(
+    new_calling_applier: NewApplier, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     results: list[object] = []
     calls: list[int] = []
@@ -185,12 +185,12 @@ async def test_a_call_whose_result_is_no_json_was_made_and_is_not_made_again(
     async def deposit(event: Deposited, tx: Transaction) -> None:
         tx.call(event)
 
-    desk = await new_calling_desk(handlers, topic="deposits")
-    await desk.apply(Deposit(1))
+    applier = await new_calling_applier(handlers, topic="deposits")
+    await applier.apply(Deposit(1))
     with caplog.at_level(logging.WARNING):
-        await desk.call()
+        await applier.call()
     assert calls == [1]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
     assert [type(one) for one in results] == [Response], "what comes after the call has it all"
     query = "SELECT result FROM pipeline.inbox WHERE consumer = 'tell'"
     assert await db.fetch(query) == [(None,)]
@@ -200,12 +200,12 @@ async def test_a_call_whose_result_is_no_json_was_made_and_is_not_made_again(
 
 
 async def test_an_answer_that_is_neither_true_nor_false_repeats_no_call(
-    new_calling_desk: NewDesk,
+    new_calling_applier: NewApplier,
 ) -> None:
     async def ask(event: Event, call: Any) -> Any:
         """It has forgotten to return what it has found."""
 
-    outside, row = await asked_after_a_lost_call(new_calling_desk, ask)
+    outside, row = await asked_after_a_lost_call(new_calling_applier, ask)
     assert row["reason"] == "outcome unknown"
     assert "ask has returned NoneType" in row["error"]
     assert outside.calls == [1]
@@ -213,7 +213,7 @@ async def test_an_answer_that_is_neither_true_nor_false_repeats_no_call(
 
 @pytest.mark.filterwarnings("ignore:.* was never awaited:RuntimeWarning")
 async def test_a_call_that_is_returned_and_not_awaited_has_failed(
-    new_calling_desk: NewDesk,
+    new_calling_applier: NewApplier,
 ) -> None:
     handlers = Handlers()
     effects = Effects(handlers)
@@ -229,10 +229,10 @@ async def test_a_call_that_is_returned_and_not_awaited_has_failed(
     async def calling(event: Deposited, tx: Transaction) -> None:
         tx.call(event, key=event.account)
 
-    desk = await new_calling_desk(handlers, topic="deposits")
-    await desk.apply(Deposit(1))
-    await desk.call()
-    (row,) = await desk.backlog()
+    applier = await new_calling_applier(handlers, topic="deposits")
+    await applier.apply(Deposit(1))
+    await applier.call()
+    (row,) = await applier.backlog()
     assert "await it" in row["error"]
 
 
@@ -260,16 +260,16 @@ async def always(event: Event, call: object) -> bool:
 @pytest.mark.parametrize("ask", [None, always], ids=["nobody to ask", "ask"])
 @pytest.mark.parametrize("statement", IN_VAIN, ids=["lost", "40P01", "55P03", "53100"])
 async def test_a_call_is_not_repeated_because_its_result_could_not_be_stored(
-    new_calling_desk: NewDesk, statement: str, ask: Any
+    new_calling_applier: NewApplier, statement: str, ask: Any
 ) -> None:
     then = failing(statement, times=1_000)
-    outside, desk = await desk_of(new_calling_desk, repeatable=False, ask=ask, then=then)
-    await desk.apply(Deposit(1))
+    outside, applier = await applier_of(new_calling_applier, repeatable=False, ask=ask, then=then)
+    await applier.apply(Deposit(1))
     for _ in range(9):
-        await desk.call()
-        await desk.make_due()
+        await applier.call()
+        await applier.make_due()
     assert outside.calls == [1]
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert row["reason"] == "outcome unknown"
     if ask is None:
         assert row["died_at"]
@@ -280,33 +280,35 @@ async def test_a_call_is_not_repeated_because_its_result_could_not_be_stored(
 @pytest.mark.parametrize("repeatable", [True, False])
 @pytest.mark.parametrize("statement", IN_VAIN, ids=["lost", "40P01", "55P03", "53100"])
 async def test_a_result_is_stored_again_before_the_call_is_in_doubt(
-    new_calling_desk: NewDesk, statement: str, repeatable: bool
+    new_calling_applier: NewApplier, statement: str, repeatable: bool
 ) -> None:
     # A handler that executes statements is called again, in a session of its own.
     then = failing(statement, times=2)
-    outside, desk = await desk_of(new_calling_desk, repeatable=repeatable, then=then)
-    await desk.apply(Deposit(1))
-    await desk.call()
+    outside, applier = await applier_of(new_calling_applier, repeatable=repeatable, then=then)
+    await applier.apply(Deposit(1))
+    await applier.call()
     assert outside.calls == [1]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
-async def test_while_the_called_service_is_away_a_line_a_minute_tells_of_it(
-    new_calling_desk: NewDesk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_an_unavailable_called_service_is_logged_once_a_minute(
+    new_calling_applier: NewApplier,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each call that is dead then has a line of its own."""
     now = [0.0]
     monkeypatch.setattr(outcome, "monotonic", lambda: now[0])
     monkeypatch.setattr(outcome, "_left_out", {})
     policy = Policy(attempts=3, schedule=(60,))
-    outside, desk = await desk_of(new_calling_desk, policy=policy)
+    outside, applier = await applier_of(new_calling_applier, policy=policy)
     outside.errors = {n: LookupError("away") for n in range(1, 6)}
-    await desk.apply(*(Deposit(n, f"account {n}") for n in range(1, 6)))
+    await applier.apply(*(Deposit(n, f"account {n}") for n in range(1, 6)))
     lines: list[list[str]] = []
     for _ in range(3):
-        await desk.make_due()
+        await applier.make_due()
         with caplog.at_level(logging.WARNING):
-            await desk.call()
+            await applier.call()
         lines.append([one.getMessage() for one in caplog.records if "away" in one.getMessage()])
         caplog.clear()
         now[0] += 60.0
@@ -334,20 +336,20 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 async def test_calls_are_counted_by_what_became_of_them(
-    new_calling_desk: NewDesk, ended: list[str | None]
+    new_calling_applier: NewApplier, ended: list[str | None]
 ) -> None:
-    outside, desk = await desk_of(new_calling_desk, policy=Policy(attempts=1))
+    outside, applier = await applier_of(new_calling_applier, policy=Policy(attempts=1))
     outside.errors = {2: LookupError("away"), 3: Reject("no such account"), 4: Retry("busy")}
-    await desk.apply(*(Deposit(n, f"account {n}") for n in range(1, 5)))
-    await desk.call()
+    await applier.apply(*(Deposit(n, f"account {n}") for n in range(1, 5)))
+    await applier.call()
     assert sorted(map(str, ended)) == ["done", "done", "failed", "failed"]
 
 
 async def test_a_call_that_exceeds_its_time_limit_is_late(
-    new_calling_desk: NewDesk, ended: list[str | None]
+    new_calling_applier: NewApplier, ended: list[str | None]
 ) -> None:
-    outside, desk = await desk_of(new_calling_desk, policy=Policy(attempts=1), timeout=0.1)
+    outside, applier = await applier_of(new_calling_applier, policy=Policy(attempts=1), timeout=0.1)
     outside.waits = {1: asyncio.Event().wait}
-    await desk.apply(Deposit(1))
-    await desk.call()
+    await applier.apply(Deposit(1))
+    await applier.call()
     assert ended == ["late"]

@@ -106,7 +106,7 @@ async def test_a_call_that_fails_is_made_again_when_it_is_due(harness: Harness) 
     assert len(set(ids)) == 1
 
 
-async def test_a_call_is_made_again_with_its_id_if_the_process_dies_over_it(
+async def test_a_call_is_repeated_with_its_id_after_a_process_death(
     harness: Harness,
 ) -> None:
     times = set()

@@ -1,11 +1,17 @@
 """The registration of effects: what it tells the registry of handlers, and what it refuses."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from sqlalchemy import MetaData
 
-from onceward import Event, Handlers, Transaction
-from onceward.effects import Call, Effects
+from onceward import Event, Handlers, Misconfigured, Service, Transaction
+from onceward.effects import Call, Effects, EffectWorkers
+from onceward.effects.registration import Effect
+from onceward.settings import Settings
 
 
 class Booked(Event, type="booked"):
@@ -65,7 +71,7 @@ def test_an_effect_that_makes_no_sense_is_refused(effects: Effects) -> None:
         effects.on(Booked, consumer="c")(call_out)
 
 
-def test_a_name_is_that_of_an_effect_or_of_a_consumer_of_topics(
+def test_an_effect_and_a_consumer_of_topics_cannot_share_a_name(
     handlers: Handlers, effects: Effects
 ) -> None:
     handlers.on(Booked, topic="a", consumer="b")(note)
@@ -91,3 +97,58 @@ def test_what_comes_after_a_call_is_a_coroutine_function(effects: Effects) -> No
 
     with pytest.raises(TypeError, match="write `async def`"):
         effects.on(Booked, consumer="b", then=then)  # type: ignore[arg-type]
+
+
+@dataclass
+class Resources:
+    """What effects take here."""
+
+    rates: dict[str, int]
+
+
+@asynccontextmanager
+async def open_resources() -> AsyncIterator[Resources]:
+    """Yield the resources."""
+    yield Resources({"usd": 92})
+
+
+async def test_a_call_takes_resources_and_so_do_ask_and_then(
+    handlers: Handlers, effects: Effects
+) -> None:
+    async def ask(event: Booked, call: Call, rates: dict[str, int]) -> bool:
+        return rates["usd"] == 92
+
+    async def then(event: Booked, tx: Transaction, result: int, rates: dict[str, int]) -> int:
+        return rates["usd"] + result
+
+    @effects.on(Booked, consumer="c", repeatable=False, ask=ask, then=then)
+    async def call_rated(event: Booked, call: Call, *, rates: dict[str, int]) -> int:
+        return rates["usd"]
+
+    workers = [EffectWorkers]
+    service = Service("tests", handlers, MetaData(), workers=workers, resources=open_resources)
+    async with service.opened() as opened:
+        (one,) = opened.handlers
+        assert isinstance(one, Effect)
+        assert one.ask
+        assert one.then
+        assert await one.function(None, None) == 92
+        assert await one.ask(None, None) is True
+        assert await one.then(None, None, 1) == 93
+
+
+def test_what_ask_and_then_take_is_checked_as_well(handlers: Handlers, effects: Effects) -> None:
+    async def ask(event: Booked, call: Call, rate: float) -> bool:
+        return True
+
+    async def then(event: Booked, tx: Transaction, result: int, rate: complex) -> None: ...
+
+    effects.on(Booked, consumer="c", repeatable=False, ask=ask, then=then)(call_out)
+    workers = [EffectWorkers]
+    service = Service("tests", handlers, MetaData(), workers=workers, resources=open_resources)
+    url = "postgresql+asyncpg://u:p@h:1/d"
+    with pytest.raises(Misconfigured) as raised:
+        service.check(Settings(database_url=url, kafka_bootstrap_servers="k:1"))
+    asking, following = str(raised.value).splitlines()
+    assert asking.startswith("consumer 'c': ask takes rate: builtins.float, and no field of")
+    assert following.startswith("consumer 'c': then takes rate: builtins.complex, and no field of")

@@ -6,7 +6,7 @@ from opentelemetry import propagate, trace
 from onceward import Event, Handlers, Transaction
 from onceward.effects import Call, Effects
 
-from .desk import TOPIC, NewDesk, Received, desk_of
+from .applier import TOPIC, NewApplier, Received, applier_of
 from tests.contract.bank import Deposit, Deposited
 from tests.onceward.integration.test_backlog import QUICK
 from tests.onceward.integration.test_handler_duration import (
@@ -52,21 +52,21 @@ def outside(then: bool = False) -> tuple[Handlers, list[Exception]]:
     return handlers, errors
 
 
-async def test_a_call_to_the_outside_is_one_span_in_the_trace_of_what_staged_it(
-    new_calling_desk: NewDesk,
+async def test_a_call_is_one_span_in_the_trace_that_staged_it(
+    new_calling_applier: NewApplier,
     finished: Finished,  # noqa: F811
 ) -> None:
     handlers, _ = outside()
-    desk = await new_calling_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1, headers=IN_A_TRACE))
-    await desk.call()
+    applier = await new_calling_applier(handlers, topic=TOPIC)
+    await applier.apply(Deposit(1, headers=IN_A_TRACE))
+    await applier.call()
     (staged,), calls = of(finished(), "deposit"), of(finished(), "tell")
     assert len(calls) == 1
     assert (trace_id(calls[0]), parent_id(calls[0])) == (TRACE, span_id(staged))
 
 
 async def test_a_call_can_hand_the_trace_on_to_the_outside(
-    new_calling_desk: NewDesk,
+    new_calling_applier: NewApplier,
     finished: Finished,  # noqa: F811
 ) -> None:
     handlers, _ = outside()
@@ -76,54 +76,54 @@ async def test_a_call_can_hand_the_trace_on_to_the_outside(
     async def post(event: Received, call: Call) -> None:
         propagate.inject(headers)
 
-    desk = await new_calling_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1, headers=IN_A_TRACE))
-    await desk.call()
+    applier = await new_calling_applier(handlers, topic=TOPIC)
+    await applier.apply(Deposit(1, headers=IN_A_TRACE))
+    await applier.call()
     (call,) = of(finished(), "post")
     assert headers["traceparent"] == f"00-{TRACE}-{span_id(call)}-01"
 
 
 async def test_what_is_published_after_a_call_belongs_to_the_call(
-    new_calling_desk: NewDesk,
+    new_calling_applier: NewApplier,
     finished: Finished,  # noqa: F811
     db: asyncpg.Connection,
 ) -> None:
     handlers, _ = outside(then=True)
-    desk = await new_calling_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1, headers=IN_A_TRACE))
-    await desk.call()
+    applier = await new_calling_applier(handlers, topic=TOPIC)
+    await applier.apply(Deposit(1, headers=IN_A_TRACE))
+    await applier.call()
     (call,) = of(finished(), "tell")
     published = await db.fetchval("SELECT traceparent FROM pipeline.outbox")
     assert published == f"00-{TRACE}-{span_id(call)}-01"
 
 
-async def test_a_call_that_is_made_again_is_one_span_more_that_links_to_the_first(
-    new_calling_desk: NewDesk,
+async def test_a_repeated_call_is_a_new_span_linked_to_the_first(
+    new_calling_applier: NewApplier,
     finished: Finished,  # noqa: F811
 ) -> None:
     handlers, errors = outside()
     errors += [LookupError("away"), LookupError("away")]
-    desk = await new_calling_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1, headers=IN_A_TRACE))
+    applier = await new_calling_applier(handlers, topic=TOPIC)
+    await applier.apply(Deposit(1, headers=IN_A_TRACE))
     for _ in range(3):
-        await desk.make_due()
-        await desk.call()
-    assert await desk.backlog() == []
+        await applier.make_due()
+        await applier.call()
+    assert await applier.backlog() == []
     (staged,), calls = of(finished(), "deposit"), of(finished(), "tell")
     assert len(calls) == 3
     check_attempts(calls, parent=span_id(staged))
     assert [one.status.status_code for one in calls[:2]] == [trace.StatusCode.ERROR] * 2
 
 
-async def test_a_call_to_the_outside_is_timed_once_and_not_again_when_it_is_settled(
-    new_calling_desk: NewDesk,
+async def test_the_duration_of_a_call_is_recorded_once_not_at_settlement(
+    new_calling_applier: NewApplier,
     told: list[dict[tuple[str, str], float]],  # noqa: F811
 ) -> None:
-    outside, desk = await desk_of(new_calling_desk)
+    outside, applier = await applier_of(new_calling_applier)
     outside.waits = {1: slowly}
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     told.clear()
-    await desk.call()
+    await applier.call()
     (longest,) = told
     assert set(longest) == {("tell", "received")}
     assert longest["tell", "received"] >= SLOW

@@ -1,4 +1,4 @@
-"""A bank whose desk applies what is in Kafka, and its commands."""
+"""A bank whose applier applies what is in Kafka, and its commands."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -14,9 +14,9 @@ from onceward.history import timeline
 from onceward.history.commands import app
 
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier, NewApplier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.conftest import Command, commands, new_desk  # noqa: F401
-from tests.onceward.integration.desk import Desk, NewDesk
+from tests.onceward.integration.conftest import Command, commands, new_applier  # noqa: F401
 from tests.servers.waiting import PATIENCE
 
 Tells = Callable[..., Awaitable[list[Any]]]
@@ -36,14 +36,14 @@ def slow_parts() -> None:
 
 @pytest.fixture
 async def bank(new_topic: Callable[..., Awaitable[str]]) -> Bank:
-    """Return a bank with topics of its own, in the group of the desk."""
-    return Bank(deposits=await new_topic(), balances=await new_topic(), name="desk")
+    """Return a bank with topics of its own, in the group of the applier."""
+    return Bank(deposits=await new_topic(), balances=await new_topic(), name="applier")
 
 
 @pytest.fixture
-async def desk(bank: Bank, new_desk: NewDesk) -> Desk:  # noqa: F811
-    """Return the desk of the bank, of a release."""
-    return await new_desk(bank.handlers, topic=bank.deposits, release="1.4.2")
+async def applier(bank: Bank, new_applier: NewApplier) -> Applier:  # noqa: F811
+    """Return the applier of the bank, of a release."""
+    return await new_applier(bank.handlers, topic=bank.deposits, release="1.4.2")
 
 
 Take = Callable[..., Awaitable[None]]
@@ -51,12 +51,12 @@ Take = Callable[..., Awaitable[None]]
 
 @pytest.fixture
 def take(bank: Bank, producer: AIOKafkaProducer) -> Take:
-    """Send deposits, and let a desk apply them, as many as it reads at once."""
+    """Send deposits, and let an applier apply them, as many as it reads at once."""
 
-    async def of(desk: Desk, *deposits: Deposit) -> None:
+    async def of(applier: Applier, *deposits: Deposit) -> None:
         for one in deposits:
             await one.send(producer, bank.deposits)
-        await desk.apply(*deposits)
+        await applier.apply(*deposits)
 
     return of
 

@@ -14,9 +14,9 @@ from onceward.history.released import AGGREGATES, Wanted
 
 from .conftest import Tells
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import NewApplier
 from tests.onceward.integration.bank import Bank
 from tests.onceward.integration.conftest import Command, complaint
-from tests.onceward.integration.desk import NewDesk
 
 RELEASES = "1.4.1", "1.4.2", "1.4.3"
 NUMBER = 30
@@ -30,15 +30,17 @@ SELECT 'another', CASE WHEN n < 3 THEN n::text::bytea END, n, '/s', 'x', 'y', 1,
 
 
 @pytest.fixture
-async def three(bank: Bank, new_desk: NewDesk) -> None:
+async def three(bank: Bank, new_applier: NewApplier) -> None:
     """Let three releases apply messages in turns, each for ten accounts; some wait or are dead."""
     bank.errors = {101: ValueError("later"), 102: Reject("no")}
-    desks = [await new_desk(bank.handlers, topic=bank.deposits, release=one) for one in RELEASES]
+    appliers = [
+        await new_applier(bank.handlers, topic=bank.deposits, release=one) for one in RELEASES
+    ]
     for number in range(NUMBER):
-        for place, desk in enumerate(desks):
-            await desk.apply(Deposit(1, f"{number % 10}", id=f"{place}-{number}"))
-    await desks[1].apply(Deposit(101, "late"), Deposit(102, "dead"))
-    await desks[1].apply(Deposit(3, "late"))
+        for place, applier in enumerate(appliers):
+            await applier.apply(Deposit(1, f"{number % 10}", id=f"{place}-{number}"))
+    await appliers[1].apply(Deposit(101, "late"), Deposit(102, "dead"))
+    await appliers[1].apply(Deposit(3, "late"))
 
 
 @pytest.mark.usefixtures("three")
@@ -109,7 +111,7 @@ async def test_events_have_no_consumer(command: Command) -> None:
 
 
 @pytest.mark.usefixtures("three")
-async def test_lists_are_read_in_chunks_without_a_gap_over_any_number_of_minutes(
+async def test_lists_are_read_in_chunks_without_gaps_over_any_period(
     db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await db.execute(
@@ -132,7 +134,7 @@ async def test_lists_are_read_in_chunks_without_a_gap_over_any_number_of_minutes
 
 
 @pytest.mark.usefixtures("three")
-async def test_all_aggregates_are_listed_each_once_and_are_as_many_as_are_counted(
+async def test_each_aggregate_is_listed_once_and_the_list_matches_the_count(
     bank: Bank, db: asyncpg.Connection, tells: Tells, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     statement = released._LIST_AGGREGATES.replace(f"LIMIT {AGGREGATES}", "LIMIT 4")

@@ -17,30 +17,30 @@ from onceward.history.commands import app
 from onceward.history.released import Wanted
 
 from tests.contract.bank import Base, Deposit
-from tests.onceward.effects.conftest import new_calling_desk  # noqa: F401 (a fixture)
-from tests.onceward.effects.desk import TOPIC, NewDesk, Outside
+from tests.onceward.effects.applier import TOPIC, NewApplier, Outside
+from tests.onceward.effects.conftest import new_calling_applier  # noqa: F401 (a fixture)
 from tests.onceward.integration.conftest import Command
 
 
-async def test_calls_that_wait_or_are_dead_are_listed_with_those_that_were_made(
-    new_calling_desk: NewDesk,  # noqa: F811
+async def test_waiting_and_dead_calls_are_listed_with_completed_ones(
+    new_calling_applier: NewApplier,  # noqa: F811
     commands: Callable[..., Command],
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outside = Outside({"policy": Policy(schedule=(3_600,))})
     outside.errors = {2: ValueError("later"), 3: Reject("no"), 4: Reject("no")}
-    desk = await new_calling_desk(outside.handlers, topic=TOPIC, release="1.4.2")
-    other = await new_calling_desk(outside.handlers, topic=TOPIC, release="1.4.3")
-    await desk.apply(*(Deposit(number, f"{number}") for number in range(1, 5)))
-    await desk.call()
+    applier = await new_calling_applier(outside.handlers, topic=TOPIC, release="1.4.2")
+    other = await new_calling_applier(outside.handlers, topic=TOPIC, release="1.4.3")
+    await applier.apply(*(Deposit(number, f"{number}") for number in range(1, 5)))
+    await applier.call()
     await db.execute(
         "UPDATE pipeline.backlog SET discarded_at = clock_timestamp(), discarded_by = 'ann'"
         " WHERE record_key = '4'"
     )
-    await desk.apply(Deposit(5, "5"))  # which nobody has made yet
+    await applier.apply(Deposit(5, "5"))  # which nobody has made yet
     await other.apply(Deposit(6, "6"))
-    service = Service("desk", outside.handlers, Base.metadata, workers=[EffectWorkers])
+    service = Service("applier", outside.handlers, Base.metadata, workers=[EffectWorkers])
     line = "affected", "calls", "--release", "1.4.2"
     command = commands(command_line(service, app))
     done = await command(*line, "--json")
@@ -65,14 +65,14 @@ async def test_calls_that_wait_or_are_dead_are_listed_with_those_that_were_made(
 
 
 async def test_a_call_that_was_made_is_in_the_timeline_of_its_key(
-    new_calling_desk: NewDesk,  # noqa: F811
+    new_calling_applier: NewApplier,  # noqa: F811
     commands: Callable[..., Command],
 ) -> None:
     outside = Outside()
-    desk = await new_calling_desk(outside.handlers, topic=TOPIC, release="1.4.2")
-    await desk.apply(Deposit(1), Deposit(2, "bob"))
-    await desk.call()
-    service = Service("desk", outside.handlers, Base.metadata, workers=[EffectWorkers])
+    applier = await new_calling_applier(outside.handlers, topic=TOPIC, release="1.4.2")
+    await applier.apply(Deposit(1), Deposit(2, "bob"))
+    await applier.call()
+    service = Service("applier", outside.handlers, Base.metadata, workers=[EffectWorkers])
     done = await commands(command_line(service, app))("timeline", "ada", "--json")
     assert done.exit_code == 0, done.output
     *found, _ = (json.loads(line) for line in done.stdout.splitlines())

@@ -23,9 +23,9 @@ from onceward.settings import Settings
 
 from .conftest import Take, Tells
 from tests.contract.bank import Account, Deposit, Deposited, histories
+from tests.onceward.integration.applier import Applier, NewApplier
 from tests.onceward.integration.bank import Bank
 from tests.onceward.integration.conftest import Command, complaint
-from tests.onceward.integration.desk import Desk, NewDesk
 from tests.onceward.integration.test_bombs import large, send_batch
 from tests.servers.topics import administrator
 from tests.servers.waiting import eventually
@@ -72,24 +72,24 @@ async def deployed(undoing: Undoing, db: asyncpg.Connection) -> Undoing:
     return undoing
 
 
-async def work_off(desk: Desk) -> None:
+async def work_off(applier: Applier) -> None:
     """Let the corrections be made that were handed."""
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
 
 
 async def test_each_message_of_the_release_is_handed_once(
     deployed: Undoing,
     bank: Bank,
-    desk: Desk,
-    new_desk: NewDesk,
+    applier: Applier,
+    new_applier: NewApplier,
     take: Take,
     db: asyncpg.Connection,
     tells: Tells,
 ) -> None:
-    other = await new_desk(bank.handlers, topic=bank.deposits, release="1.4.1")
+    other = await new_applier(bank.handlers, topic=bank.deposits, release="1.4.1")
     for number in range(1, 61):
-        await take(desk if number % 3 else other, Deposit(number, f"{number % 7}"))
+        await take(applier if number % 3 else other, Deposit(number, f"{number % 7}"))
     await db.execute(_AGE)
     (plan,) = await tells("correct", "undo", "--release", "1.4.2", "--dry-run")
     assert plan["groups"][0] | {"oldest": None, "newest": None} == {
@@ -101,11 +101,11 @@ async def test_each_message_of_the_release_is_handed_once(
         "oldest": None,
         "newest": None,
     }
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
     for handed in (40, 0):
         (done,) = await tells("correct", "undo", "--release", "1.4.2", *WHY, code=4)
         assert (done["handed"], done["waiting"], done["gone"]) == (handed, 40, 0)
-    await work_off(desk)
+    await work_off(applier)
     wrong = [number for number in range(1, 61) if number % 3]
     assert sorted(deployed.made) == wrong
     (done,) = await tells("correct", "undo", "--release", "1.4.2", *WHY)
@@ -120,54 +120,54 @@ async def test_each_message_of_the_release_is_handed_once(
 async def test_two_commands_at_once_hand_each_once(
     deployed: Undoing,
     bank: Bank,
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     settings: Callable[..., Settings],
 ) -> None:
-    await take(desk, *(Deposit(number, f"{number % 7}") for number in range(1, 201)))
+    await take(applier, *(Deposit(number, f"{number % 7}") for number in range(1, 201)))
     await db.execute(_AGE)
 
     async def hand() -> int:
         handed = 0
-        async with autocommitting(desk.engine) as driver:
+        async with autocommitting(applier.engine) as driver:
             one = Correcting(driver, bank.service, settings(), "undo")
             async for progress in one.hand(await one.wanted("1.4.2"), 1_000):
                 handed = progress.handed
         return handed
 
     assert sum(await asyncio.gather(hand(), hand())) == 200
-    await work_off(desk)
+    await work_off(applier)
     assert sorted(deployed.made) == list(range(1, 201))
 
 
 async def test_what_is_interrupted_after_any_transaction_is_completed_by_another(
     deployed: Undoing,
     bank: Bank,
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     settings: Callable[..., Settings],
     tells: Tells,
 ) -> None:
-    await take(desk, *(Deposit(number) for number in range(1, 31)))
+    await take(applier, *(Deposit(number) for number in range(1, 31)))
     await db.execute(_AGE)
     for _ in range(2):
-        async with autocommitting(desk.engine) as driver:
+        async with autocommitting(applier.engine) as driver:
             one = Correcting(driver, bank.service, settings(), "undo")
             async with aclosing(one.hand(await one.wanted("1.4.2"), 10)) as handing:
                 progress = await anext(handing)
                 assert progress.handed == 10
     (done,) = await tells("correct", "undo", "--release", "1.4.2", *WHY, code=4)
     assert (done["handed"], done["groups"][0]["done"]) == (10, 20)
-    await work_off(desk)
+    await work_off(applier)
     assert deployed.made == list(range(1, 31)), "in the order of the key"
 
 
 async def test_each_is_handed_once_though_the_connection_ends_at_each_statement(
     deployed: Undoing,
     bank: Bank,
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     connect: Callable[[], Awaitable[asyncpg.Connection]],
@@ -176,7 +176,7 @@ async def test_each_is_handed_once_though_the_connection_ends_at_each_statement(
 ) -> None:
     """As it ends when the process is killed: its reader of Kafka leaves nothing behind."""
     monkeypatch.setattr(correcting, "_AT_ONCE", 10)
-    await take(desk, *(Deposit(number) for number in range(1, 31)))
+    await take(applier, *(Deposit(number) for number in range(1, 31)))
     await db.execute(_AGE)
 
     async def is_handed(ends_at: int) -> bool:
@@ -203,15 +203,15 @@ async def test_each_is_handed_once_though_the_connection_ends_at_each_statement(
     while not await is_handed(ends):
         ends += 1
     assert ends > 8, "it has been at each statement of a transaction"
-    assert len(await desk.backlog()) == 30
-    await work_off(desk)
+    assert len(await applier.backlog()) == 30
+    await work_off(applier)
     assert deployed.made == list(range(1, 31)), "in the order of the key"
 
 
 async def test_the_rate_is_kept(
-    deployed: Undoing, desk: Desk, take: Take, db: asyncpg.Connection, tells: Tells
+    deployed: Undoing, applier: Applier, take: Take, db: asyncpg.Connection, tells: Tells
 ) -> None:
-    await take(desk, *(Deposit(number) for number in range(1, 41)))
+    await take(applier, *(Deposit(number) for number in range(1, 41)))
     await db.execute(_AGE)
     began = monotonic()
     await tells("correct", "undo", "--release", "1.4.2", "--rate", "10", *WHY, code=4)
@@ -220,76 +220,81 @@ async def test_the_rate_is_kept(
 
 async def test_messages_that_are_behind_stop_it(
     deployed: Undoing,
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await take(desk, *(Deposit(number) for number in range(1, 61)))
+    await take(applier, *(Deposit(number) for number in range(1, 61)))
     await db.execute(_AGE)
     monkeypatch.setattr(backlog, "_MOST_DUE", 10)
     line = "correct", "undo", "--release", "1.4.2", "--rate", "10", *WHY
     handing = asyncio.ensure_future(command(*line))
 
     async def has_begun() -> bool:
-        return len(await desk.backlog()) >= 10
+        return len(await applier.backlog()) >= 10
 
     await eventually(has_begun)
-    await desk.make_due()
-    before = len(await desk.backlog())
+    await applier.make_due()
+    before = len(await applier.backlog())
     await asyncio.sleep(3)
-    assert len(await desk.backlog()) <= before + 10
+    assert len(await applier.backlog()) <= before + 10
     while not handing.done():  # it goes on when they are made
-        await work_off(desk)
+        await work_off(applier)
         await asyncio.sleep(0.05)
-    await work_off(desk)
+    await work_off(applier)
     assert sorted(deployed.made) == list(range(1, 61))
 
 
 async def test_what_is_handed_and_fails_is_a_dead_letter_of_the_correction(
-    deployed: Undoing, desk: Desk, take: Take, db: asyncpg.Connection, tells: Tells
+    deployed: Undoing, applier: Applier, take: Take, db: asyncpg.Connection, tells: Tells
 ) -> None:
-    await take(desk, Deposit(1), Deposit(2))
+    await take(applier, Deposit(1), Deposit(2))
     await db.execute(_AGE)
     deployed.refused = {1}
     await tells("correct", "undo", "--release", "1.4.2", *WHY, code=4)
-    await work_off(desk)
-    assert await desk.park() == {("undo", 0): "attempts used up"}
+    await work_off(applier)
+    assert await applier.park() == {("undo", 0): "attempts used up"}
     assert deployed.made == [2]
     (done,) = await tells("correct", "undo", "--release", "1.4.2", *WHY, code=3)
     assert (done["handed"], done["dead"]) == (0, 1)
 
 
 async def test_what_is_cancelled_frees_its_keys_and_can_be_handed_again(
-    deployed: Undoing, bank: Bank, desk: Desk, take: Take, db: asyncpg.Connection, tells: Tells
+    deployed: Undoing,
+    bank: Bank,
+    applier: Applier,
+    take: Take,
+    db: asyncpg.Connection,
+    tells: Tells,
 ) -> None:
-    await take(desk, Deposit(1), Deposit(2, "bob"))
+    await take(applier, Deposit(1), Deposit(2, "bob"))
     await db.execute(_AGE)
     await tells("correct", "undo", "--release", "1.4.2", *WHY, code=4)
-    await take(desk, Deposit(3))
-    assert (await desk.park())["deposit", 2] == "follows another"
+    await take(applier, Deposit(3))
+    assert (await applier.park())["deposit", 2] == "follows another"
     for number in (2, 0):
         assert await tells("correct", "undo", "--cancel", *WHY) == [{"cancelled": number}]
-    await desk.work_off()
+    await applier.work_off()
     assert (bank.calls, deployed.made) == ([1, 2, 3], [])
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
     (done,) = await tells("correct", "undo", "--release", "1.4.2", *WHY, code=4)
     assert done["handed"] == 2
-    await work_off(desk)
+    await work_off(applier)
     assert sorted(deployed.made) == [1, 2]
 
 
-async def test_records_that_are_gone_are_counted_and_what_is_remembered_is_handed_without(
+async def test_deleted_records_are_counted_and_known_messages_are_corrected_without_them(
     deployed: Undoing,
     bank: Bank,
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     kafka: str,
     tells: Tells,
 ) -> None:
-    await take(desk, Deposit(1), Deposit(2), Deposit(3))
+    await take(applier, Deposit(1), Deposit(2), Deposit(3))
     await db.execute(_AGE)
     async with administrator(kafka) as admin:
         partition = TopicPartition(bank.deposits, 0)
@@ -300,7 +305,7 @@ async def test_records_that_are_gone_are_counted_and_what_is_remembered_is_hande
     assert (done["handed"], done["gone"]) == (1, 2)
     (done,) = await tells("correct", "recall", "--release", "1.4.2", *WHY, code=4)
     assert (done["handed"], done["gone"]) == (3, 0)
-    await work_off(desk)
+    await work_off(applier)
     assert deployed.made == [3]
     published = await db.fetch("SELECT event_id, sequence FROM pipeline.outbox ORDER BY id")
     assert [(one.id, one.key, one.release, one.offset) for one in deployed.recalled] == [
@@ -312,7 +317,7 @@ async def test_records_that_are_gone_are_counted_and_what_is_remembered_is_hande
 
 async def test_a_batch_that_can_not_be_read_is_named_and_passed_over(
     deployed: Undoing,
-    desk: Desk,
+    applier: Applier,
     bank: Bank,
     take: Take,
     db: asyncpg.Connection,
@@ -321,11 +326,11 @@ async def test_a_batch_that_can_not_be_read_is_named_and_passed_over(
     tells: Tells,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    await take(desk, Deposit(1))
+    await take(applier, Deposit(1))
     packed = large(2, 2, account="ada", partition=0)
     await send_batch(kafka, bank.deposits, packed, codec="gzip")
-    await desk.apply(packed)
-    await take(desk, Deposit(3))
+    await applier.apply(packed)
+    await take(applier, Deposit(3))
     await db.execute(_AGE)
     monkeypatch.setenv("PIPELINE_UNPACKED_MEBIBYTES", "1")
     line = "correct", "undo", "--release", "1.4.2", *WHY
@@ -334,14 +339,14 @@ async def test_a_batch_that_can_not_be_read_is_named_and_passed_over(
     where = f"not handed: {bank.deposits}/0: the batch of the offsets 1 to 1 ("
     assert where in done.stderr
     assert "gzip) unpacks to more than 1,048,576 bytes" in done.stderr
-    await work_off(desk)
+    await work_off(applier)
     assert deployed.made == [1, 3]
     (done,) = await tells(*line, code=4)
     assert (done["handed"], done["waiting"], done["gone"], done["unreadable"]) == (0, 0, 0, 1)
     monkeypatch.delenv("PIPELINE_UNPACKED_MEBIBYTES")
     (done,) = await tells(*line, code=4)
     assert (done["handed"], done["unreadable"]) == (1, 0)
-    await work_off(desk)
+    await work_off(applier)
     assert deployed.made == [1, 3, 2]
 
 
@@ -374,9 +379,14 @@ async def test_what_stands_before_a_fault_in_its_batch_is_read(
 
 
 async def test_a_record_of_another_event_at_the_offset_is_not_handed(
-    deployed: Undoing, bank: Bank, desk: Desk, take: Take, db: asyncpg.Connection, tells: Tells
+    deployed: Undoing,
+    bank: Bank,
+    applier: Applier,
+    take: Take,
+    db: asyncpg.Connection,
+    tells: Tells,
 ) -> None:
-    await take(desk, Deposit(1), Deposit(2))
+    await take(applier, Deposit(1), Deposit(2))
     await db.execute(_AGE)
     await db.execute("UPDATE pipeline.inbox SET source = '/before' WHERE id = '1'")
     (done,) = await tells("correct", "undo", "--release", "1.4.2", *WHY, code=4)
@@ -395,7 +405,7 @@ async def test_a_record_of_another_event_at_the_offset_is_not_handed(
 )
 async def test_what_can_not_be_corrected_is_refused(
     undoing: Undoing,
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     command: Command,
@@ -404,12 +414,12 @@ async def test_what_can_not_be_corrected_is_refused(
     said: str,
 ) -> None:
     monkeypatch.setenv("PIPELINE_RELEASE", "1.4.3")
-    await take(desk, Deposit(1))
+    await take(applier, Deposit(1))
     await db.execute(_AGE)
     done = await command("correct", *line, *WHY)
     assert done.exit_code == 1
     assert said in complaint(done)
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
     assert await db.fetchval("SELECT count(*) FROM pipeline.audit") == 0
 
 
@@ -422,9 +432,9 @@ async def test_a_reason_is_needed_and_what_to_do(
     assert (await command("correct", "undo", *line)).exit_code == 2
 
 
-async def test_what_a_running_transaction_may_still_apply_is_left_for_the_next_time(
-    deployed: Undoing, desk: Desk, take: Take, tells: Tells
+async def test_messages_that_a_running_transaction_may_apply_are_left_for_later(
+    deployed: Undoing, applier: Applier, take: Take, tells: Tells
 ) -> None:
-    await take(desk, Deposit(1))
+    await take(applier, Deposit(1))
     (plan,) = await tells("correct", "undo", "--release", "1.4.2", "--dry-run")
     assert plan["groups"] == []

@@ -15,8 +15,8 @@ from onceward.settings import Settings
 
 from .conftest import Take
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.desk import Desk
 from tests.servers.waiting import PATIENCE
 
 pytestmark = pytest.mark.full
@@ -59,12 +59,12 @@ def in_little_memory() -> Iterator[None]:
 
 @pytest.mark.parametrize("part", [released.markers, released.messages], ids=["markers", "messages"])
 async def test_a_list_streams(
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     part: Callable[[asyncpg.Connection, Wanted], AsyncIterator[Any]],
 ) -> None:
-    await take(desk, Deposit(1))
+    await take(applier, Deposit(1))
     await multiply(db)
     ids: set[int] = set()
     with in_little_memory():
@@ -75,12 +75,12 @@ async def test_a_list_streams(
 
 async def test_the_timeline_of_a_key_with_many_messages_has_the_newest(
     bank: Bank,
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     settings: Callable[..., Settings],
 ) -> None:
-    await take(desk, Deposit(1))
+    await take(applier, Deposit(1))
     await multiply(db)
     since = datetime.now(UTC) - timedelta(hours=1)
     with in_little_memory():

@@ -20,9 +20,9 @@ from onceward.operators.stopping import Subject
 
 from .conftest import Take, Tells
 from tests.contract.bank import Account, Base, Deposit, Deposited
+from tests.onceward.integration.applier import Applier, NewApplier
 from tests.onceward.integration.bank import Bank
 from tests.onceward.integration.conftest import Command, complaint
-from tests.onceward.integration.desk import Desk, NewDesk
 from tests.onceward.integration.test_bombs import send_bomb
 from tests.servers.waiting import PATIENCE
 
@@ -67,11 +67,11 @@ def minutes_ago(minutes: float) -> int:
 
 
 async def test_it_has_what_arrived_was_applied_staged_waits_and_is_dead(
-    bank: Bank, desk: Desk, take: Take, producer: AIOKafkaProducer, entries: Tells
+    bank: Bank, applier: Applier, take: Take, producer: AIOKafkaProducer, entries: Tells
 ) -> None:
     bank.errors = {2: Reject("no"), 4: ValueError("later")}
-    await take(desk, Deposit(1, headers=TRACED))
-    await take(desk, Deposit(2), Deposit(3, "bob"), Deposit(4))
+    await take(applier, Deposit(1, headers=TRACED))
+    await take(applier, Deposit(2), Deposit(3, "bob"), Deposit(4))
     for one in (Deposit(5, "bob"), Deposit(6)):
         await one.send(producer, bank.deposits)
     found = await entries("ada", "--seconds", str(PATIENCE))
@@ -99,10 +99,10 @@ async def test_it_has_what_arrived_was_applied_staged_waits_and_is_dead(
 
 
 async def test_what_is_stored_has_its_trace_though_no_record_is_in_kafka(
-    bank: Bank, desk: Desk, db: asyncpg.Connection, entries: Tells
+    bank: Bank, applier: Applier, db: asyncpg.Connection, entries: Tells
 ) -> None:
     bank.errors = {2: Reject("no"), 3: ValueError("later")}
-    await desk.apply(*(Deposit(number, headers=TRACED) for number in (1, 2, 3)))
+    await applier.apply(*(Deposit(number, headers=TRACED) for number in (1, 2, 3)))
     for statement in (_LATER, _REJECTED):
         await db.execute(statement, TRACED[0][1].decode())
     found = await entries("ada")
@@ -114,8 +114,8 @@ async def test_what_is_stored_has_its_trace_though_no_record_is_in_kafka(
     assert later["trace"] is None
 
 
-async def test_an_event_leads_to_the_message_of_another_key_that_has_caused_it(
-    bank: Bank, new_desk: NewDesk, commands: Callable[..., Command]
+async def test_an_event_leads_to_the_causing_message_of_another_key(
+    bank: Bank, new_applier: NewApplier, commands: Callable[..., Command]
 ) -> None:
     handlers = Handlers()
 
@@ -124,9 +124,9 @@ async def test_an_event_leads_to_the_message_of_another_key_that_has_caused_it(
         tx.publish(Noticed(what=0), key="nobody")
         tx.publish(Noticed(what=event.amount), key=f"of {event.account}")
 
-    desk = await new_desk(handlers, topic=bank.deposits)
-    await desk.apply(Deposit(1, "ada"), Deposit(2, "bob", headers=TRACED), Deposit(3, "cy"))
-    service = Service("desk", handlers=handlers, metadata=Base.metadata)
+    applier = await new_applier(handlers, topic=bank.deposits)
+    await applier.apply(Deposit(1, "ada"), Deposit(2, "bob", headers=TRACED), Deposit(3, "cy"))
+    service = Service("applier", handlers=handlers, metadata=Base.metadata)
     command = commands(command_line(service, app))
     done = await command("timeline", "of bob")
     assert done.exit_code == 0, done.output
@@ -140,7 +140,7 @@ async def test_an_event_leads_to_the_message_of_another_key_that_has_caused_it(
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.5, PATIENCE])
-async def test_a_record_that_is_not_read_yet_is_found_or_it_is_said_where_was_not_looked(
+async def test_an_unread_record_is_found_or_the_unsearched_part_is_reported(
     bank: Bank, command: Command, producer: AIOKafkaProducer, seconds: float
 ) -> None:
     sent = [
@@ -171,11 +171,11 @@ async def test_records_of_an_aborted_transaction_are_not_there(
 
 
 async def test_the_longest_wait_is_marked_and_no_other(
-    bank: Bank, desk: Desk, take: Take, entries: Tells, command: Command
+    bank: Bank, applier: Applier, take: Take, entries: Tells, command: Command
 ) -> None:
     bank.errors = {2: ValueError("later")}
-    await take(desk, Deposit(1, timestamp=minutes_ago(3)), Deposit(3, timestamp=minutes_ago(1)))
-    await take(desk, Deposit(2, timestamp=minutes_ago(14)))
+    await take(applier, Deposit(1, timestamp=minutes_ago(3)), Deposit(3, timestamp=minutes_ago(1)))
+    await take(applier, Deposit(2, timestamp=minutes_ago(14)))
     found = await entries("ada", "--since", "2h")
     (longest,) = (one for one in found if one["is_longest"])
     assert (longest["what"], longest["event"]) == ("waits", "deposited 2")
@@ -184,9 +184,9 @@ async def test_the_longest_wait_is_marked_and_no_other(
 
 
 async def test_what_people_have_asked_is_in_it_with_who_and_why(
-    bank: Bank, desk: Desk, take: Take, db: asyncpg.Connection, entries: Tells
+    bank: Bank, applier: Applier, take: Take, db: asyncpg.Connection, entries: Tells
 ) -> None:
-    await take(desk, Deposit(1))
+    await take(applier, Deposit(1))
     subjects = [
         Subject("topic", bank.deposits),
         Subject("topic", "another"),
@@ -210,8 +210,8 @@ async def test_what_people_have_asked_is_in_it_with_who_and_why(
     assert {one["where"] for one in still} == {str(subjects[0]), str(subjects[2])}
 
 
-async def test_a_part_that_can_not_be_read_is_named_and_the_others_are_shown(
-    desk: Desk,
+async def test_an_unreadable_part_is_named_and_the_others_are_shown(
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     command: Command,
@@ -219,7 +219,7 @@ async def test_a_part_that_can_not_be_read_is_named_and_the_others_are_shown(
     monkeypatch: pytest.MonkeyPatch,
     unused_tcp_port: int,
 ) -> None:
-    await take(desk, Deposit(1))
+    await take(applier, Deposit(1))
     monkeypatch.setenv("PIPELINE_KAFKA_BOOTSTRAP_SERVERS", f"127.0.0.1:{unused_tcp_port}")
     async with db.transaction():
         await db.execute("LOCK TABLE pipeline.scheduled IN ACCESS EXCLUSIVE MODE")
@@ -242,19 +242,19 @@ async def test_nothing_that_is_found_is_an_error(command: Command, bank: Bank) -
     assert "not searched" not in done.stderr, "the topic is empty"
 
 
-async def test_what_was_read_is_not_named_as_not_searched_and_the_rest_is(
-    bank: Bank, desk: Desk, take: Take, command: Command, tells: Tells
+async def test_only_parts_that_were_not_read_are_reported_as_not_searched(
+    bank: Bank, applier: Applier, take: Take, command: Command, tells: Tells
 ) -> None:
     line = "--seconds", str(PATIENCE)
-    await take(desk, Deposit(1))
+    await take(applier, Deposit(1))
     done = await command("timeline", "ada", *line)
     assert "arrived" in done.stdout
     assert "not searched" not in done.stderr, done.stderr
     *_, last = await tells("timeline", "ada", *line)
     assert last == {"unknown": {}, "not_searched": []}
     for amount in range(2, 5):
-        await take(desk, Deposit(amount, "bob"))
-    await take(desk, Deposit(5))
+        await take(applier, Deposit(amount, "bob"))
+    await take(applier, Deposit(5))
     # Between its records all are read, and those behind the last one are not yet.
     done = await command("timeline", "bob", *line)
     where = f"not searched: before {bank.deposits}/0 at offset"
@@ -283,9 +283,9 @@ async def test_a_batch_that_can_not_be_read_was_not_searched(
 
 
 async def test_a_record_that_time_did_not_suffice_for_is_named(
-    bank: Bank, desk: Desk, take: Take, command: Command, monkeypatch: pytest.MonkeyPatch
+    bank: Bank, applier: Applier, take: Take, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await take(desk, Deposit(1), Deposit(2))
+    await take(applier, Deposit(1), Deposit(2))
     add = timeline._Arrivals._add
 
     async def cut(arrivals: Any, record: Any, before: int | None = None) -> None:
@@ -302,10 +302,10 @@ async def test_a_record_that_time_did_not_suffice_for_is_named(
 
 
 async def test_a_hostile_key_is_one_line(
-    bank: Bank, desk: Desk, take: Take, command: Command, entries: Tells
+    bank: Bank, applier: Applier, take: Take, command: Command, entries: Tells
 ) -> None:
     bank.errors = {1: ValueError(HOSTILE)}
-    await take(desk, Deposit(1, HOSTILE, id=HOSTILE))
+    await take(applier, Deposit(1, HOSTILE, id=HOSTILE))
     done = await command("timeline", HOSTILE, "--seconds", str(PATIENCE))
     lines = done.stdout.splitlines()
     assert (done.exit_code, len(lines)) == (0, 3)

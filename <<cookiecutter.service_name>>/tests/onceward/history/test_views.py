@@ -5,6 +5,7 @@ import html
 import json
 import re
 from collections.abc import AsyncIterator
+from urllib.parse import parse_qsl
 
 import asyncpg
 import httpx2
@@ -16,8 +17,8 @@ from .conftest import Take
 from .test_correct import _AGE, Undoing, deployed, undoing, work_off  # noqa: F401 (fixtures)
 from .test_timeline import TRACE, TRACED
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.desk import Desk
 from tests.onceward.page.conftest import (
     TOKEN,
     Opened,
@@ -40,9 +41,9 @@ async def ann(opened: Opened) -> AsyncIterator[httpx2.AsyncClient]:  # noqa: F81
 
 
 async def test_a_letter_leads_to_the_timeline_of_its_key(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    id = await buried(desk, db, Deposit(1, "a & b"))
+    id = await buried(applier, db, Deposit(1, "a & b"))
     text = (await ann.get(f"/dead/{id}")).text
     assert 'href="/timeline?key=a+%26+b"' in text or 'href="/timeline?key=a%20%26%20b"' in text
     found = await rows(ann, "/timeline", key="a & b")
@@ -51,12 +52,29 @@ async def test_a_letter_leads_to_the_timeline_of_its_key(
         assert f">{name}</a>" in text, "in the navigation"
 
 
+async def test_a_message_that_the_page_sends_leads_to_the_timeline_of_its_key(
+    opened: Opened,  # noqa: F811
+    bank: Bank,
+) -> None:
+    async with opened(token=TOKEN, send=True, modules=[views]) as client:
+        await log_in(client)
+        form = {"csrf": await csrf(client, "/send"), "what": f"{bank.deposits} deposited"}
+        filled = {"payload.account": "a & b", "payload.amount": "1"}
+        text = (await client.post("/send/message", data=form | filled)).text
+        (path,) = re.findall('href="(/timeline[?][^"]*)"', text)
+        (id,) = re.findall("with the id <code>([^<]+)</code>", text)
+        assert dict(parse_qsl(html.unescape(path).partition("?")[2])) == {"key": "a & b"}
+        (row,) = await rows(client, "/timeline", key="a & b", seconds="15")
+    assert row[1] == "not read"
+    assert id in row[3]
+
+
 async def test_a_trace_is_linked_to_where_the_setting_says(
     ann: httpx2.AsyncClient,
     opened: Opened,  # noqa: F811
-    desk: Desk,
+    applier: Applier,
 ) -> None:
-    await desk.apply(Deposit(1, headers=TRACED))
+    await applier.apply(Deposit(1, headers=TRACED))
     text = (await ann.get("/timeline?key=ada")).text
     assert text.count(f"trace <code>{TRACE}</code>") == 2, "of the message and its event"
     chosen = {"token": TOKEN, "trace_url": "https://traces.test/{trace_id}"}
@@ -66,10 +84,10 @@ async def test_a_trace_is_linked_to_where_the_setting_says(
     assert re.findall('href="(https?:[^"]*)"', text) == [f"https://traces.test/{TRACE}"] * 2
 
 
-async def test_a_timeline_looks_back_as_far_as_the_form_says_and_is_a_file_for_a_ticket(
-    ann: httpx2.AsyncClient, desk: Desk, take: Take, db: asyncpg.Connection
+async def test_a_timeline_covers_the_requested_period_and_can_be_downloaded(
+    ann: httpx2.AsyncClient, applier: Applier, take: Take, db: asyncpg.Connection
 ) -> None:
-    await take(desk, Deposit(1))
+    await take(applier, Deposit(1))
     await db.execute("UPDATE pipeline.inbox SET created_at = created_at - interval '7 hours'")
     assert {row[1] for row in await rows(ann, "/timeline", key="ada")} == {"staged"}
     wanted = {"key": "ada", "since": "8h", "seconds": "15"}
@@ -100,9 +118,9 @@ async def test_a_timeline_of_a_time_that_is_none_is_refused(
 
 
 async def test_what_is_hostile_is_shown_as_text(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await buried(desk, db, Deposit(1, HOSTILE, id=HOSTILE))
+    await buried(applier, db, Deposit(1, HOSTILE, id=HOSTILE))
     await db.execute("UPDATE pipeline.backlog SET type = $1, release = '1.4.2'", HOSTILE)
     assert_harmless((await ann.get("/timeline", params={"key": HOSTILE})).text)
     assert_harmless((await ann.get("/affected", params={"release": "1.4.2"})).text)
@@ -111,9 +129,9 @@ async def test_what_is_hostile_is_shown_as_text(
 
 
 async def test_a_release_is_counted(
-    ann: httpx2.AsyncClient, desk: Desk, take: Take, bank: Bank, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, take: Take, bank: Bank, db: asyncpg.Connection
 ) -> None:
-    await take(desk, Deposit(1), Deposit(2))
+    await take(applier, Deposit(1), Deposit(2))
     found = await rows(ann, "/affected", release="1.4.2")
     assert [row[:4] for row in found] == [
         ["2", "message", "deposit", bank.deposits],
@@ -126,17 +144,17 @@ async def test_a_release_is_counted(
 async def test_a_correction_is_previewed_begun_with_a_reason_and_cancelled(
     ann: httpx2.AsyncClient,
     deployed: Undoing,  # noqa: F811
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
 ) -> None:
-    await take(desk, Deposit(1), Deposit(2))
+    await take(applier, Deposit(1), Deposit(2))
     await db.execute(_AGE)
     wanted = {"name": "undo", "release": "1.4.2"}
     assert [row[:3] for row in await rows(ann, "/correct", **wanted)] == [["2", "0", "0"]]
     form = {**wanted, "csrf": await csrf(ann, "/correct?name=undo&release=1.4.2")}
     assert (await ann.post("/correct/begin", data=form)).status_code == 409, "why?"
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
     async def is_done() -> bool:
         return "undo of 1.4.2: 2 handed; done" in (await ann.get("/correct")).text
@@ -147,24 +165,24 @@ async def test_a_correction_is_previewed_begun_with_a_reason_and_cancelled(
         await eventually(is_done)
         cancelled = await ann.post("/correct/cancel", data={**form, "why": "not so"})
         assert "Cancelled: 2." in cancelled.text
-        assert await desk.backlog() == []
+        assert await applier.backlog() == []
     await ann.post("/correct/begin", data={**form, "why": "a fee"})
     await eventually(is_done)
-    await work_off(desk)
+    await work_off(applier)
     assert sorted(deployed.made) == [1, 2]
     audit = await db.fetch("SELECT who, action FROM pipeline.audit ORDER BY id")
     assert {row["who"] for row in audit} == {"ann"}
     assert [row["action"] for row in audit] == [*("correct", "cancel") * 2, "correct"]
 
 
-async def test_a_correction_has_a_rate_and_is_of_what_is_newer_than_a_time(
+async def test_a_correction_has_a_rate_and_selects_only_newer_messages(
     ann: httpx2.AsyncClient,
     deployed: Undoing,  # noqa: F811
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
 ) -> None:
-    await take(desk, Deposit(1), Deposit(2))
+    await take(applier, Deposit(1), Deposit(2))
     await db.execute(_AGE)
     wanted = {"name": "undo", "release": "1.4.2"}
     assert await rows(ann, "/correct", **wanted, newer="1s") == []
@@ -173,7 +191,7 @@ async def test_a_correction_has_a_rate_and_is_of_what_is_newer_than_a_time(
     form = {**wanted, "newer": "7d", "why": "a fee", "csrf": await csrf(ann)}
     for wrong in ({"rate": "0.5"}, {"rate": "1001"}, {"rate": "nan"}, {"newer": "soon"}):
         assert (await ann.post("/correct/begin", data={**form, **wrong})).status_code == 409
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
     assert (await ann.post("/correct/begin", data={**form, "rate": "1000"})).status_code == 303
 
     async def is_done() -> bool:
@@ -185,13 +203,13 @@ async def test_a_correction_has_a_rate_and_is_of_what_is_newer_than_a_time(
 async def test_one_is_handed_at_a_time(
     ann: httpx2.AsyncClient,
     deployed: Undoing,  # noqa: F811
-    desk: Desk,
+    applier: Applier,
     take: Take,
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(views, "RATE", 1)
-    await take(desk, *(Deposit(number) for number in range(1, 61)))
+    await take(applier, *(Deposit(number) for number in range(1, 61)))
     await db.execute(_AGE)
     form = {"name": "undo", "release": "1.4.2", "why": "a fee", "csrf": await csrf(ann)}
     clicks = [ann.post("/correct/begin", data=form) for _ in range(2)]
@@ -200,8 +218,8 @@ async def test_one_is_handed_at_a_time(
     assert "one at a time" in re.sub(r"\s+", " ", again.text)
 
     async def has_begun() -> bool:
-        return bool(await desk.backlog())
+        return bool(await applier.backlog())
 
     await eventually(has_begun)
     assert (await ann.post("/correct/cancel", data=form)).status_code == 200
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []

@@ -7,9 +7,9 @@ from fastapi import Request, Response
 from starlette.middleware.base import RequestResponseEndpoint
 
 from .routes import app_of
-from .served import bank
+from .served import service
 
-app = app_of(bank.service)
+app = app_of(service)
 
 
 @app.middleware("http")

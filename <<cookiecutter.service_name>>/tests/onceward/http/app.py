@@ -3,8 +3,8 @@
 from onceward.cli.commands import command_line
 from onceward.http.commands import group as api_commands
 
-from .served import bank
+from .served import service
 
 if __name__ == "__main__":
-    api = api_commands(bank.service, f"{__package__}.api")
-    command_line(bank.service, api=api)()
+    api = api_commands(service, f"{__package__}.api")
+    command_line(service, api=api)()

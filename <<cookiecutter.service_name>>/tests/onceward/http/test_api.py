@@ -189,7 +189,7 @@ async def test_a_mistake_of_a_handler_is_answered_with_500_and_no_details(
     assert (await post(client)).status_code == 201
 
 
-async def test_a_body_that_is_no_event_is_answered_with_what_is_wrong_and_not_with_the_body(
+async def test_an_invalid_body_is_answered_with_the_error_but_not_quoted(
     client: httpx2.AsyncClient,
 ) -> None:
     answer = await post(client, "a secret")

@@ -267,7 +267,7 @@ async def test_requests_beyond_the_limit_are_answered_with_503(app: FastAPI, ban
         assert {status for status, _ in await asyncio.gather(*answers)} == {201}
 
 
-async def test_an_application_that_does_not_start_is_an_error_and_exits_no_process() -> None:
+async def test_a_failing_application_start_raises_an_error_without_exiting_the_process() -> None:
     @asynccontextmanager
     async def broken(_: Starlette) -> AsyncIterator[None]:
         raise KeyError("a mistake of the application")

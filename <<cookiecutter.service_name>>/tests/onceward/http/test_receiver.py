@@ -28,12 +28,12 @@ from onceward.testing.crashes import MortalEngine, crashes_of
 from .cashier import CASHIER, NOTHING, ONE, cashier, new_key, stored
 from tests.contract.bank import Account, Deposit, Deposited, histories
 from tests.onceward.blocking import interrupting
+from tests.onceward.integration.applier import NewApplier
 from tests.onceward.integration.bank import Bank
 from tests.onceward.integration.calling import take_calls
-from tests.onceward.integration.conftest import new_desk  # noqa: F401 (a fixture)
-from tests.onceward.integration.desk import NewDesk
+from tests.onceward.integration.conftest import new_applier  # noqa: F401 (a fixture)
 from tests.onceward.integration.processes import forwarding
-from tests.onceward.integration.test_door import ENDED, ENDINGS, REFUSED, SAVEPOINTS, Changed
+from tests.onceward.integration.test_session import ENDED, ENDINGS, REFUSED, SAVEPOINTS, Changed
 from tests.servers.waiting import PATIENCE, eventually
 
 KEY = "7c4a8d09-ca95-4c28-a1d5-3b7f0c1a4e10"
@@ -72,7 +72,7 @@ async def test_an_answer_may_be_nothing(receiver: Receiver, db: asyncpg.Connecti
     assert await histories(db) == {"ada": [5]}
 
 
-async def test_a_key_that_comes_with_another_event_is_refused_and_keeps_its_answer(
+async def test_a_key_reused_for_another_event_is_refused_keeping_its_answer(
     receiver: Receiver, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     await pay_in(receiver, 5)
@@ -83,7 +83,7 @@ async def test_a_key_that_comes_with_another_event_is_refused_and_keeps_its_answ
     assert await stored(db) == ONE
 
 
-async def test_a_default_that_a_release_adds_does_not_make_a_repeat_another_request(
+async def test_a_default_added_by_a_release_keeps_the_request_hash(
     receiver: Receiver, db: asyncpg.Connection
 ) -> None:
     await pay_in(receiver, 5)  # `failures` has its default
@@ -133,7 +133,7 @@ async def test_keys_of_two_scopes_and_of_two_consumers_are_different_keys(
     }
 
 
-async def test_of_many_requests_with_one_key_one_is_applied_and_the_others_are_not_kept_waiting(
+async def test_concurrent_requests_with_one_key_apply_once_without_blocking_each_other(
     receiver: Receiver, bank: Bank, db: asyncpg.Connection
 ) -> None:
     others_are_done = asyncio.Event()
@@ -269,7 +269,7 @@ class Named(Event, type="named"):
     account: str
 
 
-async def test_a_handler_with_statements_of_its_own_answers_and_fails_as_a_whole(
+async def test_a_handler_with_its_own_statements_answers_and_fails_atomically(
     bank: Bank, settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:
     @bank.handlers.on(Named, topic=None, consumer="open")
@@ -421,7 +421,7 @@ async def test_a_request_over_which_connections_die_is_not_repeated_until_its_de
     assert await stored(db) == NOTHING
 
 
-async def test_a_request_is_answered_once_wherever_its_process_or_its_connection_is_lost(
+async def test_a_request_is_answered_once_wherever_its_process_or_connection_dies(
     bank: Bank, receiver: Receiver, settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:
     """Trap 19, at every statement: the client repeats, and another process answers."""
@@ -489,14 +489,14 @@ async def test_a_clock_that_is_behind_loses_no_request(
 async def test_messages_and_requests_change_one_account_and_its_events_have_one_order(
     bank: Bank,
     receiver: Receiver,
-    new_desk: NewDesk,  # noqa: F811
+    new_applier: NewApplier,  # noqa: F811
     db: asyncpg.Connection,
 ) -> None:
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
 
     async def messages() -> None:
         for first in range(100, 200, 10):
-            await desk.apply(*(Deposit(first + number) for number in range(10)))
+            await applier.apply(*(Deposit(first + number) for number in range(10)))
 
     async def requests() -> None:
         for amount in range(1, 41):
@@ -525,17 +525,17 @@ def _amount(event: str) -> int:
     return int(json.loads(event)["amount"])
 
 
-async def test_a_message_that_waits_in_the_backlog_does_not_hold_back_a_request(
+async def test_a_message_waiting_in_the_backlog_does_not_delay_a_request(
     bank: Bank,
     receiver: Receiver,
-    new_desk: NewDesk,  # noqa: F811
+    new_applier: NewApplier,  # noqa: F811
     db: asyncpg.Connection,
 ) -> None:
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
     bank.refused.add(100)
-    await desk.apply(Deposit(100))
+    await applier.apply(Deposit(100))
     assert (await pay_in(receiver, 5)).answer["balance"] == 5
-    assert [row["reason"] for row in await desk.backlog()] == ["failed"]
+    assert [row["reason"] for row in await applier.backlog()] == ["failed"]
 
 
 async def test_what_a_handler_calls_and_schedules_belongs_to_the_request(
@@ -709,7 +709,7 @@ async def test_a_throttled_consumer_takes_as_many_requests_as_it_may_each_once(
     assert await db.fetchval(left) > 50, "other processes know of it"
 
 
-async def test_a_request_that_waits_for_a_slot_while_its_consumer_is_paused_is_refused(
+async def test_pausing_a_consumer_refuses_requests_waiting_for_a_slot(
     receiver: Receiver, bank: Bank, db: asyncpg.Connection
 ) -> None:
     async with receiver._slots.all():

@@ -5,6 +5,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
+from pathlib import Path
 
 import asyncpg
 import httpx2
@@ -228,5 +229,23 @@ async def test_the_api_waits_for_its_database_and_serves_meanwhile(
     assert await process.ended() == 0
 
 
-async def _reports(process: Process) -> bool:
-    return "PostgreSQL" in str((await process.reasons()).get("api"))
+async def _reports(process: Process, text: str = "PostgreSQL") -> bool:
+    return text in str((await process.reasons()).get("api"))
+
+
+@pytest.mark.parametrize("opens", [True, False])
+async def test_the_api_is_not_ready_before_its_resources_are_open(
+    start: Start, client: Client, db: asyncpg.Connection, tmp_path: Path, opens: bool
+) -> None:
+    token = tmp_path / "token"
+    variables = {"BANK_TOKEN": str(token)}
+    process = await start("api", http_port=client.port, more_variables=variables)
+    await process.says("opening resources failed, trying again: open_resources: ConnectionError")
+    await eventually(lambda: _reports(process, "the application has not started yet"))
+    if opens:
+        token.write_text("secret")
+        await eventually(process.is_ready)
+        assert (await client.post(5, new_key())).status_code == 201
+    process.send(signal.SIGTERM)
+    assert await process.ended() == 0
+    assert "Traceback" not in process.output

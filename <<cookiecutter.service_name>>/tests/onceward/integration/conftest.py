@@ -23,9 +23,9 @@ from onceward.retry.workers import BacklogWorkers
 from onceward.servers.database import create_engine
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank
 from .clock import Clock
-from .desk import Desk, NewDesk
 from tests.contract.bank import Base
 from tests.servers import databases
 from tests.servers.databases import HOME, migrations_of_the_engine
@@ -34,7 +34,7 @@ from tests.servers.waiting import PATIENCE
 
 BEHIND_A_POOLER = (
     # Sessions, prepared statements and cursors.
-    *("pooler", "statements", "round_trips", "transactional", "door", "writer"),
+    *("pooler", "statements", "round_trips", "transactional", "session", "writer"),
     # Advisory locks.
     *("inbox_races", "dropping", "retention", "migrations"),
     # Leases, and what is written under them.
@@ -143,7 +143,7 @@ def complaint(done: Result) -> str:
 
 
 class Waking(Signals):
-    """Wakes the workers of a desk."""
+    """Wakes the workers of an applier."""
 
     lanes: BacklogWorkers
 
@@ -153,8 +153,8 @@ class Waking(Signals):
 
 
 @pytest.fixture
-async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
-    """Make desks: partitions whose batches the test applies itself, without Kafka."""
+async def new_applier(settings: Callable[..., Settings]) -> AsyncIterator[NewApplier]:
+    """Make appliers: partitions whose batches the test applies itself, without Kafka."""
     engines: list[AsyncEngine] = []
 
     async def make(
@@ -163,8 +163,8 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         topic: str,
         partition: int = 0,
         **changes: object,
-    ) -> Desk:
-        group = "desk"
+    ) -> Applier:
+        group = "applier"
         chosen = settings(**changes)
         engines.append(create_engine(chosen, name=group))
         health = Health(stall_after=PATIENCE)
@@ -182,7 +182,7 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
         lanes = BacklogWorkers(consume, health)
         signals.lanes = lanes
         slot = Slot(group, topic, partition)
-        return Desk(engines[-1], consume, lanes, health, handlers, slot)
+        return Applier(engines[-1], consume, lanes, health, handlers, slot)
 
     yield make
     for engine in engines:
@@ -190,10 +190,10 @@ async def new_desk(settings: Callable[..., Settings]) -> AsyncIterator[NewDesk]:
 
 
 @pytest.fixture
-async def ledger(new_desk: NewDesk) -> tuple[Bank, Desk]:
-    """Return a bank without topics, and the desk of its one partition."""
+async def ledger(new_applier: NewApplier) -> tuple[Bank, Applier]:
+    """Return a bank without topics, and the applier of its one partition."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    return bank, await new_desk(bank.handlers, topic=bank.deposits)
+    return bank, await new_applier(bank.handlers, topic=bank.deposits)
 
 
 @pytest.fixture

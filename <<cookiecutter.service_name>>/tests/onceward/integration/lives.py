@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from onceward.servers.database import autocommitting
 
-from .desk import Desk
+from .applier import Applier
 
 
 class Moment(Enum):
@@ -35,18 +35,18 @@ class _Gone(Exception):
 
 
 class Life:
-    """Of a process that has this desk. Its lanes stay as they are when it dies, nobody gives back
-    what it has, and no attempt: all that would do so finds no connection any more."""
+    """Of a process that has this applier. Its lanes stay as they are when it dies: what it has, and
+    each attempt, is given back by none, as no connection is left for that."""
 
-    def __init__(self, desk: Desk, death: Death | None) -> None:
+    def __init__(self, applier: Applier, death: Death | None) -> None:
         """Without a `death` it lives for ever. Its handlers have to call `called`."""
-        self.desk = desk
+        self.applier = applier
         self.is_over = False
         self._death = death
         self._moments = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._connections: list[asyncpg.Connection] = []
-        engine = desk.engine.sync_engine
+        engine = applier.engine.sync_engine
         self._commit = engine.dialect.do_commit
         sa.event.listen(engine, "connect", self._connected)
         sa.event.listen(engine, "checkout", self._let_out)
@@ -57,7 +57,7 @@ class Life:
         async with asyncio.TaskGroup() as group:
             self._tasks = [group.create_task(self._do(one)) for one in work]
         if self.is_over:
-            await self.desk.engine.dispose()
+            await self.applier.engine.dispose()
         return not self.is_over
 
     async def called(self) -> None:
@@ -102,18 +102,18 @@ class Life:
         return self.is_over
 
 
-async def let_leases_end(engine: AsyncEngine, dead: list[Desk]) -> None:
+async def let_leases_end(engine: AsyncEngine, dead: list[Applier]) -> None:
     """Let the time pass for which the dead have lanes."""
     async with autocommitting(engine) as driver:
         await driver.execute(
             "UPDATE pipeline.backlog_lane SET lease_until = now() WHERE owner LIKE ANY ($1)",
-            [f"{desk.lanes._owner}:%" for desk in dead],
+            [f"{applier.lanes._owner}:%" for applier in dead],
         )
 
 
-async def lanes_of(db: asyncpg.Connection, desk: Desk) -> list[int]:
-    """Return how many workers have begun with each lane that the desk has, and not come back."""
+async def lanes_of(db: asyncpg.Connection, applier: Applier) -> list[int]:
+    """Return how many workers have begun with each lane that the applier has, and not come back."""
     rows = await db.fetch(
-        "SELECT starts FROM pipeline.backlog_lane WHERE owner LIKE $1", f"{desk.lanes._owner}:%"
+        "SELECT starts FROM pipeline.backlog_lane WHERE owner LIKE $1", f"{applier.lanes._owner}:%"
     )
     return [row["starts"] for row in rows]

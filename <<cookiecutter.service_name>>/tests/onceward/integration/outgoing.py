@@ -28,7 +28,7 @@ from onceward.schema import SHARDS
 from onceward.servers.database import create_engine
 from onceward.settings import Settings
 
-from .desk import store_of
+from .applier import store_of
 from tests.servers.topics import administrator
 from tests.servers.waiting import PATIENCE, eventually
 
@@ -274,8 +274,15 @@ async def start_of(db: asyncpg.Connection) -> Progress:
 
 async def read(db: asyncpg.Connection, progress: Progress, limit: int) -> Page:
     """Read the next page, as a relay that owns all shards does."""
-    step = window.fresh if progress.target is None else window.page
-    return await step(db, progress, ALL_SHARDS, limit)
+    if progress.target is not None:
+        return await window.page(db, progress, ALL_SHARDS, limit)
+    if wide := await window.opened(db, progress, ALL_SHARDS, unleased):
+        return wide
+    return await window.fresh(db, progress, ALL_SHARDS, limit)
+
+
+async def unleased() -> None:
+    """Extend no lease."""
 
 
 async def read_all(

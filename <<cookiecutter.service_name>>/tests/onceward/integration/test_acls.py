@@ -268,7 +268,7 @@ async def test_without_one_of_them_the_reason_names_it_until_it_is_given(
         await eventually(lambda: health.is_ready)
 
 
-async def test_a_user_that_may_only_describe_what_it_writes_is_named_the_acl(
+async def test_describe_alone_on_an_output_topic_is_reported_with_the_acl(
     checked: Bank,
     broker: CheckingKafka,
     allow: Allow,
@@ -284,7 +284,7 @@ async def test_a_user_that_may_only_describe_what_it_writes_is_named_the_acl(
         await eventually(lambda: "the ACL Write on a topic" in health.reasons.get("relay", ""))
 
 
-async def test_without_describe_configs_the_service_works_and_the_doctor_says_what_it_needs(
+async def test_without_describe_configs_the_service_works_and_the_doctor_reports_it(
     checked: Bank,
     broker: CheckingKafka,
     db: asyncpg.Connection,

@@ -22,8 +22,8 @@ from onceward import Aggregate, Event, Handlers, Transaction
 from onceward.handlers.aggregate import Loads, canonical, record_key
 from onceward.handlers.rows import Rows
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from tests.contract.bank import Account, Base, Deposit, Deposited, histories
 from tests.servers.waiting import PATIENCE, eventually
 
@@ -134,9 +134,9 @@ def statements() -> Iterator[list[str]]:
 
 
 async def test_a_batch_locks_the_rows_of_a_table_in_one_query(
-    ledger: tuple[Bank, Desk], statements: list[str], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], statements: list[str], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="again", loads=Account.by("account"))
     async def again(event: Deposited, tx: Transaction) -> None:
@@ -145,9 +145,9 @@ async def test_a_batch_locks_the_rows_of_a_table_in_one_query(
         account.balance += 0
 
     accounts = [f"account {number}" for number in range(50)]
-    await desk.apply(*(Deposit(n, account=name) for n, name in enumerate(accounts)))
+    await applier.apply(*(Deposit(n, account=name) for n, name in enumerate(accounts)))
     statements.clear()
-    await desk.apply(*(Deposit(100 + n, account=name) for n, name in enumerate(accounts)))
+    await applier.apply(*(Deposit(100 + n, account=name) for n, name in enumerate(accounts)))
     assert len([one for one in statements if "FOR NO KEY UPDATE" in one]) == 1
     # Beside it, one batched update, and the catalog.
     assert len(statements) == 3
@@ -155,12 +155,12 @@ async def test_a_batch_locks_the_rows_of_a_table_in_one_query(
 
 
 async def test_rows_that_refer_to_a_locked_row_are_inserted_meanwhile(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1, account="a"))
+    _, applier = ledger
+    await applier.apply(Deposit(1, account="a"))
     await db.execute("CREATE TABLE entry (number int, account text REFERENCES account)")
-    handlers = desk.handlers = Handlers()
+    handlers = applier.handlers = Handlers()
 
     @handlers.on(Deposited, topic="deposits", consumer="locks", loads=Account.by("account"))
     async def locks(event: Deposited, tx: Transaction) -> None:
@@ -170,15 +170,15 @@ async def test_rows_that_refer_to_a_locked_row_are_inserted_meanwhile(
         with pytest.raises(asyncpg.LockNotAvailableError):
             await db.execute("UPDATE account SET balance = 0 WHERE id = 'a'")
 
-    await desk.apply(Deposit(2, account="a"))
+    await applier.apply(Deposit(2, account="a"))
     assert await db.fetchval("SELECT count(*) FROM entry") == 1
 
 
-async def test_rows_of_two_tables_take_one_query_each_in_the_order_of_their_names(
-    ledger: tuple[Bank, Desk], statements: list[str], db: asyncpg.Connection
+async def test_rows_of_two_tables_take_one_query_each_in_name_order(
+    ledger: tuple[Bank, Applier], statements: list[str], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    handlers = desk.handlers = Handlers()
+    _, applier = ledger
+    handlers = applier.handlers = Handlers()
 
     @handlers.on(Exchanged, topic="deposits", consumer="b", loads=Balance.by("account", "currency"))
     async def count(event: Exchanged, tx: Transaction) -> None:
@@ -189,16 +189,16 @@ async def test_rows_of_two_tables_take_one_query_each_in_the_order_of_their_name
     async def note(event: Exchanged, tx: Transaction) -> None:
         await tx.load_or_create(Account, event.account)
 
-    await desk.apply(*(Deposit(n, account=str(n)) for n in range(5)))
+    await applier.apply(*(Deposit(n, account=str(n)) for n in range(5)))
     locks = [one for one in statements if "FOR NO KEY UPDATE" in one]
     assert ["FROM account" in locks[0], "FROM balance" in locks[1], len(locks)] == [True, True, 2]
 
 
 async def test_a_key_of_two_columns_finds_its_row_and_no_other(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    handlers = desk.handlers = Handlers()
+    _, applier = ledger
+    handlers = applier.handlers = Handlers()
 
     @handlers.on(Exchanged, topic="deposits", consumer="b", loads=Balance.by("account", "currency"))
     async def count(event: Exchanged, tx: Transaction) -> None:
@@ -210,8 +210,8 @@ async def test_a_key_of_two_columns_finds_its_row_and_no_other(
         text = f'{{"account": "{account}", "amount": {amount}, "currency": "{currency}"}}'
         return Deposit(amount, value=text.encode())
 
-    await desk.apply(exchanged(1, "a", "EUR"), exchanged(2, "b", "USD"))
-    await desk.apply(
+    await applier.apply(exchanged(1, "a", "EUR"), exchanged(2, "b", "USD"))
+    await applier.apply(
         exchanged(10, "a", "USD"), exchanged(20, "b", "USD"), exchanged(30, "a", "EUR")
     )
     rows = await db.fetch("SELECT account, currency, amount FROM balance ORDER BY 1, 2")
@@ -223,14 +223,14 @@ async def test_a_key_of_two_columns_finds_its_row_and_no_other(
 
 
 async def test_the_versions_of_a_row_are_contiguous_within_and_across_batches(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """Trap 32."""
-    _, desk = ledger
+    _, applier = ledger
     names = ("ada", "bob")
     amounts = iter(range(1_000))
     for size in (1, 7, 20, 2):
-        await desk.apply(
+        await applier.apply(
             *(Deposit(n, account=names[n % 2]) for n in (next(amounts) for _ in range(size)))
         )
     for number, name in enumerate(names):
@@ -245,20 +245,21 @@ async def test_the_versions_of_a_row_are_contiguous_within_and_across_batches(
 
 
 async def test_two_partitions_that_change_one_row_lose_no_update_and_no_version(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 3: the row's lock is taken before the events are written."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desks = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1, 2)
+    appliers = [
+        await new_applier(bank.handlers, topic=bank.deposits, partition=number)
+        for number in (0, 1, 2)
     ]
-    await desks[0].apply(Deposit(1_000))
+    await appliers[0].apply(Deposit(1_000))
 
-    async def deposit(desk: Desk) -> None:
-        for first in range(100 * desk.slot.partition, 100 * desk.slot.partition + 100, 10):
-            await desk.apply(*(Deposit(n) for n in range(first, first + 10)))
+    async def deposit(applier: Applier) -> None:
+        for first in range(100 * applier.slot.partition, 100 * applier.slot.partition + 100, 10):
+            await applier.apply(*(Deposit(n) for n in range(first, first + 10)))
 
-    await asyncio.gather(*(deposit(desk) for desk in desks))
+    await asyncio.gather(*(deposit(applier) for applier in appliers))
     assert await db.fetchval("SELECT balance FROM account") == 1_000 + sum(range(300))
     events = await db.fetch("SELECT sequence, payload FROM pipeline.outbox ORDER BY id")
     assert [event["sequence"] for event in events] == list(range(1, 302))
@@ -281,8 +282,8 @@ SELECT 'a' || n, 0, '', 0 FROM generate_series(0, 9) n
         pytest.param([Account.by("account"), Account.by("other")], 0, id="declared"),
     ],
 )
-async def test_partitions_whose_messages_change_two_rows_each_do_not_deadlock_all_the_time(
-    new_desk: NewDesk, db: asyncpg.Connection, loads: Sequence[Loads[Any]], most: int
+async def test_partitions_that_change_two_rows_per_message_do_not_constantly_deadlock(
+    new_applier: NewApplier, db: asyncpg.Connection, loads: Sequence[Loads[Any]], most: int
 ) -> None:
     """Each handler locks its rows in the order of their keys; a batch locks those of many."""
     handlers = Handlers()
@@ -295,41 +296,41 @@ async def test_partitions_whose_messages_change_two_rows_each_do_not_deadlock_al
             row.balance += 1
         await asyncio.sleep(0.001)
 
-    desks = [await new_desk(handlers, topic="moves", partition=number) for number in range(4)]
+    appliers = [await new_applier(handlers, topic="moves", partition=number) for number in range(4)]
     await db.execute(_ACCOUNTS)
     chosen = random.Random(1)
 
-    def moves(desk: Desk, batch: int) -> list[Deposit]:
+    def moves(applier: Applier, batch: int) -> list[Deposit]:
         accounts = [chosen.sample(range(10), 2) for _ in range(100)]
         return [
             Deposit(
                 n,
                 type="moved",
-                id=f"{desk.slot.partition}-{batch}-{n}",
+                id=f"{applier.slot.partition}-{batch}-{n}",
                 value=b'{"account":"a%d","other":"a%d"}' % (one, other),
             )
             for n, (one, other) in enumerate(accounts)
         ]
 
-    batches = [[moves(desk, batch) for batch in range(5)] for desk in desks]
+    batches = [[moves(applier, batch) for batch in range(5)] for applier in appliers]
 
-    async def work(desk: Desk, batches: list[list[Deposit]]) -> None:
+    async def work(applier: Applier, batches: list[list[Deposit]]) -> None:
         for batch in batches:
-            await desk.apply(*batch)
+            await applier.apply(*batch)
 
-    await asyncio.gather(*map(work, desks, batches))
+    await asyncio.gather(*map(work, appliers, batches))
     assert await db.fetchval("SELECT sum(balance) FROM account") == 2 * 4 * 5 * 100
-    assert not any([await desk.backlog() for desk in desks])
-    assert sum(len(desk.outages) for desk in desks) <= most
+    assert not any([await applier.backlog() for applier in appliers])
+    assert sum(len(applier.outages) for applier in appliers) <= most
 
 
 @pytest.mark.parametrize("size", [1, 3])
-async def test_two_partitions_that_create_the_same_row_at_once_neither_fail_nor_lose_one(
-    new_desk: NewDesk, db: asyncpg.Connection, size: int
+async def test_two_partitions_creating_the_same_row_neither_fail_nor_lose_changes(
+    new_applier: NewApplier, db: asyncpg.Connection, size: int
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     first, second = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
+        await new_applier(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
     ]
     inside, go_on = asyncio.Event(), asyncio.Event()
 
@@ -361,12 +362,12 @@ async def test_two_partitions_that_create_the_same_row_at_once_neither_fail_nor_
 
 
 async def test_a_row_that_was_not_declared_is_locked_when_it_is_loaded(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     handlers = Handlers()
     first, second = [
-        await new_desk(handlers, topic=bank.deposits, partition=number) for number in (0, 1)
+        await new_applier(handlers, topic=bank.deposits, partition=number) for number in (0, 1)
     ]
     await db.execute("INSERT INTO account (id, balance, history, version) VALUES ('ada', 0, '', 0)")
 
@@ -380,19 +381,19 @@ async def test_a_row_that_was_not_declared_is_locked_when_it_is_loaded(
 
     await asyncio.gather(
         *(
-            desk.apply(*(Deposit(n, id=f"{desk.slot.partition}-{n}") for n in range(50)))
-            for desk in (first, second)
+            applier.apply(*(Deposit(n, id=f"{applier.slot.partition}-{n}") for n in range(50)))
+            for applier in (first, second)
         )
     )
     assert await db.fetchval("SELECT balance FROM account") == 2 * sum(range(50))
 
 
 async def test_an_event_of_a_row_without_a_key_is_refused(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """The database gives it one at the flush: before, all such rows would share the key "None"."""
-    _, desk = ledger
-    handlers = desk.handlers = Handlers()
+    _, applier = ledger
+    handlers = applier.handlers = Handlers()
     refused: list[str] = []
 
     @handlers.on(Deposited, topic="deposits", consumer="keyless")
@@ -404,14 +405,14 @@ async def test_an_event_of_a_row_without_a_key_is_refused(
         except (TypeError, ValueError) as error:
             refused.append(str(error))
 
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     assert len(refused) == 1
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 0
 
 
-async def test_of_and_key_are_not_taken_together(ledger: tuple[Bank, Desk]) -> None:
-    _, desk = ledger
-    handlers = desk.handlers = Handlers()
+async def test_of_and_key_are_not_taken_together(ledger: tuple[Bank, Applier]) -> None:
+    _, applier = ledger
+    handlers = applier.handlers = Handlers()
 
     @handlers.on(Deposited, topic="deposits", consumer="both")
     async def both(event: Deposited, tx: Transaction) -> None:
@@ -420,22 +421,22 @@ async def test_of_and_key_are_not_taken_together(ledger: tuple[Bank, Desk]) -> N
             tx.publish(BalanceTold(amount=1), of=account, key="ada")
         assert account.version == 0
 
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
 
 
-async def test_a_key_of_another_type_than_its_column_is_refused_and_not_taken_for_missing(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_key_whose_type_differs_from_its_column_is_refused(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
+    _, applier = ledger
     await db.execute("INSERT INTO account VALUES ('7', 0, '', 0)")
-    handlers = desk.handlers = Handlers()
+    handlers = applier.handlers = Handlers()
 
     @handlers.on(Deposited, topic="deposits", consumer="deposit")
     async def deposit(event: Deposited, tx: Transaction) -> None:
         await tx.load(Account, _Text("7"))
 
-    await desk.apply(Deposit(1))
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(1))
+    (row,) = await applier.backlog()
     assert "use the type that the column holds" in row["error"]
 
 
@@ -448,12 +449,12 @@ class _Text(str):
         return self is other
 
 
-async def test_an_event_of_a_row_that_is_not_locked_is_refused_and_one_of_a_new_row_is_not(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_events_of_unlocked_rows_are_refused_except_for_new_rows(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
+    _, applier = ledger
     await db.execute("INSERT INTO account VALUES ('old', 0, '', 0)")
-    handlers = desk.handlers = Handlers()
+    handlers = applier.handlers = Handlers()
 
     @handlers.on(Deposited, topic="deposits", consumer="deposit")
     async def deposit(event: Deposited, tx: Transaction) -> None:
@@ -465,33 +466,33 @@ async def test_an_event_of_a_row_that_is_not_locked_is_refused_and_one_of_a_new_
             await tx.session.flush()
         tx.publish(BalanceTold(amount=1), of=row)
 
-    await desk.apply(Deposit(1, account="new"))
+    await applier.apply(Deposit(1, account="new"))
     assert await db.fetchval("SELECT version FROM account WHERE id = 'new'") == 1
-    await desk.apply(Deposit(2, account="old"))
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(2, account="old"))
+    (row,) = await applier.backlog()
     assert "needs a row that is locked" in row["error"]
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 1
 
 
 async def test_what_is_published_after_the_handler_has_ended_is_refused(
-    ledger: tuple[Bank, Desk],
+    ledger: tuple[Bank, Applier],
 ) -> None:
-    _, desk = ledger
-    handlers = desk.handlers = Handlers()
+    _, applier = ledger
+    handlers = applier.handlers = Handlers()
     kept: list[Transaction] = []
 
     @handlers.on(Deposited, topic="deposits", consumer="deposit")
     async def deposit(event: Deposited, tx: Transaction) -> None:
         kept.append(tx)
 
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     with pytest.raises(RuntimeError, match="the handler has ended"):
         kept[0].publish(BalanceTold(amount=1))
 
 
 @pytest.mark.parametrize("way", ["delete", "delete_all", "flushed"])
-async def test_a_row_that_a_message_deletes_is_gone_for_the_later_ones_of_its_batch(
-    new_desk: NewDesk, db: asyncpg.Connection, way: str
+async def test_a_deleted_row_is_absent_for_later_messages_of_the_batch(
+    new_applier: NewApplier, db: asyncpg.Connection, way: str
 ) -> None:
     handlers, found = Handlers(), list[bool]()
 
@@ -507,19 +508,19 @@ async def test_a_row_that_a_message_deletes_is_gone_for_the_later_ones_of_its_ba
             if way == "flushed":
                 await tx.session.flush()
 
-    desk = await new_desk(handlers, topic="deposits")
+    applier = await new_applier(handlers, topic="deposits")
     await db.execute("INSERT INTO account (id, balance, history, version) VALUES ('ada', 0, '', 0)")
-    await desk.apply(Deposit(1), Deposit(2))
+    await applier.apply(Deposit(1), Deposit(2))
     assert found[-2:] == [True, False]
     assert await db.fetchval("SELECT count(*) FROM account") == 0
 
 
 @pytest.mark.parametrize("refused", [set[int](), {2}], ids=["applied", "failed"])
 async def test_nothing_of_a_batch_waits_for_the_collector(
-    ledger: tuple[Bank, Desk], monkeypatch: pytest.MonkeyPatch, refused: set[int]
+    ledger: tuple[Bank, Applier], monkeypatch: pytest.MonkeyPatch, refused: set[int]
 ) -> None:
     """It runs seldom, and a batch may be large."""
-    bank, desk = ledger
+    bank, applier = ledger
     alive = weakref.WeakSet[Rows]()
     bank.refused = refused
 
@@ -529,11 +530,11 @@ async def test_nothing_of_a_batch_waits_for_the_collector(
             alive.add(self)
 
     monkeypatch.setattr("onceward.apply.attempt.Rows", Watched)
-    await desk.apply(Deposit(9))
+    await applier.apply(Deposit(9))
     gc.collect()
     gc.disable()
     try:
-        await desk.apply(Deposit(1), Deposit(2))
+        await applier.apply(Deposit(1), Deposit(2))
         assert not alive
     finally:
         gc.enable()
@@ -559,10 +560,10 @@ class Rate(Aggregate, Base):
 
 
 async def test_one_row_has_one_key_however_its_values_are_written(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    handlers = desk.handlers = Handlers()
+    _, applier = ledger
+    handlers = applier.handlers = Handlers()
     noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
     keys: list[tuple[Any, ...]] = [
         (Region.EU, Region.EU, noon, Decimal("1.5")),
@@ -575,10 +576,10 @@ async def test_one_row_has_one_key_however_its_values_are_written(
         row.seen += 1
         tx.publish(BalanceTold(amount=row.seen), of=row)
 
-    await desk.apply(*(Deposit(n) for n in range(4)))
+    await applier.apply(*(Deposit(n) for n in range(4)))
     for n in range(4, 8):
-        await desk.apply(Deposit(n))
-    assert await desk.park() == {}
+        await applier.apply(Deposit(n))
+    assert await applier.park() == {}
     events = await db.fetch("SELECT subject, sequence FROM pipeline.outbox ORDER BY id")
     assert len({event["subject"] for event in events}) == 1
     assert [event["sequence"] for event in events] == list(range(1, 9))
@@ -625,7 +626,7 @@ async def test_keys_are_rounded_as_the_database_does(db: asyncpg.Connection, tex
 
 
 async def test_keys_that_the_database_rounds_to_one_are_one_row(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers, prices = Handlers(), ("0.025", "0.03", "-0.001", "0")
 
@@ -635,9 +636,9 @@ async def test_keys_that_the_database_rounds_to_one_are_one_row(
         row.messages += 1
         tx.publish(BalanceTold(amount=row.messages), of=row)
 
-    desk = await new_desk(handlers, topic="deposits")
-    await desk.apply(*(Deposit(n, account=str(n)) for n in range(4)))
-    assert await desk.backlog() == []
+    applier = await new_applier(handlers, topic="deposits")
+    await applier.apply(*(Deposit(n, account=str(n)) for n in range(4)))
+    assert await applier.backlog() == []
     rows = await db.fetch("SELECT price::text, messages FROM aggregates_priced ORDER BY price")
     assert [tuple(row) for row in rows] == [("0.00", 2), ("0.03", 2)]
     keys = await db.fetch("SELECT convert_from(key, 'UTF8') FROM pipeline.outbox ORDER BY id")
@@ -650,7 +651,7 @@ async def test_keys_that_the_database_rounds_to_one_are_one_row(
     [(Vehicle, Van, "load"), (Vehicle, Bus, "seats"), (Van, Van, "load"), (Ship, Ferry, "cars")],
 )
 async def test_a_row_in_several_tables_is_loaded_whole_and_locked(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
     db: asyncpg.Connection,
     entity: type[Any],
     row: type[Any],
@@ -675,10 +676,10 @@ async def test_a_row_in_several_tables_is_loaded_whole_and_locked(
                 table = row.__mapper__.base_mapper.local_table.name
                 await db.execute(f"SELECT FROM {table} FOR NO KEY UPDATE")
 
-    desk = await new_desk(handlers, topic="deposits")
-    await desk.apply(Deposit(0))
+    applier = await new_applier(handlers, topic="deposits")
+    await applier.apply(Deposit(0))
     for n in (1, 3):
-        await desk.apply(Deposit(n), Deposit(n + 1), start=n)
-    assert await desk.backlog() == []
+        await applier.apply(Deposit(n), Deposit(n + 1), start=n)
+    assert await applier.backlog() == []
     table = row.__table__.name
     assert await db.fetchval(f"SELECT {name} FROM {table}") == 5

@@ -9,7 +9,7 @@ from onceward.apply import backlog
 from onceward.retry import lanes
 from onceward.retry.lane_source import read_rows, take
 
-from .desk import Desk, NewDesk
+from .applier import Applier, NewApplier
 from .plans import Explaining
 from .test_backlog import bank_with
 from tests.contract.bank import Deposit
@@ -31,21 +31,21 @@ END $$
 """
 
 
-async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, int]:
+async def blocks(applier: Applier, db: asyncpg.Connection, number: int) -> dict[str, int]:
     """Return how many blocks the statements look at that handle a message from the backlog."""
-    await desk.apply(Deposit(number, account=f"new {number}"))
+    await applier.apply(Deposit(number, account=f"new {number}"))
     asked = Explaining(db)
     transaction = db.transaction()
     await transaction.start()
     await db.execute("SET LOCAL pipeline.handler = ''")  # as the engine begins one
-    consumers = desk.handlers.consumers
+    consumers = applier.handlers.consumers
     lane = await lanes.claim(db, "test", 10.0, consumers)
     assert lane is not None
     await lanes.claim(asked, "test", 10.0, consumers, {"without an answer"})
     await lanes.extend(asked, lane)
     await lanes.hold(asked, lane)
     rows = await take(asked, lane, consumers, 100)
-    taken = await read_rows(lane, desk.handlers, rows)
+    taken = await read_rows(lane, applier.handlers, rows)
     assert len(taken.items) == 1
     await backlog.find(asked, taken.items)
     (key,) = (item.row for item in taken.items)
@@ -53,26 +53,26 @@ async def blocks(desk: Desk, db: asyncpg.Connection, number: int) -> dict[str, i
     keys = taken.keys
     await lanes.settle(asked, lane, done=[key], changed=[], keys=keys, keys_with_progress=keys)
     await transaction.rollback()
-    await desk.work_off()
+    await applier.work_off()
     names = ["claim", "extend", "hold", "take", "find", "delete", "heads"]
     return dict(zip(names, (plan.blocks for plan in asked.plans), strict=True))
 
 
-async def test_a_backlog_through_which_much_has_gone_is_as_quick_as_a_new_one(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_backlog_after_much_traffic_is_as_fast_as_new(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 25: and nobody has vacuumed."""
     await db.execute(_NO_VACUUM)
-    _, desk = await bank_with(new_desk, mode="deferred")
+    _, applier = await bank_with(new_applier, mode="deferred")
     numbers, found = count(1), list[tuple[dict[str, int], dict[str, int]]]()
 
     async def is_as_quick() -> bool:
-        before = await blocks(desk, db, next(numbers))
+        before = await blocks(applier, db, next(numbers))
         for _ in range(TURNS):
             some = [Deposit(next(numbers), account=f"of {n % 50}") for n in range(SIZE)]
-            await desk.apply(*some)
-            await desk.work_off()
-        after = await blocks(desk, db, next(numbers))
+            await applier.apply(*some)
+            await applier.work_off()
+        after = await blocks(applier, db, next(numbers))
         found.append((before, after))
         await db.execute("VACUUM pipeline.backlog")
         await db.execute("VACUUM pipeline.backlog_lane")

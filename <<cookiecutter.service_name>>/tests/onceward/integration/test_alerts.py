@@ -23,12 +23,12 @@ from onceward.schema import SHARDS
 
 from .bank import ATTEMPTS, Bank
 from .conftest import Command
-from .doors import Door
 from .grantees import Roles, grant, splitting
 from .kafka_wire import Wire
 from .outgoing import LARGE, OLD, allow, event, make_old_day, shares, stage, stage_long_ago
 from .processes import starting
 from .prometheus import ALERTS, TEXT, check, series, together
+from .tcp_proxy import TcpProxy
 from tests.contract.bank import Deposit
 from tests.servers.processes import ROOT, Process, Start
 from tests.servers.programs import program
@@ -234,7 +234,7 @@ def test_delays_are_shown_by_topic() -> None:
     }
 
 
-async def test_a_service_exposes_every_metric_and_label_that_rules_dashboard_and_pages_name(
+async def test_every_metric_and_label_in_rules_dashboard_and_pages_is_exposed(
     start: Start,
     bank: Bank,
     producer: AIOKafkaProducer,
@@ -345,7 +345,7 @@ def test_partitions_that_others_read_alert_until_the_service_reads_them(tmp_path
     check(tmp_path, [*before, none], quiet=["FewerPartitions"], minutes=18)
 
 
-async def test_an_id_with_another_payload_alerts_until_an_hour_after_the_last_one(
+async def test_an_identity_mismatch_alerts_until_an_hour_after_the_last_one(
     start: Start,
     command: Command,
     bank: Bank,
@@ -472,7 +472,7 @@ async def test_the_hot_key_of_a_partition_is_found_as_the_page_says(
     assert len(others) == 2
 
 
-async def test_a_service_of_which_no_process_is_left_alerts_until_one_is_started_again(
+async def test_a_service_without_running_processes_alerts_until_one_is_started(
     start: Start, bank: Bank, tmp_path: Path
 ) -> None:
     process = await start("run")
@@ -537,7 +537,7 @@ async def test_events_that_kafka_refuses_alert_until_their_topic_is_there(
     check(tmp_path, [fires, over], quiet=ALERTS)
 
 
-async def test_events_for_a_topic_that_may_not_be_written_alert_until_it_may_be(
+async def test_events_for_an_unauthorized_topic_alert_until_writing_is_allowed(
     start: Start,
     command: Command,
     db: asyncpg.Connection,
@@ -610,7 +610,7 @@ async def test_a_consumer_that_fails_for_whatever_comes_alerts_until_it_succeeds
     await eventually(lambda: db.fetchval("SELECT count(*) = 6 FROM account"))
 
 
-async def test_a_position_that_the_topic_does_not_have_alerts_until_a_person_moves_it(
+async def test_a_position_missing_from_its_topic_alerts_until_it_is_moved(
     start: Start,
     command: Command,
     bank: Bank,
@@ -638,7 +638,7 @@ async def test_a_position_that_the_topic_does_not_have_alerts_until_a_person_mov
     await eventually(lambda: db.fetchval("SELECT balance = 3 FROM account"))
 
 
-async def test_events_that_kafka_does_not_take_alert_and_keep_their_day_until_it_does(
+async def test_unaccepted_events_alert_and_hold_their_day_until_kafka_accepts_them(
     start: Start,
     command: Command,
     bank: Bank,
@@ -669,7 +669,7 @@ async def test_events_that_kafka_does_not_take_alert_and_keep_their_day_until_it
         assert OLD not in (await command("retention", "status")).stdout
 
 
-async def test_a_relay_that_is_cut_off_tells_of_nothing_that_another_one_has_taken_over(
+async def test_a_disconnected_relay_stops_reporting_shards_that_another_took_over(
     start: Start,
     bank: Bank,
     db: asyncpg.Connection,
@@ -681,12 +681,12 @@ async def test_a_relay_that_is_cut_off_tells_of_nothing_that_another_one_has_tak
     await stage(db, [event(missing, 1)])
     url = make_url(database_url)
     async with (
-        Door("127.0.0.1", url.port or 0).listening() as door,
+        TcpProxy("127.0.0.1", url.port or 0).listening() as proxy,
         Wire(kafka).listening() as wire,
     ):
         cut_off = await start(
             "relay",
-            database_url=url.set(port=door.port).render_as_string(hide_password=False),
+            database_url=url.set(port=proxy.port).render_as_string(hide_password=False),
             kafka_bootstrap_servers=wire.address,
         )
         await tells(cut_off, "pipeline_outbox_rejected", positive, pipeline_outcome="waiting")
@@ -696,7 +696,7 @@ async def test_a_relay_that_is_cut_off_tells_of_nothing_that_another_one_has_tak
             await stage_long_ago(db, 2, bank.balances)
         fires = await tells(cut_off, "pipeline_outbox_lag_duration_seconds", lambda lag: lag > 300)
         check(tmp_path, [fires], firing=["OutboxLag", "EventsRejected"])
-        door.shut()
+        proxy.shut()
         other = await start("relay")
         await tells(other, "pipeline_outbox_rejected", positive, pipeline_outcome="waiting")
         # An event waits for its topic, so no process is ready.
@@ -710,13 +710,13 @@ async def test_a_relay_that_is_cut_off_tells_of_nothing_that_another_one_has_tak
         over = await scraped(cut_off)
         assert "pipeline_outbox_rejected" not in over
         check(tmp_path, [fires, over], quiet=["OutboxLag", "EventsRejected"])
-        door.go_on()
+        proxy.restore()
         wire.go_on()
         # It is given a share again, and tells of that.
         await tells(cut_off, "pipeline_outbox_lag_duration_seconds", lambda lag: lag == 0)
 
 
-async def test_more_events_than_a_relay_can_send_alert_until_another_one_shares_its_shards(
+async def test_outbox_lag_alerts_until_a_second_relay_shares_the_shards(
     start: Start,
     bank: Bank,
     db: asyncpg.Connection,

@@ -172,7 +172,7 @@ async def test_the_claim_of_a_lane(asked: Explaining) -> None:
     assert only(asked).blocks < len(CONSUMERS) * 64 * 5
 
 
-async def test_the_claim_of_a_lane_when_all_that_is_stored_has_to_wait(asked: Explaining) -> None:
+async def test_the_claim_of_a_lane_when_every_row_has_to_wait(asked: Explaining) -> None:
     await asked._db.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = now() + interval '1 minute' WHERE lane < 32"
     )
@@ -264,7 +264,7 @@ async def test_the_claim_of_a_lane_when_much_is_due_in_others(
 
 
 @pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
-async def test_the_heads_of_a_few_keys_of_a_lane_in_which_many_are_due(
+async def test_the_heads_of_few_keys_in_a_lane_with_many_due(
     flooded: asyncpg.Connection, mode: str
 ) -> None:
     """Trap 20: what is due of other keys is not looked at."""
@@ -299,7 +299,7 @@ _WAYS = 256 * 5 + (96 + 32 + 5) * 5 * 2
 
 
 @pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
-async def test_the_rows_of_one_consumer_are_counted_by_index_beside_many_of_another(
+async def test_rows_of_one_consumer_are_counted_by_index_among_many_others(
     flooded: asyncpg.Connection, mode: str
 ) -> None:
     await flooded.execute(
@@ -315,7 +315,7 @@ async def test_the_rows_of_one_consumer_are_counted_by_index_beside_many_of_anot
 
 
 @pytest.mark.parametrize("mode", ["force_custom_plan", "force_generic_plan"])
-async def test_the_age_of_the_oldest_row_of_each_topic_costs_no_further_block(
+async def test_the_age_of_each_topics_oldest_row_reads_no_further_block(
     flooded: asyncpg.Connection, mode: str
 ) -> None:
     await flooded.execute(

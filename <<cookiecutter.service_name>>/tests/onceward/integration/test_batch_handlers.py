@@ -14,7 +14,7 @@ from opentelemetry import context as otel
 from onceward import Event, EventBatch, Handlers, Park, Policy, Reject, Transaction
 from onceward.handlers.staging import event_id
 
-from .desk import Desk, NewDesk
+from .applier import Applier, NewApplier
 from tests.contract.bank import Deposit, Deposited, histories
 
 TOPIC = "deposits"
@@ -97,30 +97,32 @@ async def published(db: asyncpg.Connection) -> list[tuple[str, int, int]]:
 
 
 @pytest.fixture
-async def books(new_desk: NewDesk) -> tuple[Books, Desk]:
-    """Return the books, and the desk of their one partition."""
+async def books(new_applier: NewApplier) -> tuple[Books, Applier]:
+    """Return the books, and the applier of their one partition."""
     books = Books()
-    return books, await new_desk(books.handlers, topic=TOPIC)
+    return books, await new_applier(books.handlers, topic=TOPIC)
 
 
 async def test_all_of_a_batch_are_handed_over_together_in_order(
-    books: tuple[Books, Desk], db: asyncpg.Connection
+    books: tuple[Books, Applier], db: asyncpg.Connection
 ) -> None:
-    book, desk = books
-    await desk.apply(Deposit(1), Deposit(2, account="bob"), Deposit(3), Deposit(1))
-    await desk.apply(Deposit(4))
+    book, applier = books
+    await applier.apply(Deposit(1), Deposit(2, account="bob"), Deposit(3), Deposit(1))
+    await applier.apply(Deposit(4))
     assert book.calls == [[1, 2, 3], [4]], "a duplicate is not handed over"
     assert await histories(db) == {"ada": [1, 3, 4], "bob": [2]}
     assert await published(db) == [("ada", 1, 1), ("bob", 2, 1), ("ada", 3, 2), ("ada", 4, 3)]
 
 
-async def test_an_event_that_it_publishes_has_the_id_and_the_trace_of_the_message_that_causes_it(
-    books: tuple[Books, Desk], db: asyncpg.Connection
+async def test_events_published_by_batch_handlers_have_their_messages_ids_and_traces(
+    books: tuple[Books, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = books
+    _, applier = books
     headers = (("traceparent", TRACE.encode()), ("baggage", b"tenant=7"))
-    first, second = [(await desk.read(one, start=0)).items[0] for one in (Deposit(1), Deposit(2))]
-    await desk.apply(Deposit(1, headers=headers), Deposit(2))
+    first, second = [
+        (await applier.read(one, start=0)).items[0] for one in (Deposit(1), Deposit(2))
+    ]
+    await applier.apply(Deposit(1, headers=headers), Deposit(2))
     told = await db.fetch("SELECT event_id, traceparent, baggage FROM pipeline.outbox ORDER BY id")
     ids = [event_id(one.key, one.message.hash, 0) for one in (first, second)]
     assert [tuple(row) for row in told] == [(ids[0], TRACE, "tenant=7"), (ids[1], None, None)]
@@ -129,96 +131,98 @@ async def test_an_event_that_it_publishes_has_the_id_and_the_trace_of_the_messag
 
 @pytest.mark.parametrize("at_fault", [[1], [4], [8], [2, 3], [1, 8], [1, 2, 3, 4, 5, 6, 7, 8]])
 async def test_those_at_fault_are_found_among_their_neighbours(
-    books: tuple[Books, Desk], db: asyncpg.Connection, at_fault: list[int]
+    books: tuple[Books, Applier], db: asyncpg.Connection, at_fault: list[int]
 ) -> None:
-    book, desk = books
+    book, applier = books
     book.errors = {amount: ValueError(f"not {amount}") for amount in at_fault}
     amounts = range(1, 9)
-    await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in amounts))
+    await applier.apply(*(Deposit(amount, account=f"of {amount}") for amount in amounts))
     innocent = [amount for amount in amounts if amount not in at_fault]
-    assert await desk.park() == {("book", amount - 1): "failed" for amount in at_fault}
-    assert {row["attempts"] for row in await desk.backlog()} == {1}
+    assert await applier.park() == {("book", amount - 1): "failed" for amount in at_fault}
+    assert {row["attempts"] for row in await applier.backlog()} == {1}
     assert await histories(db) == {f"of {amount}": [amount] for amount in innocent}
     assert await published(db) == [(f"of {amount}", amount, 1) for amount in innocent]
-    assert await desk.position() == 8
+    assert await applier.position() == 8
 
 
-async def test_what_stands_behind_one_at_fault_waits_for_it_and_follows_in_order(
-    books: tuple[Books, Desk], db: asyncpg.Connection
+async def test_messages_behind_a_failed_one_wait_and_follow_in_order(
+    books: tuple[Books, Applier], db: asyncpg.Connection
 ) -> None:
-    book, desk = books
+    book, applier = books
     book.errors = {2: ValueError("not yet")}
-    await desk.apply(Deposit(1), Deposit(2), Deposit(3), Deposit(9, account="bob"))
-    assert await desk.park() == {("book", 1): "failed", ("book", 2): "follows another"}
+    await applier.apply(Deposit(1), Deposit(2), Deposit(3), Deposit(9, account="bob"))
+    assert await applier.park() == {("book", 1): "failed", ("book", 2): "follows another"}
     book.errors.clear()
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1, 2, 3], "bob": [9]}
     assert book.calls[-2:] == [[2], [3]], "a message that has failed is a run by itself"
 
 
-async def test_decisions_hold_for_the_one_message_that_they_are_about(new_desk: NewDesk) -> None:
+async def test_decisions_hold_for_the_one_message_that_they_are_about(
+    new_applier: NewApplier,
+) -> None:
     books = Books(options={"policy": Policy(attempts=2)})
-    desk = await new_desk(books.handlers, topic=TOPIC)
+    applier = await new_applier(books.handlers, topic=TOPIC)
     books.errors = {2: Reject("never"), 3: Park("later", after=60)}
-    await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
-    assert await desk.park() == {("book", 1): "rejected", ("book", 2): "parked by its handler"}
+    await applier.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
+    assert await applier.park() == {("book", 1): "rejected", ("book", 2): "parked by its handler"}
 
 
-async def test_a_call_that_takes_too_long_is_ended_and_the_slow_one_found(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_timed_out_batch_call_is_cancelled_and_its_slow_message_found(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     books = Books(options={"timeout": 0.3})
-    desk = await new_desk(books.handlers, topic=TOPIC)
+    applier = await new_applier(books.handlers, topic=TOPIC)
     books.waits = {3: asyncio.Event().wait}  # type: ignore[dict-item]
-    await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
-    assert await desk.park() == {("book", 2): "undecided"}
-    await desk.work_off()
-    (row,) = await desk.backlog()
+    await applier.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
+    assert await applier.park() == {("book", 2): "undecided"}
+    await applier.work_off()
+    (row,) = await applier.backlog()
     assert (row["reason"], row["attempts"]) == ("failed", 1)
     assert "TimeoutError" in row["error"]
     assert sorted(await histories(db)) == ["of 1", "of 2", "of 4"]
 
 
-async def test_an_error_of_the_network_in_it_is_its_own_and_no_outage(
-    books: tuple[Books, Desk],
+async def test_a_network_error_in_a_batch_handler_is_not_an_outage(
+    books: tuple[Books, Applier],
 ) -> None:
-    book, desk = books
+    book, applier = books
     book.errors = {2: ConnectionRefusedError("another service")}
-    await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
-    assert await desk.park() == {("book", 1): "failed"}
-    assert desk.outages == []
+    await applier.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
+    assert await applier.park() == {("book", 1): "failed"}
+    assert applier.outages == []
 
 
-async def test_one_that_takes_single_events_of_the_same_consumer_has_its_turn_in_between(
-    books: tuple[Books, Desk], db: asyncpg.Connection
+async def test_a_single_event_handler_of_the_consumer_runs_between_batches(
+    books: tuple[Books, Applier], db: asyncpg.Connection
 ) -> None:
-    book, desk = books
+    book, applier = books
 
     @book.handlers.on(Noted, topic=TOPIC, consumer="book")
     async def note(event: Noted, tx: Transaction) -> None:
         book.calls.append([-event.amount])
 
-    await desk.apply(Deposit(1), Deposit(2), Deposit(3, type="noted"), Deposit(4))
+    await applier.apply(Deposit(1), Deposit(2), Deposit(3, type="noted"), Deposit(4))
     assert book.calls == [[1, 2], [-3], [4]]
     assert await histories(db) == {"ada": [1, 2, 4]}
 
 
-async def test_a_batch_is_tried_without_those_behind_one_that_has_failed_before_it(
-    books: tuple[Books, Desk], db: asyncpg.Connection
+async def test_a_batch_is_tried_without_messages_behind_an_earlier_failure(
+    books: tuple[Books, Applier], db: asyncpg.Connection
 ) -> None:
-    book, desk = books
+    book, applier = books
 
     @book.handlers.on(Noted, topic=TOPIC, consumer="book")
     async def note(event: Noted, tx: Transaction) -> None:
         raise ValueError("never")
 
-    await desk.apply(Deposit(1, type="noted"), Deposit(2), Deposit(3, account="bob"))
-    assert await desk.park() == {("book", 0): "failed", ("book", 1): "follows another"}
+    await applier.apply(Deposit(1, type="noted"), Deposit(2), Deposit(3, account="bob"))
+    assert await applier.park() == {("book", 0): "failed", ("book", 1): "follows another"}
     assert await histories(db) == {"bob": [3]}
 
 
-async def test_two_consumers_of_a_type_have_their_batches_each(new_desk: NewDesk) -> None:
+async def test_two_consumers_of_a_type_have_their_batches_each(new_applier: NewApplier) -> None:
     books, calls = Books(), list[list[int]]()
 
     @books.handlers.on_batch(Deposited, topic=TOPIC, consumer="count")
@@ -230,25 +234,25 @@ async def test_two_consumers_of_a_type_have_their_batches_each(new_desk: NewDesk
     @books.handlers.on(Deposited, topic=TOPIC, consumer="note")
     async def note(event: Deposited, tx: Transaction) -> None: ...
 
-    desk = await new_desk(books.handlers, topic=TOPIC)
-    await desk.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
+    applier = await new_applier(books.handlers, topic=TOPIC)
+    await applier.apply(*(Deposit(amount, account=f"of {amount}") for amount in range(1, 5)))
     assert (books.calls[0], calls[0]) == ([1, 2, 3, 4], [1, 2, 3, 4])
-    assert await desk.park() == {("count", 2): "failed"}
+    assert await applier.park() == {("count", 2): "failed"}
 
 
 @pytest.mark.parametrize("sequence", [-1, 2**63, "7", 1.5, True])
 async def test_a_sequence_that_is_none_is_refused_where_it_is_staged(
-    books: tuple[Books, Desk], sequence: int
+    books: tuple[Books, Applier], sequence: int
 ) -> None:
-    book, desk = books
+    book, applier = books
 
     @book.handlers.on(Noted, topic=TOPIC, consumer="note")
     async def note(event: Noted, tx: Transaction) -> None:
         tx.publish(Balance(account="ada", amount=1), key="ada", sequence=sequence)
 
-    await desk.apply(Deposit(1, type="noted"), Deposit(2))
-    assert await desk.park() == {("note", 0): "failed"}
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(1, type="noted"), Deposit(2))
+    assert await applier.park() == {("note", 0): "failed"}
+    (row,) = await applier.backlog()
     assert "Unpublishable" in row["error"]
 
 

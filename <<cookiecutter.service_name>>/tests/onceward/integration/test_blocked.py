@@ -15,7 +15,7 @@ import sqlalchemy as sa
 from onceward import EventBatch, Handlers, Park, Policy, Transaction
 from onceward.servers.database import driver_of
 
-from .desk import NewDesk
+from .applier import NewApplier
 from tests.contract.bank import Account, Deposit, Deposited, histories
 from tests.onceward.blocking import Block, interrupting
 
@@ -153,8 +153,8 @@ UNKNOWN = in_the_driver, in_the_transport, in_a_callback
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_call_that_blocks_the_event_loop_is_ended_and_its_neighbours_take_effect(
-    new_desk: NewDesk, db: asyncpg.Connection, way: Way
+async def test_a_call_blocking_the_event_loop_is_ended_and_neighbours_applied(
+    new_applier: NewApplier, db: asyncpg.Connection, way: Way
 ) -> None:
     handlers = Handlers()
 
@@ -171,29 +171,29 @@ async def test_a_call_that_blocks_the_event_loop_is_ended_and_its_neighbours_tak
         account = await tx.load_or_create(Account, event.account)
         account.history += f"{event.amount},"
 
-    desk = await new_desk(handlers, topic="deposits")
+    applier = await new_applier(handlers, topic="deposits")
     with interrupting() as block:
-        outcomes = await desk.apply(*(Deposit(n, account=str(n % 2)) for n in range(5)))
+        outcomes = await applier.apply(*(Deposit(n, account=str(n % 2)) for n in range(5)))
         assert [one.is_new for one in outcomes] == [True, True, False, True, False]
         reasons = {("blocking", 2): "undecided", ("blocking", 4): "follows another"}
-        assert await desk.park() == reasons
-        assert {row["attempts"] for row in await desk.backlog()} == {0}
-        await desk.work_off()
-        first, _ = await desk.backlog()
+        assert await applier.park() == reasons
+        assert {row["attempts"] for row in await applier.backlog()} == {0}
+        await applier.work_off()
+        first, _ = await applier.backlog()
         assert (first["reason"], first["attempts"]) == ("failed", 1)
         assert first["error"] == BLOCKS
         where = at_once if way is in_a_group else way  # a group's own error is replaced
         assert f"in {where.__name__}" in first["traceback"] or way in UNKNOWN
-        await desk.make_due()
-        await desk.work_off()
-    assert await desk.park() == {("blocking", 2): "attempts used up"}
+        await applier.make_due()
+        await applier.work_off()
+    assert await applier.park() == {("blocking", 2): "attempts used up"}
     assert await histories(db) == {"0": [0, 4], "1": [1, 3]}
-    assert desk.outages == []
+    assert applier.outages == []
 
 
 @pytest.mark.parametrize("way", [at_once, in_a_task, and_catches_all])
-async def test_a_handler_of_batches_that_blocks_the_event_loop_fails_for_one_message(
-    new_desk: NewDesk, way: Way
+async def test_a_batch_handler_blocking_the_event_loop_fails_for_one_message(
+    new_applier: NewApplier, way: Way
 ) -> None:
     handlers = Handlers()
 
@@ -203,17 +203,17 @@ async def test_a_handler_of_batches_that_blocks_the_event_loop_fails_for_one_mes
             if event.amount == 2:
                 await way(tx, block)
 
-    desk = await new_desk(handlers, topic="deposits")
+    applier = await new_applier(handlers, topic="deposits")
     with interrupting() as block:
-        outcomes = await desk.apply(*(Deposit(n, account=str(n)) for n in range(5)))
+        outcomes = await applier.apply(*(Deposit(n, account=str(n)) for n in range(5)))
         assert [one.is_new for one in outcomes] == [True, True, False, True, True]
-        assert await desk.park() == {("blocking", 2): "undecided"}
-        await desk.work_off()
-    (row,) = await desk.backlog()
+        assert await applier.park() == {("blocking", 2): "undecided"}
+        await applier.work_off()
+    (row,) = await applier.backlog()
     assert (row["reason"], row["attempts"], row["error"]) == ("failed", 1, BLOCKS)
 
 
-async def test_code_of_the_engine_is_not_interrupted(new_desk: NewDesk) -> None:
+async def test_code_of_the_engine_is_not_interrupted(new_applier: NewApplier) -> None:
     """Its statements would be half sent, and its readers would end."""
     handlers, waited = Handlers(), list[str]()
 
@@ -227,15 +227,15 @@ async def test_code_of_the_engine_is_not_interrupted(new_desk: NewDesk) -> None:
         block()
         waited.append("to the end")
 
-    desk = await new_desk(handlers, topic="deposits")
+    applier = await new_applier(handlers, topic="deposits")
     with interrupting() as block:
-        await desk.apply(Deposit(1))
+        await applier.apply(Deposit(1))
     assert waited == ["to the end"]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
-async def test_a_task_that_outlives_its_call_is_not_interrupted_and_no_message_is_named(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_task_outliving_its_call_is_uninterrupted_and_blames_no_message(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers, left = Handlers(), list[asyncio.Task[None]]()
     goes_on = asyncio.Event()
@@ -254,9 +254,9 @@ async def test_a_task_that_outlives_its_call_is_not_interrupted_and_no_message_i
         account = await tx.load_or_create(Account, "ada")
         account.history += f"{event.amount},"
 
-    desk = await new_desk(handlers, topic="deposits")
+    applier = await new_applier(handlers, topic="deposits")
     with interrupting() as block:
-        outcomes = await desk.apply(*(Deposit(n) for n in range(5)))
+        outcomes = await applier.apply(*(Deposit(n) for n in range(5)))
     assert [one.is_new for one in outcomes] == 5 * [True]
     assert [task.exception() for task in left] == [None]
     assert await histories(db) == {"ada": [0, 1, 2, 3, 4]}

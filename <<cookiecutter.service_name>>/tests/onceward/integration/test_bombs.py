@@ -92,7 +92,7 @@ def blocked(health: Health, bank: Bank) -> str:
 
 
 @pytest.mark.parametrize("codec", ["gzip", "snappy", "lz4", "zstd"])
-async def test_a_batch_that_unpacks_to_too_much_is_named_and_passed_over_only_by_a_person(
+async def test_an_oversized_unpacked_batch_is_named_and_skipped_only_manually(
     bank: Bank,
     running: Running,
     command: Command,
@@ -123,7 +123,7 @@ async def test_a_batch_that_unpacks_to_too_much_is_named_and_passed_over_only_by
     assert await histories(db) == {"ada": [1, 2]}
 
 
-async def test_a_start_is_counted_before_anything_is_unpacked_and_not_where_nothing_is(
+async def test_a_start_is_counted_only_before_something_is_unpacked(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection, kafka: str
 ) -> None:
     await Deposit(1).send(producer, bank.deposits)
@@ -152,7 +152,7 @@ async def test_a_batch_that_is_let_unpack_goes_the_way_of_any_record(
 
 
 @pytest.mark.parametrize(("mebibytes", "died"), [(1, 0), (64, 4)], ids=["setting", "deaths"])
-async def test_a_batch_that_was_applied_holds_up_nothing_when_it_may_not_be_unpacked_again(
+async def test_an_applied_batch_that_may_not_be_unpacked_again_blocks_nothing(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -195,7 +195,7 @@ async def start(
         yield one
 
 
-async def test_a_batch_that_kills_whoever_unpacks_it_is_not_unpacked_again_and_named(
+async def test_a_batch_that_killed_its_process_is_named_without_unpacking_it(
     bank: Bank,
     start: Start,
     command: Command,
@@ -237,7 +237,7 @@ async def four(new_topic: NewTopic) -> Bank:
 
 
 @dataclass
-class Door:
+class Gate:
     """Where the handler waits."""
 
     is_open: asyncio.Event = field(default_factory=asyncio.Event)
@@ -254,7 +254,7 @@ class Door:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_batches_that_exceed_a_share_are_read_one_at_a_time_and_others_wait_for_none(
+async def test_batches_exceeding_a_share_are_read_singly_without_delaying_other_partitions(
     four: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -262,8 +262,8 @@ async def test_batches_that_exceed_a_share_are_read_one_at_a_time_and_others_wai
     kafka: str,
     ends: bool,
 ) -> None:
-    door = Door()
-    four.waits = dict.fromkeys((1, 2, 3), door.pass_through)
+    gate = Gate()
+    four.waits = dict.fromkeys((1, 2, 3), gate.pass_through)
     for place, account in enumerate("abc"):
         deposit = large(place + 1, 2, account=account, partition=place)
         await send_batch(kafka, four.deposits, deposit, codec="gzip")
@@ -272,20 +272,20 @@ async def test_batches_that_exceed_a_share_are_read_one_at_a_time_and_others_wai
         return await histories(db) == {"a": [1], "b": [2], "c": [3], "d": [4, 5, 6]}
 
     async with running(four.service, **SHARE) as health:
-        await eventually(lambda: door.waiting == 1)
+        await eventually(lambda: gate.waiting == 1)
         for offset, amount in enumerate((4, 5, 6)):
             await Deposit(amount, "d", partition=3).send(producer, four.deposits)
             await eventually(position_reaches(db, four.deposits, offset + 1, partition=3))
         await eventually(lambda: health.is_ready)
         if ends:  # while two of them wait
-            asyncio.get_running_loop().call_later(0.2, door.is_open.set)
+            asyncio.get_running_loop().call_later(0.2, gate.is_open.set)
         else:
-            door.is_open.set()
+            gate.is_open.set()
             await eventually(all_are_applied)
     assert await db.fetchval("SELECT sum(starts) FROM pipeline.position") == 0
     async with running(four.service, **SHARE):
         await eventually(all_are_applied)
-    assert door.most == 1
+    assert gate.most == 1
 
 
 async def test_turns_of_other_partitions_come_in_between(
@@ -295,7 +295,7 @@ async def test_turns_of_other_partitions_come_in_between(
     kafka: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shares, door = list[Share](), Door()
+    shares, gate = list[Share](), Gate()
 
     def noted(size: int) -> Share:
         shares.append(Share(size))
@@ -304,7 +304,7 @@ async def test_turns_of_other_partitions_come_in_between(
     monkeypatch.setattr("onceward.consume.consumer.Share", noted)
     # A call takes an hour; a fetch, which may have to be repeated, takes no time.
     monkeypatch.setattr("onceward.consume.reader.monotonic", lambda: 3_600 * len(four.calls))
-    four.waits = dict.fromkeys((1, 4, 7), door.pass_through)
+    four.waits = dict.fromkeys((1, 4, 7), gate.pass_through)
     wanted = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
     for place, (account, amounts) in enumerate(wanted.items()):
         batch = [large(n, 0.7, account=account, partition=place) for n in amounts]
@@ -314,17 +314,17 @@ async def test_turns_of_other_partitions_come_in_between(
         return await histories(db) == wanted
 
     def others_wait() -> bool:
-        return door.waiting == 1 and len(shares[-1].exceeding._waiters or ()) == 2
+        return gate.waiting == 1 and len(shares[-1].exceeding._waiters or ()) == 2
 
     async with running(four.service, batch_size=1, **SHARE):
         await eventually(others_wait)
-        door.is_open.set()
+        gate.is_open.set()
         await eventually(all_are_applied)
     first = [*dict.fromkeys(four.calls)][:3]  # some may have been repeated on a busy machine
     assert {(amount - 1) // 3 for amount in first} == {0, 1, 2}, four.calls
 
 
-async def test_records_behind_a_batch_that_exceeds_a_share_are_read_after_a_restart(
+async def test_after_restarts_records_behind_a_batch_exceeding_a_share_are_read(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection, kafka: str
 ) -> None:
     """The last record of the batch is read again, to compare it."""
@@ -376,7 +376,7 @@ async def test_a_batch_that_exceeds_a_share_and_is_blocked_is_freed_meanwhile(
         await eventually(lambda: not large_records())
 
 
-async def test_a_batch_that_exceeds_a_share_and_is_blocked_holds_up_no_other(
+async def test_a_blocked_batch_that_exceeds_a_share_delays_no_other(
     bank: Bank, other: str, running: Running, db: asyncpg.Connection, kafka: str
 ) -> None:
     bank.refused = {1}

@@ -83,7 +83,7 @@ def repeats_are_equal(tail: Tail) -> bool:
 
 
 @pytest.mark.parametrize("strike", STRIKES)
-async def test_events_that_are_not_acknowledged_are_sent_again_in_the_order_of_their_keys(
+async def test_unacknowledged_events_are_sent_again_in_key_order(
     settings: NewSettings,
     db: asyncpg.Connection,
     kafka: str,
@@ -176,7 +176,7 @@ async def test_no_transaction_is_open_while_the_broker_is_waited_for(
     assert states <= {"idle", "active"}
 
 
-async def test_brokers_that_come_back_at_other_addresses_are_found_by_the_bootstrap_address(
+async def test_moved_brokers_are_found_again_by_the_bootstrap_address(
     running: Running,
     db: asyncpg.Connection,
     kafka: str,
@@ -221,7 +221,7 @@ async def test_brokers_that_come_back_at_other_addresses_are_found_by_the_bootst
         (81, "GroupIsFullError"),
     ],
 )
-async def test_a_member_that_its_group_rejects_says_why_and_joins_once_it_is_accepted(
+async def test_a_rejected_group_member_says_why_and_joins_once_accepted(
     running: Running,
     db: asyncpg.Connection,
     wire: Wire,

@@ -23,7 +23,7 @@ from sqlalchemy.orm import (
 
 from onceward import Aggregate, Park, Retry, Transaction
 
-from .test_door import (
+from .test_session import (
     Changed,
     Good,
     Habit,
@@ -182,13 +182,13 @@ async def test_a_value_that_a_later_message_replaces_is_checked_nevertheless(
     table = entity.__tablename__
     habits.habits = {1: setting(entity, name, right), 2: setting(entity, name, wrong)}
     habits.habits[3] = habits.habits[1]
-    await habits.desk.apply(
+    await habits.applier.apply(
         Deposit(1, account="ada"),
         Deposit(2, account="ada"),
         Deposit(3, account="ada"),
         Deposit(4, account="bob"),
     )
-    assert set(await errors_of(habits.desk)) == {1}
+    assert set(await errors_of(habits.applier)) == {1}
     assert (await row_of(db, table, "ada"))["version"] == 1
     assert len(await events_of(db)) == 1
     assert (await wallet_of(db, "bob"))["cents"] == 1
@@ -204,7 +204,7 @@ async def sharing(tx: Transaction, key: str) -> None:
     tx.publish(Changed(cents=row.share or 0), of=row)
 
 
-async def test_values_are_those_of_the_database_also_after_a_flush_for_another_row(
+async def test_values_match_the_database_even_after_a_flush_for_another_row(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     habits.habits = {1: rating, 2: tagging, 3: forgetting_the_share, 4: sharing}
@@ -212,10 +212,10 @@ async def test_values_are_those_of_the_database_also_after_a_flush_for_another_r
     together = [
         Deposit(n, account=f"{key} together", id=str(i)) for i, (n, key) in enumerate(steps)
     ]
-    await habits.desk.apply(*together)
+    await habits.applier.apply(*together)
     for i, (n, key) in enumerate(steps):
-        await habits.desk.apply(Deposit(n, account=f"{key} alone", id=f"alone {i}"))
-    assert await errors_of(habits.desk) == {}
+        await habits.applier.apply(Deposit(n, account=f"{key} alone", id=f"alone {i}"))
+    assert await errors_of(habits.applier) == {}
     assert (await wallet_of(db, "y together"))["rate"] == (await wallet_of(db, "y alone"))["rate"]
     assert await events_of(db, "z together") == await events_of(db, "z alone")
 
@@ -223,7 +223,7 @@ async def test_values_are_those_of_the_database_also_after_a_flush_for_another_r
 # Rows and keys
 
 
-async def test_a_row_that_came_with_one_of_a_subclass_and_is_changed_needs_a_lock(
+async def test_changing_a_row_loaded_with_a_subclass_row_needs_a_lock(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     await db.execute("INSERT INTO careless_box (id, name, version) VALUES ('b', 'old', 0)")
@@ -238,9 +238,9 @@ async def test_a_row_that_came_with_one_of_a_subclass_and_is_changed_needs_a_loc
         thing.box.name = "new"
 
     habits.habits = {2: rename}
-    await habits.desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3)))
-    assert set(await errors_of(habits.desk)) == {1}
-    assert "without a lock" in (await errors_of(habits.desk))[1]
+    await habits.applier.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3)))
+    assert set(await errors_of(habits.applier)) == {1}
+    assert "without a lock" in (await errors_of(habits.applier))[1]
     assert await db.fetchval("SELECT name FROM careless_box") == "old"
 
 
@@ -256,9 +256,9 @@ async def test_a_row_that_came_with_another_and_is_changed_needs_a_lock(
         shop.parts[0].shop_id = None
 
     habits.habits = {2: sell}
-    await habits.desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3)))
-    assert set(await errors_of(habits.desk)) == {1}
-    assert "without a lock" in (await errors_of(habits.desk))[1]
+    await habits.applier.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3)))
+    assert set(await errors_of(habits.applier)) == {1}
+    assert "without a lock" in (await errors_of(habits.applier))[1]
     assert await db.fetchval("SELECT shop_id FROM part") == "s"
 
 
@@ -268,16 +268,16 @@ async def test_a_version_that_sqlalchemy_counts_is_refused(habits: Habits) -> No
 
     habits.habits = {2: count}
     await habits.together(1, 2)
-    assert "version_id_col" in (await errors_of(habits.desk))[1]
+    assert "version_id_col" in (await errors_of(habits.applier))[1]
 
 
-async def test_a_text_in_place_of_a_uuid_is_refused_for_a_new_row_too(habits: Habits) -> None:
+async def test_a_text_instead_of_a_uuid_is_refused_for_new_rows(habits: Habits) -> None:
     async def send(tx: Transaction, key: str) -> None:
         await tx.load_or_create(Parcel, str(uuid4()))
 
     habits.habits = {2: send}
     await habits.together(1, 2)
-    assert "Parcel.id holds UUID" in (await errors_of(habits.desk))[1]
+    assert "Parcel.id holds UUID" in (await errors_of(habits.applier))[1]
 
 
 async def test_two_texts_of_one_uuid_are_one_row_and_one_key(
@@ -295,7 +295,7 @@ async def test_two_texts_of_one_uuid_are_one_row_and_one_key(
 
     habits.habits = {n: writing(id.upper() if n % 2 else id) for n in (1, 2, 3)}
     await habits.together(1, 2, 3)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert await events_of(db, id) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3)]
 
 
@@ -371,7 +371,7 @@ async def test_a_row_that_is_kept_from_an_earlier_transaction_is_refused(
     habits.habits = {1: keeping, 2: habit}
     await habits.together(1)
     await habits.together(2)
-    assert set(errors := await errors_of(habits.desk)) == {1}
+    assert set(errors := await errors_of(habits.applier)) == {1}
     assert re.search(REFUSAL, errors[1])
     assert await events_of(db) == [(1, '{"cents":1}')]
     assert (await wallet_of(db))["cents"] == 1
@@ -379,12 +379,12 @@ async def test_a_row_that_is_kept_from_an_earlier_transaction_is_refused(
 
 
 @pytest.mark.parametrize("habit", BRINGING)
-async def test_a_row_that_is_kept_from_another_message_of_the_batch_is_refused(
+async def test_a_row_kept_from_another_message_of_the_batch_is_refused(
     habits: Habits, db: asyncpg.Connection, habit: Habit
 ) -> None:
     habits.habits = {1: keeping, 2: habit}
     await habits.together(1, 2)
-    assert set(errors := await errors_of(habits.desk)) == {1}
+    assert set(errors := await errors_of(habits.applier)) == {1}
     assert re.search(REFUSAL, errors[1])
     assert await events_of(db) == [(1, '{"cents":1}')]
     assert (await wallet_of(db))["cents"] == 1
@@ -399,7 +399,7 @@ async def test_a_row_that_is_no_aggregate_is_refused_too(
     habits.habits = {1: keeping_a_loaded_one, 2: appending_what_was_loaded}
     await habits.together(1)
     await habits.together(2, 3)
-    assert "Good (1,) is no row of this message's session" in (await errors_of(habits.desk))[1]
+    assert "Good (1,) is no row of this message's session" in (await errors_of(habits.applier))[1]
     assert await db.fetchval("SELECT shop_id FROM good") == "s"
 
 
@@ -412,7 +412,7 @@ async def adding_a_copy(tx: Transaction, key: str) -> None:
 async def test_a_row_that_no_session_has_loaded_is_refused(habits: Habits) -> None:
     habits.habits = {2: adding_a_copy}
     await habits.together(1, 2)
-    assert "may have changed since it was loaded" in (await errors_of(habits.desk))[1]
+    assert "may have changed since it was loaded" in (await errors_of(habits.applier))[1]
 
 
 async def adding_a_counted_row(tx: Transaction, key: str) -> None:
@@ -435,11 +435,11 @@ async def test_a_row_with_a_version_id_may_be_kept(
     habits.habits = dict.fromkeys((1, 2, 3), habit)
     await habits.together(1)
     await habits.together(2)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert await db.fetchrow("SELECT text, revision FROM careless_counted") == ("xx", 2)
     await db.execute("UPDATE careless_counted SET revision = 5")
     await habits.together(3)
-    assert "StaleDataError" in (await errors_of(habits.desk))[2]
+    assert "StaleDataError" in (await errors_of(habits.applier))[2]
 
 
 async def adding_again(tx: Transaction, key: str) -> None:
@@ -485,7 +485,7 @@ async def test_a_row_of_the_message_itself_may_be_added_and_merged(
 ) -> None:
     habits.habits = {2: habit, 3: habit}
     await habits.together(1, 2, 3, 4)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert await events_of(db) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3, 4)]
 
 
@@ -505,7 +505,7 @@ async def test_no_event_is_of_a_row_that_is_in_no_session(
         await db.execute(AUDIT + ON_WALLET)
     habits.habits = {1: keeping, 2: habit}
     await habits.together(1, 2)
-    assert "needs a row that is locked" in (await errors_of(habits.desk))[1]
+    assert "needs a row that is locked" in (await errors_of(habits.applier))[1]
     assert await events_of(db) == [(1, '{"cents":1}')]
 
 
@@ -521,7 +521,7 @@ async def test_a_row_of_the_call_before_is_the_messages_own(
     """The handler is called again with a session of its own."""
     habits.habits = {2: noting_and_selecting}
     await habits.together(1, 2, 3)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert await db.fetchval("SELECT count(*) FROM note") == 1
 
 
@@ -561,7 +561,7 @@ def detach(session: AsyncSession, wallet: Wallet) -> None:
 Drop = Callable[[AsyncSession, Wallet], None]
 
 
-async def test_a_row_whose_event_is_published_is_not_dropped_before_it_is_written(
+async def test_a_row_with_a_published_event_is_not_dropped_before_flush(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     def dropping(drop: Drop, *, flushes: bool) -> Habit:
@@ -582,12 +582,12 @@ async def test_a_row_whose_event_is_published_is_not_dropped_before_it_is_writte
     deposits = []
     for n, (drop, key) in enumerate(cases):
         if key == "old":
-            await habits.desk.apply(Deposit(100, account=f"{n}", id=f"before {n}"))
+            await habits.applier.apply(Deposit(100, account=f"{n}", id=f"before {n}"))
         habits.habits |= {n: dropping(drop, flushes=False), 50 + n: dropping(drop, flushes=True)}
         deposits += [Deposit(n, account=f"{n}"), Deposit(50 + n, account=f"{n} flushed")]
-    start = await habits.desk.position()
-    await habits.desk.apply(*deposits)
-    failed = await errors_of(habits.desk)
+    start = await habits.applier.position()
+    await habits.applier.apply(*deposits)
+    failed = await errors_of(habits.applier)
     assert set(failed) == set(range(start, start + len(deposits), 2))
     assert all("flush" in error for error in failed.values()), failed
     for n, (_, key) in enumerate(cases):
@@ -607,7 +607,7 @@ async def test_a_row_that_others_are_dropped_beside_is_written(
 
     habits.habits = {2: drop}
     await habits.together(1, 2, 3)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert [number for number, _ in await events_of(db)] == [1, 2, 3]
 
 
@@ -622,7 +622,7 @@ async def test_a_row_that_is_created_again_begins_a_new_sequence(
     habits.habits = {3: close}
     await habits.together(1, 2, 3, 4)
     await habits.together(5)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert [number for number, _ in await events_of(db)] == [1, 2, 3, 1, 2]
 
 
@@ -633,7 +633,7 @@ async def test_a_row_that_is_created_again_begins_a_new_sequence(
 async def test_an_outage_of_another_database_is_the_failure_of_the_message(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
-    url = habits.desk.engine.url
+    url = habits.applier.engine.url
     other = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=0.05)
 
     async def wait_for_another(tx: Transaction, key: str) -> None:
@@ -652,15 +652,15 @@ async def test_an_outage_of_another_database_is_the_failure_of_the_message(
 
     habits.habits = {2: wait_for_another, 3: lose, 5: lose_with_a_session}
     try:
-        await habits.desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3, 4)))
-        await habits.desk.work_off()  # what was not decided
-        await habits.desk.apply(*(Deposit(n, account=str(n)) for n in (5, 6)))
-        await habits.desk.work_off()
+        await habits.applier.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3, 4)))
+        await habits.applier.work_off()  # what was not decided
+        await habits.applier.apply(*(Deposit(n, account=str(n)) for n in (5, 6)))
+        await habits.applier.work_off()
     finally:
         await other.dispose()
-    assert await habits.desk.park() == {("wallet", n): "failed" for n in (1, 2, 4)}
-    assert "QueuePool limit" in (await errors_of(habits.desk))[1]
-    assert habits.desk.outages == []
+    assert await habits.applier.park() == {("wallet", n): "failed" for n in (1, 2, 4)}
+    assert "QueuePool limit" in (await errors_of(habits.applier))[1]
+    assert habits.applier.outages == []
 
 
 # Errors
@@ -693,7 +693,7 @@ class Strange(Exception):
         (Strange, "failed", "Strange"),
     ],
 )
-async def test_an_error_of_a_class_of_their_own_is_that_of_the_message(
+async def test_an_error_of_a_custom_class_is_attributed_to_its_message(
     habits: Habits, error: Callable[[], Exception], reason: str, text: str
 ) -> None:
     async def fail(tx: Transaction, key: str) -> None:
@@ -701,8 +701,8 @@ async def test_an_error_of_a_class_of_their_own_is_that_of_the_message(
 
     habits.habits = {2: fail}
     await habits.together(1, 2)
-    assert await habits.desk.park() == {("wallet", 1): reason}
-    assert (await errors_of(habits.desk))[1] == text
+    assert await habits.applier.park() == {("wallet", 1): reason}
+    assert (await errors_of(habits.applier))[1] == text
 
 
 async def test_each_of_many_flushes_that_fail_is_named(
@@ -712,8 +712,8 @@ async def test_each_of_many_flushes_that_fail_is_named(
         tx.session.add_all([Note(text="twice"), Note(text="twice")])
 
     habits.habits = dict.fromkeys((2, 3, 4), twice)
-    await habits.desk.apply(*(Deposit(n, account=str(n)) for n in range(1, 6)))
-    found = await errors_of(habits.desk)
+    await habits.applier.apply(*(Deposit(n, account=str(n)) for n in range(1, 6)))
+    found = await errors_of(habits.applier)
     assert set(found) == {1, 2, 3}
     assert all("UniqueViolation" in error for error in found.values()), found
     assert (await wallet_of(db, "5"))["cents"] == 1
@@ -735,7 +735,7 @@ async def test_wrong_arguments_are_named_where_they_are_given(
 
     habits.habits = {2: publish}
     await habits.together(1, 2)
-    assert text in (await errors_of(habits.desk))[1]
+    assert text in (await errors_of(habits.applier))[1]
 
 
 async def test_a_temporary_table_that_always_looks_otherwise_holds_no_partition(
@@ -751,5 +751,5 @@ async def test_a_temporary_table_that_always_looks_otherwise_holds_no_partition(
 
     habits.habits = {1: collecting("1 AS a"), 2: collecting("1 AS a, 2 AS b")}
     await habits.together(1, 2)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert (await wallet_of(db))["cents"] == 2

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from onceward import Aggregate, Transaction
 
-from .test_door import (
+from .test_session import (
     Habit,
     Habits,
     Wallet,
@@ -81,11 +81,11 @@ def coding(code: str) -> Habit:
 async def together(habits: Habits, *steps: Habit) -> set[int]:
     """Have messages of different keys handled in a batch; return the places of those that wait."""
     habits.habits = dict(enumerate(steps))
-    first = await habits.desk.position()
-    await habits.desk.apply(
+    first = await habits.applier.position()
+    await habits.applier.apply(
         *(Deposit(n, account=f"{n}", id=f"{first} {n}") for n in range(len(steps)))
     )
-    return {row["offset"] - first for row in await habits.desk.backlog() if not row["died_at"]}
+    return {row["offset"] - first for row in await habits.applier.backlog() if not row["died_at"]}
 
 
 async def line(tx: Transaction, key: str) -> None:
@@ -109,9 +109,9 @@ async def test_a_constraint_that_is_deferred_is_checked_after_each_message(
 ) -> None:
     await db.execute(DEFERRED)
     assert await together(habits, habit, bob, habit) == {0}
-    [waiting] = await habits.desk.backlog()
+    [waiting] = await habits.applier.backlog()
     assert waiting["reason"] == "failed in a batch"
-    assert await errors_of(habits.desk) == {}  # it is there by now
+    assert await errors_of(habits.applier) == {}  # it is there by now
     assert await db.fetchval("SELECT count(*) FROM versions_line") == 2
 
 
@@ -143,7 +143,7 @@ async def child_without_parent(tx: Transaction, key: str) -> None:
     ],
 )
 @pytest.mark.parametrize("by", ["SELECT catalog_set()", f"DO $$ BEGIN {SETTING}; END $$"])
-async def test_a_mode_that_a_function_or_a_block_sets_fails_no_other_message(
+async def test_a_mode_set_by_a_function_or_block_fails_no_other_message(
     habits: Habits, db: asyncpg.Connection, initially: str, mode: str, habit: Habit, by: str
 ) -> None:
     """Some are repeated alone, and none has spent an attempt."""
@@ -151,9 +151,9 @@ async def test_a_mode_that_a_function_or_a_block_sets_fails_no_other_message(
     await db.execute(FUNCTION.format(mode))
     step = executing(by.format(mode))
     await together(habits, step, habit, habit, step, habit)
-    waiting = await habits.desk.backlog()
+    waiting = await habits.applier.backlog()
     assert {(row["reason"], row["attempts"]) for row in waiting} <= {("failed in a batch", 0)}
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     added = ["1", "2", "4"] if habit is child_before_parent else []
     rows = await db.fetch("SELECT wallet_id FROM versions_line ORDER BY wallet_id")
     assert [row["wallet_id"] for row in rows] == added
@@ -288,7 +288,7 @@ async def test_a_table_is_found_whatever_its_name_is(
         return habit
 
     assert await together(habits, add(1), add(-2), add(3)) == {1}
-    assert habits.desk.consume._catalog.reacting == set()
+    assert habits.applier.consume._catalog.reacting == set()
 
 
 async def test_a_row_is_loaded_that_the_handler_has_dropped_from_its_session(

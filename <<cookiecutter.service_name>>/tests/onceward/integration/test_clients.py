@@ -183,7 +183,7 @@ async def test_a_consumer_for_which_nothing_comes_asks_less_often(
     await one.stop(5)
 
 
-async def test_a_partition_that_rests_takes_no_memory_and_goes_on_where_it_was(
+async def test_a_resting_partition_takes_no_memory_and_resumes_at_its_position(
     kafka: str, new_topic: NewTopic
 ) -> None:
     topic = await new_topic()
@@ -261,7 +261,7 @@ async def test_a_consumer_for_which_nothing_comes_asks_as_often_without_the_patc
     await one.stop()
 
 
-async def test_a_consumer_that_its_group_rejects_does_not_try_again_without_the_patch(
+async def test_without_the_patch_a_consumer_rejected_by_its_group_gives_up(
     wire: Wire, new_topic: NewTopic
 ) -> None:
     """A test that fails says that the patch can go."""
@@ -277,7 +277,7 @@ async def test_a_consumer_that_its_group_rejects_does_not_try_again_without_the_
 
 
 @pytest.mark.parametrize("kind", [AIOKafkaProducer, KafkaProducer])
-async def test_a_client_whose_brokers_have_moved_does_not_find_them_without_the_patch(
+async def test_without_the_patch_a_client_does_not_find_moved_brokers(
     wire: Wire, kafka: str, unused_tcp_port: int, kind: Any
 ) -> None:
     """A test that fails says that the patch can go."""

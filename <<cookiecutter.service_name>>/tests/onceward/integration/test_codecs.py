@@ -31,9 +31,9 @@ from onceward.settings import Settings
 from onceward.testing import Harness, Sent
 from onceward.testing.databases import Migrate
 
+from .applier import Applier, NewApplier
 from .bank import Bank
 from .conftest import position_reaches
-from .desk import Desk, NewDesk
 from tests.conftest import Records, Refusing, Running
 from tests.contract.bank import Account, Base, Deposit, Deposited
 from tests.servers import databases
@@ -86,37 +86,39 @@ def written(amount: int, account: str = "ada") -> Deposit:
     return Deposit(amount, account=account, value=value)
 
 
-async def test_what_needs_a_schema_waits_for_it_and_spends_no_attempt(new_desk: NewDesk) -> None:
+async def test_what_needs_a_schema_waits_for_it_and_spends_no_attempt(
+    new_applier: NewApplier,
+) -> None:
     bank = Bank(deposits="hex", balances="balances", name="bank")
     codec = Hex()
     bank.handlers.topic("hex", codec=codec)
-    desk = await new_desk(bank.handlers, topic="hex", retry_pause=0.01)
+    applier = await new_applier(bank.handlers, topic="hex", retry_pause=0.01)
     bank.refused = {1}
-    await desk.apply(written(1), written(2))
-    assert [(row["reason"], row["attempts"]) for row in await desk.backlog()] == [
+    await applier.apply(written(1), written(2))
+    assert [(row["reason"], row["attempts"]) for row in await applier.backlog()] == [
         ("failed", 1),
         ("follows another", 0),
     ]
     bank.refused.clear()
     codec.unavailable, codec.is_ready = True, False
-    await desk.make_due()
-    before = await desk.backlog()
+    await applier.make_due()
+    before = await applier.backlog()
 
     for _ in range(3):
-        assert await desk.lanes.work_off()
+        assert await applier.lanes.work_off()
 
-    assert desk.health.reasons == {"backlog": "registry at http://localhost: no answer"}
-    assert await desk.backlog() == before
+    assert applier.health.reasons == {"backlog": "registry at http://localhost: no answer"}
+    assert await applier.backlog() == before
     assert bank.calls == [1]
     codec.unavailable = False
-    await desk.work_off()
+    await applier.work_off()
     assert bank.calls == [1, 1, 2]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 @pytest.mark.parametrize("batch_size", [1, 3_000])
 async def test_other_topics_of_a_lane_go_on_while_a_codec_waits(
-    new_desk: NewDesk, db: asyncpg.Connection, batch_size: int
+    new_applier: NewApplier, db: asyncpg.Connection, batch_size: int
 ) -> None:
     bank = Bank(deposits="hex", balances="balances", name="bank")
     calls: list[str] = []
@@ -129,8 +131,8 @@ async def test_other_topics_of_a_lane_go_on_while_a_codec_waits(
 
     codec = Hex()
     bank.handlers.topic("hex", codec=codec)
-    desk = await new_desk(bank.handlers, topic="hex", retry_pause=0.01, batch_size=batch_size)
-    other = await new_desk(bank.handlers, topic="json", retry_pause=0.01)
+    applier = await new_applier(bank.handlers, topic="hex", retry_pause=0.01, batch_size=batch_size)
+    other = await new_applier(bank.handlers, topic="json", retry_pause=0.01)
 
     def lane(account: str, topic: str) -> int:
         record = StoredRecord(topic, 0, 0, 0, account.encode(), b"", (), 0.0)
@@ -138,23 +140,23 @@ async def test_other_topics_of_a_lane_go_on_while_a_codec_waits(
 
     same = next(n for n in map(str, range(1_000)) if lane(n, "json") == lane("ada", "hex"))
     bank.refused = {1}
-    await desk.apply(written(1))
+    await applier.apply(written(1))
     await other.apply(Deposit(2, account=same))
     bank.refused.clear()
     codec.unavailable, codec.is_ready = True, False
-    await desk.make_due()
-    async with desk.engine.begin() as connection:  # its row is read first
+    await applier.make_due()
+    async with applier.engine.begin() as connection:  # its row is read first
         await connection.exec_driver_sql(
             "UPDATE pipeline.backlog SET due_at = due_at - interval '1 s' WHERE topic = 'hex'"
         )
 
-    assert await desk.lanes.work_off()
+    assert await applier.lanes.work_off()
 
     assert calls == [same, same]
-    assert await desk.park() == {("deposit", 0): "failed"}
+    assert await applier.park() == {("deposit", 0): "failed"}
     codec.unavailable = False
-    await desk.work_off()
-    assert await desk.backlog() == []
+    await applier.work_off()
+    assert await applier.backlog() == []
     assert bank.calls == [1, 1]
 
 
@@ -189,7 +191,7 @@ async def test_a_partition_waits_for_what_its_codec_needs_and_others_go_on(
     assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
 
 
-async def test_what_can_be_done_without_a_codec_is_done_until_it_can_write(
+async def test_work_without_encoding_is_done_while_the_codec_is_unavailable(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     codec = Hex(unavailable=True)
@@ -237,49 +239,49 @@ async def test_a_record_that_kills_when_it_is_decoded_is_parked_undecoded(
     assert (row["reason"], row["offset"], row["consumer"]) == ("process died", 1, "")
 
 
-async def test_a_row_that_kills_when_it_is_decoded_dies_undecoded(new_desk: NewDesk) -> None:
+async def test_a_row_that_kills_when_it_is_decoded_dies_undecoded(new_applier: NewApplier) -> None:
     bank = Bank(deposits="hex", balances="balances", name="bank")
     codec = Hex()
     bank.handlers.topic("hex", codec=codec)
-    desk = await new_desk(bank.handlers, topic="hex", retry_pause=0.01)
+    applier = await new_applier(bank.handlers, topic="hex", retry_pause=0.01)
     bank.refused = {1}
-    await desk.apply(written(1), written(2))
+    await applier.apply(written(1), written(2))
     bank.refused.clear()
     codec.read.clear()
-    async with desk.engine.begin() as connection:
+    async with applier.engine.begin() as connection:
         await connection.exec_driver_sql(
             "UPDATE pipeline.backlog SET deaths = 2, attempts = 6, due_at = now()"
             ' WHERE "offset" = 0'
         )
-    await desk.work_off()
+    await applier.work_off()
     assert codec.read == [1]
     assert bank.calls == [1, 2]
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert (row["reason"], row["attempts"]) == ("attempts used up", 6)
 
 
-async def test_an_attempt_is_counted_before_a_suspect_is_decoded(new_desk: NewDesk) -> None:
+async def test_an_attempt_is_counted_before_a_suspect_is_decoded(new_applier: NewApplier) -> None:
     bank = Bank(deposits="hex", balances="balances", name="bank")
     attempts: list[tuple[str, int]] = []
 
     class Watched(Hex):
         async def prepare(self, records: Sequence[Record]) -> None:
-            attempts.extend((row["reason"], row["attempts"]) for row in await desk.backlog())
+            attempts.extend((row["reason"], row["attempts"]) for row in await applier.backlog())
             await super().prepare(records)
 
     bank.handlers.topic("hex", codec=Watched())
-    desk = await new_desk(bank.handlers, topic="hex", retry_pause=0.01)
+    applier = await new_applier(bank.handlers, topic="hex", retry_pause=0.01)
     bank.refused = {1}
-    await desk.apply(written(1))
+    await applier.apply(written(1))
     bank.refused.clear()
-    async with desk.engine.begin() as connection:
+    async with applier.engine.begin() as connection:
         await connection.exec_driver_sql(
             "UPDATE pipeline.backlog SET reason = 'process died', due_at = now()"
         )
-    await desk.work_off()
+    await applier.work_off()
     assert attempts == [("process died", 2)]
     assert bank.calls == [1, 1]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def test_a_writer_waits_for_the_codec_of_what_it_publishes(
@@ -341,18 +343,20 @@ async def test_a_service_that_could_not_read_what_it_publishes_does_not_start(
         await refusing(bank.service, Part.CONSUME)
 
 
-async def test_a_redriven_record_is_read_by_the_codec_of_today(ledger: tuple[Bank, Desk]) -> None:
-    bank, desk = ledger
-    await desk.apply(written(1))
-    assert await desk.park() == {("deposit", 0): "invalid payload"}
+async def test_a_redriven_record_is_read_by_the_codec_of_today(
+    ledger: tuple[Bank, Applier],
+) -> None:
+    bank, applier = ledger
+    await applier.apply(written(1))
+    assert await applier.park() == {("deposit", 0): "invalid payload"}
     bank.handlers.topic(bank.deposits, codec=Hex())
-    async with desk.engine.begin() as connection:
+    async with applier.engine.begin() as connection:
         await connection.exec_driver_sql(
             "UPDATE pipeline.backlog SET died_at = NULL, due_at = now()"
         )
-    await desk.work_off()
+    await applier.work_off()
     assert bank.calls == [1]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 class Shipped(Event, type="codec.shipped", topic="shipments"):

@@ -170,7 +170,7 @@ def test_a_setting_that_is_missing_is_named_with_where_to_get_it(
     assert "PIPELINE_DATABASE_URL: is not set (for the servers of `make up`:" in said
 
 
-def test_variables_that_are_no_settings_are_named_with_the_nearest_one_beside_other_mistakes(
+def test_unknown_settings_are_reported_with_the_nearest_name_among_other_mistakes(
     unborn: Bank, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIPELINE_BATCH_SISE", "7")
@@ -287,7 +287,7 @@ async def test_migrate_says_what_is_missing_instead_of_a_traceback(
         assert "Traceback" not in process.output
 
 
-async def test_a_server_that_is_away_is_named_with_the_variable_that_says_where_it_is(
+async def test_an_unavailable_server_is_named_with_the_variable_of_its_address(
     start: Start, folder: Path, unborn: Bank, kafka: str, unused_tcp_port: int
 ) -> None:
     migrate = await start("migrate", cwd=folder)
@@ -327,7 +327,16 @@ _TABLES = """
 SELECT oid::regclass::text FROM pg_class
  WHERE relkind IN ('r', 'p') AND relnamespace = 'pipeline'::regnamespace ORDER BY 1
 """
-WITHOUT_DATABASE = ("run", "consume", "relay", "migrate", "doctor", "topics create", "help words")
+WITHOUT_DATABASE = (
+    "run",
+    "consume",
+    "relay",
+    "migrate",
+    "doctor",
+    "topics create",
+    "topics record",
+    "help words",
+)
 """Commands that serve or migrate, which other tests refuse the database of another service; the
 doctor, which names it; one that needs Kafka only; and one that needs no server."""
 
@@ -406,7 +415,7 @@ ROUTINE = {"retention run"}
 """Commands that do what a service does by itself, beside those of `WITHOUT_DATABASE`."""
 
 
-def test_every_command_that_a_person_decides_on_takes_a_reason_and_a_name(unborn: Bank) -> None:
+def test_commands_that_need_a_decision_take_a_reason_and_an_operator(unborn: Bank) -> None:
     app = command_line(unborn.service)
     assert isinstance(app, typer.Typer)
     options = {

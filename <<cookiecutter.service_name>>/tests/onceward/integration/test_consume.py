@@ -78,7 +78,7 @@ async def test_messages_that_go_well_are_no_lines_of_the_log(
     assert [vars(one)["message_id"] for one in lines if "message_id" in vars(one)] == ["0"]
 
 
-async def test_at_debug_each_message_is_a_line_with_its_id_and_what_has_become_of_it(
+async def test_at_debug_level_each_message_is_logged_with_id_and_outcome(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -99,7 +99,7 @@ async def test_at_debug_each_message_is_a_line_with_its_id_and_what_has_become_o
     assert {(one["consumer"], one["key"]) for one in lines} == {("deposit", b"ada")}
 
 
-async def test_a_record_that_fails_waits_with_its_key_and_is_applied_in_order_when_it_is_repaired(
+async def test_a_failed_record_blocks_its_key_until_applied_in_order_after_repair(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -149,7 +149,7 @@ async def test_a_partition_that_stands_still_never_says_that_it_is_ready(
         await eventually(lambda: health.is_ready)
 
 
-async def test_another_payload_under_a_known_id_is_an_incident_and_its_partition_goes_on(
+async def test_a_known_id_with_another_payload_is_reported_and_blocks_nothing(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -184,7 +184,7 @@ async def test_another_payload_under_a_known_id_is_an_incident_and_its_partition
     ],
     ids=["no headers", "no source", "no JSON", "a wrong type", "a broken envelope"],
 )
-async def test_a_record_that_can_not_be_read_is_kept_as_it_came_and_passed(
+async def test_an_unreadable_record_is_kept_unchanged_and_passed(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -280,7 +280,7 @@ async def test_a_tombstone_goes_to_the_handler_that_asks_for_it_once(
     assert await histories(db) == {"ada": [1, -1, 2]}
 
 
-async def test_an_event_in_structured_mode_is_the_same_event_as_in_binary_mode(
+async def test_structured_mode_and_binary_mode_give_the_same_event(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     envelope = {
@@ -386,7 +386,7 @@ async def test_killed_connections_are_survived_and_told_in_readiness(
     assert len({dict(event.headers)["ce_id"] for event in events}) == 3
 
 
-async def test_an_event_as_large_as_it_may_be_is_one_that_kafka_accepts(
+async def test_an_event_of_the_maximum_size_is_accepted_by_kafka(
     new_topic: Callable[..., Awaitable[str]],
     running: Running,
     producer: AIOKafkaProducer,
@@ -398,6 +398,7 @@ async def test_an_event_as_large_as_it_may_be_is_one_that_kafka_accepts(
     told = await new_topic(**{"max.message.bytes": str(limit)})
     handlers = Handlers()
     sizes: list[int] = []
+    own = {"tenant": "ü" * 100, "region": ""}
 
     class Told(
         Event,
@@ -413,13 +414,13 @@ async def test_an_event_as_large_as_it_may_be_is_one_that_kafka_accepts(
             size = (fits + too_large) // 2
             try:
                 Outbox(service.source, limit).stage(
-                    Told(text="x" * size), id="0" * 32, key="k" * 500, sequence=1
+                    Told(text="x" * size), id="0" * 32, key="k" * 500, sequence=1, headers=own
                 )
                 fits = size
             except Unpublishable:
                 too_large = size
         sizes.append(fits)
-        tx.publish(Told(text="x" * fits), key="k" * 500)
+        tx.publish(Told(text="x" * fits), key="k" * 500, headers=own)
 
     trace = (
         ("traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b9c7c989f97918e1-01"),
@@ -434,3 +435,7 @@ async def test_an_event_as_large_as_it_may_be_is_one_that_kafka_accepts(
     assert [len(json.loads(event.value)["text"]) for event in events] == sizes
     assert sizes[0] < sizes[1]
     assert sizes[1] > limit - 3_000
+    traced, untraced = (dict(event.headers) for event in events)
+    assert {"ce_id", "traceparent", "baggage"} <= traced.keys()
+    for sent in (traced, untraced):
+        assert (sent["tenant"], sent["region"]) == (("ü" * 100).encode(), b"")

@@ -21,9 +21,9 @@ from onceward.servers.tasks import in_background
 from onceward.service import Misconfigured
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank
 from .conftest import position_of, position_reaches
-from .desk import Desk, NewDesk
 from .test_backlog import NOW, QUICK, bank_with, forgetful, told
 from .test_dead import redrive
 from tests.conftest import Running
@@ -47,33 +47,33 @@ def of_one_lane(count: int) -> list[int]:
 
 
 async def test_what_is_deferred_is_asked_for_its_age_when_it_is_read(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 10."""
-    _, desk = await bank_with(new_desk, mode="deferred")
+    _, applier = await bank_with(new_applier, mode="deferred")
     old = Deposit(10, timestamp=NOW - 2_000)
-    await desk.apply(old, Deposit(20, timestamp=NOW))
-    await desk.work_off()
+    await applier.apply(old, Deposit(20, timestamp=NOW))
+    await applier.work_off()
     await forgetful(db)
-    await desk.apply(old)
-    await desk.work_off()
+    await applier.apply(old)
+    await applier.work_off()
     assert await histories(db) == {"ada": [10, 20]}
-    assert [row["reason"] for row in await desk.backlog()] == ["too old"]
+    assert [row["reason"] for row in await applier.backlog()] == ["too old"]
 
 
 async def test_a_follower_is_asked_for_its_age_too(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 10."""
-    bank, desk = await bank_with(new_desk)
+    bank, applier = await bank_with(new_applier)
     old = Deposit(10, timestamp=NOW - 2_000)
-    await desk.apply(old, Deposit(20, timestamp=NOW))
+    await applier.apply(old, Deposit(20, timestamp=NOW))
     await forgetful(db)
     bank.refused = {30}
-    await desk.apply(Deposit(30, timestamp=NOW), old)
+    await applier.apply(Deposit(30, timestamp=NOW), old)
     bank.refused = set()
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     assert await histories(db) == {"ada": [10, 20, 30]}
 
 
@@ -82,9 +82,9 @@ async def test_a_follower_is_asked_for_its_age_too(
 
 @pytest.mark.parametrize("consumers", [1, 2])
 async def test_a_deployment_that_fails_at_every_flush_opens_the_breaker(
-    new_desk: NewDesk, db: asyncpg.Connection, consumers: int
+    new_applier: NewApplier, db: asyncpg.Connection, consumers: int
 ) -> None:
-    bank, desk = await bank_with(new_desk, policy=Policy(attempts=2))
+    bank, applier = await bank_with(new_applier, policy=Policy(attempts=2))
     if consumers == 2:
 
         @bank.handlers.on(Deposited, topic=bank.deposits, consumer="count")
@@ -93,40 +93,40 @@ async def test_a_deployment_that_fails_at_every_flush_opens_the_breaker(
 
     await db.execute("ALTER TABLE account ADD CONSTRAINT not_migrated CHECK (balance < 0)")
     with suppress(BreakerOpen):
-        await desk.apply(*(Deposit(n, account=str(n)) for n in range(1, 201)))
-    assert "breaker of deposit" in desk.health.reasons
-    assert len(await desk.backlog()) <= 20 * consumers
+        await applier.apply(*(Deposit(n, account=str(n)) for n in range(1, 201)))
+    assert "breaker of deposit" in applier.health.reasons
+    assert len(await applier.backlog()) <= 20 * consumers
 
 
 async def test_an_open_breaker_spends_no_attempt_of_what_is_tried_alone(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     options = {"policy": Policy(attempts=3, schedule=(30,))}
     bank = Bank(deposits="deposits", balances="balances", name="bank", options=options)
-    desk = await new_desk(bank.handlers, topic=bank.deposits, retry_pause=3_600)
+    applier = await new_applier(bank.handlers, topic=bank.deposits, retry_pause=3_600)
     bank.refused = {10}
-    await desk.apply(Deposit(10))
+    await applier.apply(Deposit(10))
     await db.execute("UPDATE pipeline.backlog SET reason = 'process died', attempts = 1")
     bank.errors = {n: KeyError("bad deployment") for n in range(1000)}
     with suppress(BreakerOpen):
-        await desk.apply(*(Deposit(n, account=str(n)) for n in range(100, 200)))
-    assert "breaker of deposit" in desk.health.reasons
+        await applier.apply(*(Deposit(n, account=str(n)) for n in range(100, 200)))
+    assert "breaker of deposit" in applier.health.reasons
     for _ in range(3):
-        desk.let_probe("deposit")
+        applier.let_probe("deposit")
         calls = len(bank.calls)
-        await desk.make_due()
-        await desk.work_off()
+        await applier.make_due()
+        await applier.work_off()
         assert len(bank.calls) == calls + 1
-        (row,) = await desk.backlog()
+        (row,) = await applier.backlog()
         assert (row["attempts"], row["died_at"]) == (1, None)
 
 
-async def test_an_open_breaker_does_not_outlive_the_partition_that_it_was_opened_for(
-    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+async def test_an_open_breaker_does_not_outlive_its_partition(
+    new_applier: NewApplier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(breaker, "_FORGOTTEN_AFTER", 0.1)
-    bank, one = await bank_with(new_desk)
-    another = await new_desk(bank.handlers, topic=bank.deposits)
+    bank, one = await bank_with(new_applier)
+    another = await new_applier(bank.handlers, topic=bank.deposits)
     bank.refused = set(range(100))
     batch = [Deposit(n, account=str(n)) for n in range(100)]
     with suppress(BreakerOpen):
@@ -146,13 +146,13 @@ async def test_an_open_breaker_does_not_outlive_the_partition_that_it_was_opened
 
 
 async def redriven_in_a_new_shape(
-    bank: Bank, desk: Desk, db: asyncpg.Connection, count: int
+    bank: Bank, applier: Applier, db: asyncpg.Connection, count: int
 ) -> None:
     """Redrive records that nobody could read, after a deployment that can."""
     bank.handlers.topic(bank.deposits, demands_types=True)
     deposits = [Deposit(n, account=f"account {n}", type="deposited.v2") for n in range(count)]
-    await desk.apply(*deposits)
-    assert len(await desk.backlog()) >= count
+    await applier.apply(*deposits)
+    assert len(await applier.backlog()) >= count
 
     class DepositedAgain(Deposited, type="deposited.v2"):
         pass
@@ -161,35 +161,37 @@ async def redriven_in_a_new_shape(
     async def deposit(event: DepositedAgain, tx: Transaction) -> None:
         bank.calls.append(event.amount)
 
-    await redrive(desk)
+    await redrive(applier)
 
 
 async def test_a_suspect_and_records_that_were_nobodys_share_a_lane(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    bank, _ = await bank_with(new_desk, policy=QUICK)
-    desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=10_000)
+    bank, _ = await bank_with(new_applier, policy=QUICK)
+    applier = await new_applier(bank.handlers, topic=bank.deposits, breaker_keys=10_000)
     bank.refused = {1_000}
-    await desk.apply(Deposit(1_000))
-    await redriven_in_a_new_shape(bank, desk, db, 200)
+    await applier.apply(Deposit(1_000))
+    await redriven_in_a_new_shape(bank, applier, db, 200)
     await db.execute("UPDATE pipeline.backlog SET reason = 'process died' WHERE consumer <> ''")
-    await desk.make_due()
+    await applier.make_due()
     bank.refused = set()
     bank.calls.clear()
-    await desk.work_off()
-    assert await desk.backlog() == []
+    await applier.work_off()
+    assert await applier.backlog() == []
     assert sorted(bank.calls) == [*range(200), 1_000]
 
 
 async def test_records_that_were_nobodys_wait_for_a_lock(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    bank, _ = await bank_with(new_desk)
-    desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=1_000, lock_timeout=0.05)
-    await redriven_in_a_new_shape(bank, desk, db, 100)
+    bank, _ = await bank_with(new_applier)
+    applier = await new_applier(
+        bank.handlers, topic=bank.deposits, breaker_keys=1_000, lock_timeout=0.05
+    )
+    await redriven_in_a_new_shape(bank, applier, db, 100)
     async with db.transaction():
         await db.execute("LOCK TABLE pipeline.inbox IN ACCESS EXCLUSIVE MODE")
-        working = asyncio.create_task(desk.work_off())
+        working = asyncio.create_task(applier.work_off())
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(working), 3)
         assert not working.done()
@@ -197,22 +199,22 @@ async def test_records_that_were_nobodys_wait_for_a_lock(
     assert sorted(bank.calls) == list(range(100))
 
 
-async def test_failures_of_a_lane_cost_no_square(new_desk: NewDesk) -> None:
-    bank, _ = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(3_600,)))
-    desk = await new_desk(bank.handlers, topic=bank.deposits, breaker_keys=100_000)
+async def test_failures_of_a_lane_cost_no_square(new_applier: NewApplier) -> None:
+    bank, _ = await bank_with(new_applier, mode="deferred", policy=Policy(schedule=(3_600,)))
+    applier = await new_applier(bank.handlers, topic=bank.deposits, breaker_keys=100_000)
     amounts = of_one_lane(100)
     bank.refused = set(amounts)
-    await desk.apply(*(Deposit(n, account=str(n)) for n in amounts))
-    await desk.work_off()
+    await applier.apply(*(Deposit(n, account=str(n)) for n in amounts))
+    await applier.work_off()
     assert len(bank.calls) < 5 * len(amounts)
-    assert {row["attempts"] for row in await desk.backlog()} == {1}
+    assert {row["attempts"] for row in await applier.backlog()} == {1}
 
 
-async def test_what_is_undecided_is_not_tried_past_an_earlier_one_that_has_failed_since(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_an_undecided_message_is_not_tried_before_an_earlier_failed_one(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 7: the first time it went well, beside one that failed; the second time it did not."""
-    bank, desk = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(3_600,)))
+    bank, applier = await bank_with(new_applier, mode="deferred", policy=Policy(schedule=(3_600,)))
     guilty, key = map(str, of_one_lane(2))
     calls: list[int] = []
 
@@ -228,16 +230,16 @@ async def test_what_is_undecided_is_not_tried_past_an_earlier_one_that_has_faile
 
     bank.refused = {1}
     bank.waits = {2: fail_the_second_time, 3: fail}
-    await desk.apply(Deposit(1, guilty), Deposit(2, key), Deposit(3, key))
-    await desk.work_off()
+    await applier.apply(Deposit(1, guilty), Deposit(2, key), Deposit(3, key))
+    await applier.work_off()
     assert calls == [2, 3, 2]
-    assert told(await desk.backlog())[1:] == [(1, "failed", 1), (2, "deferred", 0)]
+    assert told(await applier.backlog())[1:] == [(1, "failed", 1), (2, "deferred", 0)]
 
 
 async def test_who_kills_in_a_lane_is_found_by_the_second_death(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk = await bank_with(new_desk, mode="deferred", policy=Policy(schedule=(3_600,)))
+    bank, applier = await bank_with(new_applier, mode="deferred", policy=Policy(schedule=(3_600,)))
     amounts = of_one_lane(100)
     killer = amounts[60]
 
@@ -247,9 +249,9 @@ async def test_who_kills_in_a_lane_is_found_by_the_second_death(
         await asyncio.Event().wait()
 
     bank.waits = {killer: die}
-    await desk.apply(*(Deposit(n, account=str(n)) for n in amounts))
+    await applier.apply(*(Deposit(n, account=str(n)) for n in amounts))
     for _ in range(2):
-        working = asyncio.create_task(desk.work_off())
+        working = asyncio.create_task(applier.work_off())
         with pytest.raises(asyncio.CancelledError):
             await working
         await db.execute("UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp()")
@@ -258,9 +260,9 @@ async def test_who_kills_in_a_lane_is_found_by_the_second_death(
 
 
 async def test_counting_what_waits_holds_no_worker_up(
-    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    new_applier: NewApplier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bank, desk = await bank_with(new_desk, mode="deferred")
+    bank, applier = await bank_with(new_applier, mode="deferred")
     counted = 0
 
     async def take_long(connection: asyncpg.Connection, most: int, idle: float) -> list[Waiting]:
@@ -272,23 +274,23 @@ async def test_counting_what_waits_holds_no_worker_up(
     monkeypatch.setattr(lanes, "waiting", take_long)
     monkeypatch.setattr(measuring, "_COUNT_SECONDS", 0.2)
     monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 0.1)
-    working = asyncio.create_task(desk.lanes.run())
+    working = asyncio.create_task(applier.lanes.run())
     try:
         await eventually(lambda: counted > 0)
-        await desk.apply(Deposit(1))
+        await applier.apply(Deposit(1))
         await eventually(lambda: bank.calls == [1])
-        assert desk.health.reasons.get("backlog") is None
+        assert applier.health.reasons.get("backlog") is None
         await eventually(lambda: "its metrics keep their last values" in caplog.text)
     finally:
-        desk.lanes.stop()
+        applier.lanes.stop()
         await working
 
 
 async def test_one_process_counts_what_waits_and_all_report_its_count(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk = await bank_with(new_desk, mode="deferred")
-    await desk.apply(Deposit(1), Deposit(2, account="bob"))
+    _, applier = await bank_with(new_applier, mode="deferred")
+    await applier.apply(Deposit(1), Deposit(2, account="bob"))
     counted, count = 0, lanes.waiting
 
     async def counting(connection: asyncpg.Connection, most: int, idle: float) -> list[Waiting]:
@@ -309,10 +311,10 @@ async def test_one_process_counts_what_waits_and_all_report_its_count(
     assert counted == 3
 
 
-async def test_the_delay_of_a_topic_is_zero_when_nothing_of_it_waits_any_longer(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_the_delay_of_a_topic_without_waiting_messages_is_zero(
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk = await bank_with(new_desk, mode="deferred")
+    bank, applier = await bank_with(new_applier, mode="deferred")
     observed: dict[str, float] = {}
 
     def observe(
@@ -323,13 +325,13 @@ async def test_the_delay_of_a_topic_is_zero_when_nothing_of_it_waits_any_longer(
 
     monkeypatch.setattr(metrics, "observe_backlog", observe)
     monkeypatch.setattr(measuring, "_SAMPLE_SECONDS", 0.1)
-    await desk.apply(Deposit(1), Deposit(2, account="bob"))
+    await applier.apply(Deposit(1), Deposit(2, account="bob"))
     await db.execute("UPDATE pipeline.backlog SET received_at = now() - interval '1 hour'")
     await db.execute(
         "UPDATE pipeline.backlog SET topic = 'other', received_at = now() - interval '2 hours'"
         ' WHERE "offset" % 2 = 1'
     )
-    async with in_background(measuring.measure(desk.engine)):
+    async with in_background(measuring.measure(applier.engine)):
         await eventually(lambda: observed.keys() == {bank.deposits, "other"})
         assert 3_500 < observed[bank.deposits] < 7_000 < observed["other"]
         await db.execute("DELETE FROM pipeline.backlog WHERE topic = 'other'")
@@ -340,17 +342,17 @@ async def test_the_delay_of_a_topic_is_zero_when_nothing_of_it_waits_any_longer(
 
 
 async def test_a_row_that_is_not_due_waits_behind_one_that_is_redriven(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    bank, desk = await bank_with(new_desk, policy=Policy(attempts=1))
+    bank, applier = await bank_with(new_applier, policy=Policy(attempts=1))
     bank.refused = {10}
-    await desk.apply(Deposit(10))
+    await applier.apply(Deposit(10))
     bank.errors = {20: Park("not before tomorrow", after=3_600)}
-    await desk.apply(Deposit(20))
+    await applier.apply(Deposit(20))
     bank.calls.clear()
     bank.refused = set()
-    await redrive(desk)
-    await desk.work_off()
+    await redrive(applier)
+    await applier.work_off()
     assert bank.calls == [10]
 
 
@@ -358,27 +360,27 @@ async def test_a_row_that_is_not_due_waits_behind_one_that_is_redriven(
 
 
 async def test_what_nobody_takes_any_more_stays_when_it_is_redriven(
-    new_desk: NewDesk, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
+    new_applier: NewApplier, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bank, desk = await bank_with(new_desk)
+    bank, applier = await bank_with(new_applier)
     bank.handlers.topic(bank.deposits, demands_types=True)
-    await desk.apply(Deposit(1, type="withdrawn"))
+    await applier.apply(Deposit(1, type="withdrawn"))
     other = Bank("payments", "balances", "bank")
-    without = await new_desk(other.handlers, topic=other.deposits)
+    without = await new_applier(other.handlers, topic=other.deposits)
     await redrive(without)
     with caplog.at_level(logging.ERROR):
         await without.work_off()
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert row["reason"] == "no handler"
     assert row["died_at"] is not None
     assert "no handler" in caplog.text
 
 
-async def test_a_process_of_before_the_deployment_leaves_what_it_does_not_know_to_the_others(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_process_of_an_older_release_leaves_unknown_messages_to_others(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    bank, new = await bank_with(new_desk, mode="deferred")
-    _, old = await bank_with(new_desk, mode="deferred")
+    bank, new = await bank_with(new_applier, mode="deferred")
+    _, old = await bank_with(new_applier, mode="deferred")
 
     class Withdrawn(Deposited, type="withdrawn"):
         pass
@@ -412,7 +414,7 @@ CENTURY = 100 * 365 * 86_400.0
     ("after", "taken"),
     [(float("nan"), None), (float("inf"), CENTURY), (9_999_999_999, CENTURY), (-1, 0.0), (30, 30)],
 )
-def test_a_delay_that_is_out_of_bounds_is_the_nearest_one_with_a_warning(
+def test_a_delay_out_of_bounds_becomes_the_nearest_with_a_warning(
     after: float, taken: float | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     for kind in (Retry, Park):
@@ -434,15 +436,15 @@ def test_what_a_death_does_is_one_of_two_things() -> None:
 
 
 async def test_what_is_parked_does_not_die_of_attempts(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    bank, desk = await bank_with(new_desk, policy=Policy(attempts=2, schedule=(30,)))
+    bank, applier = await bank_with(new_applier, policy=Policy(attempts=2, schedule=(30,)))
     bank.errors = {10: Park("not there")}
-    await desk.apply(Deposit(10))
+    await applier.apply(Deposit(10))
     await db.execute("UPDATE pipeline.backlog SET attempts = 3")  # of a policy with more of them
-    await desk.make_due()
-    await desk.work_off()
-    assert told(await desk.backlog()) == [(0, "parked by its handler", 3)]
+    await applier.make_due()
+    await applier.work_off()
+    assert told(await applier.backlog()) == [(0, "parked by its handler", 3)]
 
 
 class Panic(BaseException):
@@ -451,32 +453,32 @@ class Panic(BaseException):
 
 @pytest.mark.parametrize("error", [SystemExit(3), Panic("no Exception")])
 async def test_whatever_a_handler_raises_is_its_own_failure(
-    new_desk: NewDesk, db: asyncpg.Connection, error: BaseException
+    new_applier: NewApplier, db: asyncpg.Connection, error: BaseException
 ) -> None:
-    bank, desk = await bank_with(new_desk)
+    bank, applier = await bank_with(new_applier)
 
     async def fail() -> None:
         raise error
 
     bank.waits = {3: fail}
-    await desk.apply(Deposit(1, "bob"), Deposit(3), Deposit(2, "bob"))
+    await applier.apply(Deposit(1, "bob"), Deposit(3), Deposit(2, "bob"))
     assert await histories(db) == {"bob": [1, 2]}
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert row["error"].startswith(type(error).__name__)
 
 
 async def test_a_lock_that_a_handler_waits_for_spends_no_attempt(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    bank, desk = await bank_with(new_desk)
+    bank, applier = await bank_with(new_applier)
 
     @bank.handlers.on(Deposited, topic="transfers", consumer="ask")
     async def ask(event: Deposited, tx: Transaction) -> None:
         account = await tx.load_or_create(Account, event.account)
         account.balance += 1
 
-    await desk.apply(Deposit(10))
-    transfers = await new_desk(bank.handlers, topic="transfers", lock_timeout=0.5)
+    await applier.apply(Deposit(10))
+    transfers = await new_applier(bank.handlers, topic="transfers", lock_timeout=0.5)
     async with db.transaction():
         await db.execute("SELECT FROM account FOR UPDATE")
         await transfers.apply(Deposit(20))  # it waits apart, so that its partition goes on
@@ -489,23 +491,23 @@ async def test_a_lock_that_a_handler_waits_for_spends_no_attempt(
 
 
 async def test_a_statement_timeout_of_the_role_is_an_outage(
-    new_desk: NewDesk, db: asyncpg.Connection, database_url: str
+    new_applier: NewApplier, db: asyncpg.Connection, database_url: str
 ) -> None:
     name = database_url.rsplit("/", 1)[1]
     await db.execute(f"ALTER DATABASE {name} SET statement_timeout = '200ms'")
-    _, desk = await bank_with(new_desk)
+    _, applier = await bank_with(new_applier)
     async with db.transaction():
         await db.execute("LOCK TABLE pipeline.inbox IN ACCESS EXCLUSIVE MODE")
-        applying = asyncio.create_task(desk.apply(Deposit(10)))
-        await eventually(lambda: len(desk.outages) > 1)
+        applying = asyncio.create_task(applier.apply(Deposit(10)))
+        await eventually(lambda: len(applier.outages) > 1)
     await applying
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 # Processes.
 
 
-async def test_a_clean_end_while_suspects_are_tried_one_by_one_counts_no_attempt(
+async def test_a_clean_stop_while_suspects_are_tried_counts_no_attempt(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     for n in range(10):
@@ -539,24 +541,24 @@ async def _is_applied(db: asyncpg.Connection, number: int) -> bool:
 
 
 async def test_what_is_tried_alone_runs_while_nobody_else_does(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Whoever was under way when the process died would be suspected as well."""
-    bank, desk = await bank_with(new_desk, policy=QUICK)
+    bank, applier = await bank_with(new_applier, policy=QUICK)
     bank.refused = {10}
-    await desk.apply(Deposit(10))
+    await applier.apply(Deposit(10))
     bank.refused = set()
     await db.execute("UPDATE pipeline.backlog SET reason = 'process died'")
-    await desk.make_due()
+    await applier.make_due()
     others: list[asyncio.Task[object]] = []
 
     async def meet() -> None:
-        others.append(asyncio.create_task(desk.apply(Deposit(20, "bob"))))
+        others.append(asyncio.create_task(applier.apply(Deposit(20, "bob"))))
         await asyncio.sleep(0.3)
         assert not others[0].done()
 
     bank.waits = {10: meet}
-    await desk.work_off()
+    await applier.work_off()
     await others[0]
     assert await histories(db) == {"ada": [10], "bob": [20]}
 

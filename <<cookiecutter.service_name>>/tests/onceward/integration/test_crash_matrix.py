@@ -23,8 +23,8 @@ from .processes import environment
 from .test_boundaries import UNMET
 from .wire import Wire
 from .worlds import PATIENCE, LetGo, Servers, World
+from tests.servers.fork_server import ForkServer
 from tests.servers.waiting import eventually
-from tests.servers.zygote import Zygote
 
 pytestmark = pytest.mark.full
 
@@ -48,15 +48,17 @@ async def servers(
     kafka: str,
     used_databases: list[str],
 ) -> AsyncIterator[Servers]:
-    """Return the servers, and a zygote for the processes."""
+    """Return the servers, and a fork server for the processes."""
     admin = AIOKafkaAdminClient(bootstrap_servers=kafka)
     await admin.start()
     bank = Bank(deposits="none", balances="none", name="none")
-    zygote = Zygote(environment(bank), f"{__package__}.zygote")
+    fork_server = ForkServer(environment(bank), f"{__package__}.fork_server")
     try:
-        yield Servers(server_url, template, kafka, admin, zygote, zygote.logs, used_databases)
+        yield Servers(
+            server_url, template, kafka, admin, fork_server, fork_server.logs, used_databases
+        )
     finally:
-        zygote.close()
+        fork_server.close()
         await admin.close()
 
 

@@ -19,9 +19,9 @@ from onceward.relay import brokers, publisher
 from onceward.relay.publisher import Publisher
 from onceward.settings import Settings
 
+from .applier import store_of
 from .bank import Bank
 from .conftest import Command, complaint
-from .desk import store_of
 from .outgoing import (
     EVERYTHING,
     LARGE,
@@ -74,7 +74,7 @@ async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Star
         yield one
 
 
-async def test_an_event_too_large_dies_and_is_sent_when_its_topic_takes_it_and_it_is_redriven(
+async def test_an_oversized_event_dies_and_a_later_redrive_sends_it(
     quick: NewSettings,
     db: asyncpg.Connection,
     kafka: str,
@@ -176,7 +176,7 @@ class Held:
 
 
 @pytest.mark.usefixtures("first_is_dead")
-async def test_what_is_redriven_while_a_topic_is_tried_goes_before_what_waits_for_it(
+async def test_events_redriven_while_a_topic_is_tried_precede_those_that_wait(
     quick: NewSettings,
     db: asyncpg.Connection,
     kafka: str,
@@ -198,7 +198,7 @@ async def test_what_is_redriven_while_a_topic_is_tried_goes_before_what_waits_fo
 
 
 @pytest.mark.usefixtures("first_is_dead")
-async def test_what_is_redriven_while_a_topic_is_drained_goes_before_what_waits_for_it(
+async def test_events_redriven_while_a_topic_is_drained_precede_those_that_wait(
     quick: NewSettings,
     db: asyncpg.Connection,
     kafka: str,
@@ -220,7 +220,7 @@ async def test_what_is_redriven_while_a_topic_is_drained_goes_before_what_waits_
     assert tail.ids == [str(n) for n in (*range(1, 101), 0, *range(101, 151))]
 
 
-async def test_why_an_event_waits_is_known_when_it_was_redriven_and_rejected_again(
+async def test_a_redriven_event_that_is_rejected_again_has_a_known_reason(
     quick: NewSettings, db: asyncpg.Connection, missing: str
 ) -> None:
     await bury(db, 2)
@@ -237,7 +237,7 @@ async def test_why_an_event_waits_is_known_when_it_was_redriven_and_rejected_aga
     assert f"topic {missing} is not known to the brokers" in str(one.error)
 
 
-async def test_operators_and_relays_at_once_lose_nothing_and_keep_the_order_of_keys(
+async def test_concurrent_operators_and_relays_lose_nothing_and_keep_key_order(
     quick: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic, connect: Connect
 ) -> None:
     topic = await new_topic(2, **{"max.message.bytes": "4000"})
@@ -302,7 +302,7 @@ class Stopped:
             await eventually(self._connection.is_closed)
 
 
-async def test_who_changes_events_waits_for_the_relay_and_is_cut_off_when_he_stops(
+async def test_a_command_that_changes_events_waits_for_relays_and_ends_when_stalled(
     db: asyncpg.Connection, connect: Connect
 ) -> None:
     """Trap 35: a stopped process must not hold the cursor of a relay."""
@@ -328,7 +328,7 @@ async def test_who_changes_events_waits_for_the_relay_and_is_cut_off_when_he_sto
     [(["redrive", "--wait", "0"], "redriven"), (["discard", "--because", "a test"], "discarded")],
     ids=["redrive", "discard"],
 )
-async def test_a_command_that_is_killed_has_done_a_part_and_the_next_one_goes_on(
+async def test_a_killed_command_has_done_a_part_and_the_next_continues(
     db: asyncpg.Connection, connect: Connect, start: Start, command: list[str], participle: str
 ) -> None:
     count = 3_500
@@ -524,7 +524,7 @@ async def test_discard_keeps_who_and_why(db: asyncpg.Connection, service: Comman
     assert "3 discarded" in (await service("events", "list", "--discarded")).stdout
 
 
-async def test_those_that_wait_for_a_topic_are_discarded_only_where_that_is_said(
+async def test_events_that_wait_are_discarded_only_with_the_option_for_them(
     db: asyncpg.Connection, service: Command
 ) -> None:
     await bury(db, 3)

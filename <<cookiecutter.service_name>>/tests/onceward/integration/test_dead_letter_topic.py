@@ -9,8 +9,8 @@ from aiokafka import AIOKafkaProducer
 from onceward import Policy, Reject
 from onceward.events.message import headers_of
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from tests.conftest import Records, Running
 from tests.contract.bank import Deposit, histories
 
@@ -18,11 +18,11 @@ TOPIC = "dead"
 
 
 @pytest.fixture
-async def desk_and_bank(new_desk: NewDesk) -> tuple[Bank, Desk]:
-    """Return a desk whose dead letters are sent."""
+async def applier_and_bank(new_applier: NewApplier) -> tuple[Bank, Applier]:
+    """Return an applier whose dead letters are sent."""
     policy = Policy(attempts=2, schedule=(0,))
     bank = Bank(deposits="deposits", balances="balances", name="bank", options={"policy": policy})
-    return bank, await new_desk(bank.handlers, topic=bank.deposits, dead_letter_topic=TOPIC)
+    return bank, await new_applier(bank.handlers, topic=bank.deposits, dead_letter_topic=TOPIC)
 
 
 async def sent(db: asyncpg.Connection) -> list[tuple[str, str]]:
@@ -38,22 +38,22 @@ def reason_in(headers: Sequence[tuple[str, bytes | None]]) -> str:
     return reason.decode()
 
 
-async def dead(desk: Desk) -> list[tuple[str, str]]:
+async def dead(applier: Applier) -> list[tuple[str, str]]:
     """Return the dead letters that are stored, likewise."""
     return [
         (row["key"].hex(), row["reason"])
-        for row in await desk.backlog()
+        for row in await applier.backlog()
         if row["died_at"] is not None
     ]
 
 
 async def test_whatever_dies_is_staged_once_in_the_transaction_in_which_it_dies(
-    desk_and_bank: tuple[Bank, Desk], db: asyncpg.Connection
+    applier_and_bank: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = desk_and_bank
+    bank, applier = applier_and_bank
     bank.refused = {1, 7}
     bank.errors = {2: Reject("never")}
-    await desk.apply(
+    await applier.apply(
         Deposit(1),
         Deposit(2, "bob"),
         Deposit(3, "cyd"),
@@ -64,12 +64,12 @@ async def test_whatever_dies_is_staged_once_in_the_transaction_in_which_it_dies(
     )
     reasons = {"identity mismatch", "invalid payload", "missing attribute", "rejected"}
     assert {reason for _, reason in await sent(db)} == reasons
-    await desk.make_due()
+    await applier.make_due()
     await db.execute("UPDATE pipeline.backlog SET headers = '[]' WHERE id = '7'")
-    await desk.work_off()
-    await desk.make_due()
-    await desk.work_off()
-    assert sorted(await sent(db)) == sorted(await dead(desk))
+    await applier.work_off()
+    await applier.make_due()
+    await applier.work_off()
+    assert sorted(await sent(db)) == sorted(await dead(applier))
     assert {reason for _, reason in await sent(db)} == {
         *reasons,
         "attempts used up",
@@ -79,11 +79,11 @@ async def test_whatever_dies_is_staged_once_in_the_transaction_in_which_it_dies(
 
 
 async def test_nothing_is_staged_for_what_waits_or_is_rolled_back(
-    desk_and_bank: tuple[Bank, Desk], db: asyncpg.Connection
+    applier_and_bank: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = desk_and_bank
+    bank, applier = applier_and_bank
     bank.refused = {1}
-    await desk.apply(Deposit(1), Deposit(2), Deposit(3, "bob"))
+    await applier.apply(Deposit(1), Deposit(2), Deposit(3, "bob"))
     assert await sent(db) == []
 
 

@@ -17,7 +17,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.errors import RebalanceInProgressError
 from servers.network import LOOPBACK
 
-from onceward import Reject, Retry
+from onceward import Reject, Retry, Transaction
 from onceward.cli import doctor, health, status, status_commands
 from onceward.cli.health import Finding
 from onceward.operators import adopting
@@ -25,16 +25,16 @@ from onceward.servers import cluster, peers, topics
 from onceward.servers.database import autocommitting, create_engine
 from onceward.settings import Settings
 
+from .applier import NewApplier
 from .bank import Bank
 from .clusters import private, standing_by
 from .conftest import Command, build, position_reaches
-from .desk import NewDesk
 from .kafka_wire import Wire
 from .outgoing import event, set_back, stage
 from .processes import starting
 from .test_commands import ALEMBIC
 from tests.conftest import Running
-from tests.contract.bank import Deposit
+from tests.contract.bank import Account, Deposit, Deposited
 from tests.servers.pooler import pooling
 from tests.servers.processes import Process
 from tests.servers.waiting import eventually
@@ -172,7 +172,7 @@ async def test_a_healthy_service_has_nothing(
     assert names.split() == ["level", "check", "found"]
     of_status = [check for some in health.CHECKS.values() for check in some]
     checks = (*doctor.TOPIC_CHECKS, *of_status, *doctor.SERVER_CHECKS)
-    others = "kafka settings group schema tables sequences pooler clock writing"
+    others = "kafka settings order group schema tables sequences pooler clock writing"
     assert len(lines) == len(checks) + len(others.split())
     assert all(line.startswith("ok ") for line in lines), lines
     assert any(re.match(r"ok +server +PostgreSQL 1\d\.", line) for line in lines), lines
@@ -447,7 +447,23 @@ async def test_topics_that_do_not_fit_are_told(
     )
 
 
-async def test_a_configuration_that_may_not_be_read_is_told_and_what_would_allow_it(
+async def test_consumers_that_change_the_same_rows_without_an_order_are_told(
+    examine: Examine, bank: Bank
+) -> None:
+    async def add(event: Deposited, tx: Transaction) -> None:
+        """Add nothing."""
+
+    on, account = partial(bank.handlers.on, Deposited, topic=bank.deposits), Account.by
+    on(consumer="counted", loads=account("account", unordered=True))(add)
+    assert "order" not in await examine()
+    on(consumer="rival", loads=account("account"))(add)
+    found = (await examine())["order"]
+    assert found.level == "warning"
+    assert f"consumers deposit, rival of topic {bank.deposits} load Account" in found.found
+    assert "Account.by(…, unordered=True)" in found.advice
+
+
+async def test_an_unreadable_topic_configuration_is_reported_with_the_missing_permission(
     examine: Examine, new_topic: Callable[..., Awaitable[str]], bank: Bank, kafka: str
 ) -> None:
     """Nothing is said then of what the brokers would do by default."""
@@ -480,7 +496,7 @@ async def test_a_server_that_is_too_old_is_told(
     assert re.match(r"PostgreSQL 1\d\.\d", found.found)
 
 
-async def test_a_position_that_stands_still_or_that_the_brokers_do_not_have_is_told(
+async def test_a_stalled_position_or_one_unknown_to_the_brokers_is_reported(
     examine: Examine, bank: Bank, db: asyncpg.Connection
 ) -> None:
     await db.execute(
@@ -528,7 +544,7 @@ async def test_a_position_that_stands_still_before_the_end_is_told(
     assert await examine() == {}
 
 
-async def test_a_record_that_has_just_come_to_an_idle_partition_is_no_lag(
+async def test_a_record_newly_arrived_at_an_idle_partition_is_not_lag(
     examine: Examine, bank: Bank, db: asyncpg.Connection, producer: AIOKafkaProducer, kafka: str
 ) -> None:
     await Deposit(1, timestamp=ago(hours=80)).send(producer, bank.deposits)
@@ -557,7 +573,7 @@ async def test_topics_that_nobody_reads_are_told_also_if_no_record_waits(
     assert found.found.startswith(place)
 
 
-async def test_each_kind_of_work_that_no_process_takes_is_wrong_after_a_minute(
+async def test_each_kind_of_untaken_work_is_wrong_after_a_minute(
     examine: Examine,
     bank: Bank,
     db: asyncpg.Connection,
@@ -743,12 +759,12 @@ async def test_partitions_that_were_added_are_told_until_they_are_read(
 
 
 async def test_dead_letters_are_told_until_a_person_has_decided(
-    examine: Examine, new_desk: NewDesk, bank: Bank, db: asyncpg.Connection
+    examine: Examine, new_applier: NewApplier, bank: Bank, db: asyncpg.Connection
 ) -> None:
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
     bank.errors.update({1: Reject("no"), 2: Reject("no")})
-    await desk.apply(Deposit(1), Deposit(2, account="bob"))
-    await desk.work_off()
+    await applier.apply(Deposit(1), Deposit(2, account="bob"))
+    await applier.work_off()
     found = (await examine())["dead letters"]
     assert found.level == "warning"
     assert found.found == "dead messages need a decision: 2"
@@ -802,11 +818,11 @@ async def test_a_backlog_that_does_not_move_is_told(
 
 
 async def test_messages_of_a_consumer_that_is_gone_are_told(
-    examine: Examine, new_desk: NewDesk, bank: Bank, db: asyncpg.Connection
+    examine: Examine, new_applier: NewApplier, bank: Bank, db: asyncpg.Connection
 ) -> None:
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
     bank.errors[1] = Retry()
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     assert await examine() == {}
     await db.execute("UPDATE pipeline.backlog SET consumer = 'gone'")
     found = (await examine())["consumers"]
@@ -886,7 +902,7 @@ async def test_a_standby_is_told(bank: Bank, settings: Callable[..., Settings]) 
             assert server.advice.startswith("let PIPELINE_DATABASE_URL name the primary; ")
 
 
-async def test_a_disk_that_is_full_is_told_by_a_table_that_does_not_stay(
+async def test_a_full_disk_is_detected_with_a_temporary_table(
     examine: Examine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = "SELECT count(*) FROM pg_class WHERE relname = 'service_doctor'"

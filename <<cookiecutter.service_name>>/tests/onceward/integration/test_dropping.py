@@ -21,9 +21,9 @@ from onceward.servers.cluster import NotAdopted
 from onceward.servers.database import autocommitting, create_engine
 from onceward.settings import CLOCK_MARGIN, Settings
 
+from .applier import Applier
 from .bank import Bank
 from .conftest import Command
-from .desk import Desk
 from .outgoing import (
     IN_OLD,
     LARGE,
@@ -88,18 +88,18 @@ async def test_a_generation_goes_when_it_was_closed_long_enough_ago(
     assert (await run_retention(db, chosen)).dropped == []
 
 
-async def test_what_a_dropped_generation_remembered_is_too_old_and_what_others_do_is_known(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: Callable[..., Settings]
+async def test_only_messages_of_a_dropped_generation_are_too_old(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     """Trap 10."""
-    _, desk = ledger
+    _, applier = ledger
     first = Deposit(1, timestamp=_milliseconds(days=-9))
-    await desk.apply(first)
+    await applier.apply(first)
     await close_generation(db, timedelta(days=9) - timedelta(minutes=1))
-    await desk.apply(Deposit(2))
+    await applier.apply(Deposit(2))
     await close_generation(db)
     assert (await run_retention(db, settings())).dropped == ["inbox_g1"]
-    await desk.apply(first, Deposit(2))
+    await applier.apply(first, Deposit(2))
     assert await histories(db) == {"ada": [1, 2]}
     dead = await db.fetch("SELECT id, reason FROM pipeline.backlog WHERE died_at IS NOT NULL")
     assert [(row["id"], row["reason"]) for row in dead] == [("1", "too old")]
@@ -109,34 +109,34 @@ def _milliseconds(**change: float) -> int:
     return round((datetime.now(UTC) + timedelta(**change)).timestamp() * 1_000)
 
 
-async def test_what_is_parked_or_dead_is_known_and_applied_once_after_its_generation_has_gone(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: Callable[..., Settings]
+async def test_parked_and_dead_messages_outlive_their_generation_and_are_applied_once(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.errors = {1: Park("no order yet", after=3_600), 2: Reject("no")}
     long_ago = _milliseconds(days=-9)
     sent = [Deposit(1, timestamp=long_ago), Deposit(2, account="bob", timestamp=long_ago)]
     for one in sent:
-        await desk.apply(one)
+        await applier.apply(one)
     reasons = {("deposit", 0): "parked by its handler", ("deposit", 1): "rejected"}
-    assert await desk.park() == reasons
+    assert await applier.park() == reasons
     await close_generation(db, timedelta(days=9) - timedelta(minutes=1))
     assert (await run_retention(db, settings())).dropped == ["inbox_g1"]
 
     bank.errors = {}
-    again = await desk.apply(*sent)
+    again = await applier.apply(*sent)
     assert [one.is_new for one in again] == [False, False]
-    assert await desk.park() == reasons, "nor are they too old"
+    assert await applier.park() == reasons, "nor are they too old"
     assert await histories(db) == {}
 
-    await redrive(desk)
-    await desk.make_due()
-    await desk.work_off()
+    await redrive(applier)
+    await applier.make_due()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1], "bob": [2]}
-    assert await desk.backlog() == []
-    again = await desk.apply(*sent)
+    assert await applier.backlog() == []
+    again = await applier.apply(*sent)
     assert [one.is_new for one in again] == [False, False], "their markers are of today"
-    assert await desk.park() == {}
+    assert await applier.park() == {}
     assert await histories(db) == {"ada": [1], "bob": [2]}
 
 
@@ -174,15 +174,15 @@ async def test_what_kafka_refuses_is_published_once_after_its_day_has_gone(
 
 
 async def test_a_clock_that_is_ahead_lets_nothing_take_effect_twice(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: Callable[..., Settings]
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     """The record says that it came after the generation was closed that remembers it."""
-    _, desk = ledger
+    _, applier = ledger
     early = Deposit(1, timestamp=_milliseconds(days=-9, minutes=50))
-    await desk.apply(early)
+    await applier.apply(early)
     await close_generation(db, timedelta(days=9))
     assert (await run_retention(db, settings())).dropped == ["inbox_g1"]
-    await desk.apply(early)
+    await applier.apply(early)
     assert await histories(db) == {"ada": [1]}
 
 
@@ -202,7 +202,7 @@ async def test_a_generation_into_which_a_transaction_looks_stays(
     assert (await run_retention(db, settings())).dropped == ["inbox_g1"]
 
 
-async def test_a_day_goes_when_it_is_old_enough_and_published_and_not_before(
+async def test_a_day_is_dropped_only_when_old_enough_and_published(
     old_day: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     chosen = settings()
@@ -281,7 +281,7 @@ async def test_an_event_that_came_into_a_closed_day_holds_it(
     assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
-async def test_a_day_is_closed_by_an_id_above_those_of_all_who_may_have_written_to_it(
+async def test_a_day_is_closed_by_an_id_above_its_possible_writers(
     old_day: asyncpg.Connection, connect: Connect
 ) -> None:
     """Trap 29, and why the id is not a snapshot's xmax: running transactions may lie above it."""
@@ -344,7 +344,7 @@ async def test_a_day_that_somebody_has_locked_holds_up_no_other(
     assert (await run_retention(old_day, settings())).dropped == [OLD]
 
 
-async def test_after_a_dump_was_restored_days_stay_until_the_outbox_is_reset_and_published(
+async def test_days_of_a_restored_dump_stay_until_outbox_reset_and_republication(
     old_day: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     await run_retention(old_day, settings())
@@ -372,7 +372,7 @@ async def reading(connect: Connect) -> AsyncIterator[asyncpg.Connection]:
         yield connection
 
 
-async def test_who_drops_waits_for_those_who_use_the_table_and_nobody_waits_for_it(
+async def test_dropping_waits_for_users_of_a_table_without_blocking_others(
     old_day: asyncpg.Connection,
     connect: Connect,
     settings: Callable[..., Settings],
@@ -404,7 +404,7 @@ async def _is_pending(db: asyncpg.Connection, name: str) -> bool:
     return Partition(name, State.PENDING) in await partitions.like(db, name)
 
 
-async def test_what_was_cut_off_in_the_middle_goes_on_in_the_next_round(
+async def test_an_interrupted_drop_is_completed_in_the_next_round(
     old_day: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
 ) -> None:
     """Trap 37: a pending detach hides the rows, so what must be checked is checked before."""
@@ -508,7 +508,7 @@ async def test_two_at_once_do_no_harm(
     assert not {OLD, *others}.intersection(await names(old_day, days.PATTERN))
 
 
-async def test_one_that_is_used_for_long_is_told_of_and_the_others_go(
+async def test_a_long_used_partition_is_reported_and_the_others_are_dropped(
     old_day: asyncpg.Connection,
     connect: Connect,
     settings: Callable[..., Settings],
@@ -557,11 +557,11 @@ async def test_a_day_that_is_not_over_any_more_is_opened_again(
 
 
 async def test_discarded_dead_letters_are_deleted_when_nobody_can_send_their_message_again(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: Callable[..., Settings]
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    _, desk = ledger
+    _, applier = ledger
     for amount in range(3):
-        await desk.apply(Deposit(amount, value=b"rubbish"))
+        await applier.apply(Deposit(amount, value=b"rubbish"))
     assert await db.fetchval("SELECT count(*) FROM pipeline.backlog WHERE died_at < now()") == 3
     for offset, age in (1, 40), (2, 20):
         await db.execute(
@@ -594,7 +594,7 @@ async def test_tables_of_others_are_left_alone(
     assert (done.dropped, done.held) == (["inbox_g1"], [])
 
 
-async def test_the_commands_tell_what_is_kept_until_when_and_what_holds_it_back(
+async def test_commands_show_until_when_partitions_are_kept_and_what_holds_them(
     old_day: asyncpg.Connection, unborn: Bank, commands: Callable[..., Command]
 ) -> None:
     service = commands(command_line(unborn.service), "retention")

@@ -14,8 +14,8 @@ from onceward.errors import is_infrastructure
 from onceward.servers.database import autocommitting, create_engine, driver_of
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from tests.contract.bank import Deposit, Deposited, histories
 from tests.servers.waiting import PATIENCE, eventually
 
@@ -23,10 +23,10 @@ EXITS = [KeyboardInterrupt, GeneratorExit, SystemExit]
 
 
 @pytest.mark.parametrize("kind", EXITS)
-async def test_what_would_end_the_process_is_the_failure_of_the_message_that_raised_it(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, kind: type[BaseException]
+async def test_exceptions_that_would_end_the_process_fail_only_their_message(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, kind: type[BaseException]
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="ending")
     async def ending(event: Deposited, tx: Transaction) -> None:
@@ -38,14 +38,14 @@ async def test_what_would_end_the_process_is_the_failure_of_the_message_that_rai
         if any(event.amount == 2 for event, _ in batch):
             raise kind
 
-    await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
-    assert await desk.park() == {("ending", 1): "failed", ("ending batches", 1): "failed"}
+    await applier.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
+    assert await applier.park() == {("ending", 1): "failed", ("ending batches", 1): "failed"}
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}
-    assert {row["error"].partition(":")[0] for row in await desk.backlog()} == {kind.__name__}
+    assert {row["error"].partition(":")[0] for row in await applier.backlog()} == {kind.__name__}
 
 
 async def test_decisions_out_of_groups_of_tasks_are_decisions_and_open_no_breaker(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
 ) -> None:
     handlers = Handlers()
 
@@ -58,10 +58,10 @@ async def test_decisions_out_of_groups_of_tasks_are_decisions_and_open_no_breake
             tasks.create_task(decide(Retry("not now") if event.amount else Reject("never")))
             tasks.create_task(decide(Reject(f"not {event.amount}")))
 
-    desk = await new_desk(handlers, topic="deposits", breaker_keys=20)
-    await desk.apply(*(Deposit(n, account=str(n)) for n in range(25)))
-    await desk.work_off()  # each alone
-    rows = await desk.backlog()
+    applier = await new_applier(handlers, topic="deposits", breaker_keys=20)
+    await applier.apply(*(Deposit(n, account=str(n)) for n in range(25)))
+    await applier.work_off()  # each alone
+    rows = await applier.backlog()
     assert [row["reason"] for row in rows] == ["rejected"] * 25
     assert rows[7]["error"] == "Reject: not 7"
 
@@ -106,7 +106,7 @@ def _cancel() -> None:
 
 @pytest.mark.parametrize("in_batches", [False, True], ids=["", "in batches"])
 async def test_a_handler_that_cancels_its_task_fails_and_its_neighbours_do_not(
-    new_desk: NewDesk, in_batches: bool
+    new_applier: NewApplier, in_batches: bool
 ) -> None:
     handlers = Handlers()
     does = [_cancel_and_wait, _cancel_and_return, _cancel_and_raise]
@@ -130,22 +130,22 @@ async def test_a_handler_that_cancels_its_task_fails_and_its_neighbours_do_not(
         async def cancelling(event: Deposited, tx: Transaction) -> None:
             await act(event)
 
-    desk = await new_desk(handlers, topic="deposits", breaker_keys=100)
+    applier = await new_applier(handlers, topic="deposits", breaker_keys=100)
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()
-    await desk.apply(*(Deposit(n, account=str(n)) for n in range(len(does) + 1)))
-    await desk.work_off()  # each alone
-    errors = {row["offset"]: row["error"].partition(":")[0] for row in await desk.backlog()}
+    await applier.apply(*(Deposit(n, account=str(n)) for n in range(len(does) + 1)))
+    await applier.work_off()  # each alone
+    errors = {row["offset"]: row["error"].partition(":")[0] for row in await applier.backlog()}
     itself = "CancelledItself"
     assert errors == {0: itself, 1: itself, 2: "ValueError", 4: itself}
     assert task.cancelling() == before
 
 
 async def test_a_worker_that_code_of_the_service_has_cancelled_ends_them_all(
-    ledger: tuple[Bank, Desk],
+    ledger: tuple[Bank, Applier],
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
 
     async def cancel(task: asyncio.Task[None]) -> None:
         task.cancel()
@@ -157,9 +157,9 @@ async def test_a_worker_that_code_of_the_service_has_cancelled_ends_them_all(
         await asyncio.create_task(cancel(task))
         await asyncio.Event().wait()
 
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(desk.lanes.run(), PATIENCE)
+        await asyncio.wait_for(applier.lanes.run(), PATIENCE)
 
 
 class Response:
@@ -168,17 +168,17 @@ class Response:
     status = 200
 
 
-async def test_a_result_that_is_no_json_is_a_failure_that_says_what_to_return(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_result_that_is_not_json_fails_saying_what_to_return(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="returning")
     async def returning(event: Deposited, tx: Transaction) -> object:
         return Response() if event.amount == 2 else {"amount": event.amount}
 
-    await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
+    (row,) = await applier.backlog()
     assert (row["consumer"], row["offset"], row["reason"]) == ("returning", 1, "failed")
     assert row["error"].startswith("TypeError: the function returned a value that can't be JSON")
     assert "return text, a number, a list, a dict or a model" in row["error"]
@@ -200,7 +200,7 @@ ODD = [
 
 @pytest.mark.parametrize("uses_session", [False, True], ids=["", "with a session"])
 async def test_every_result_that_is_no_json_is_a_failure(
-    new_desk: NewDesk, uses_session: bool
+    new_applier: NewApplier, uses_session: bool
 ) -> None:
     handlers = Handlers()
 
@@ -210,10 +210,10 @@ async def test_every_result_that_is_no_json_is_a_failure(
             _ = tx.session
         return ODD[event.amount] if event.amount < len(ODD) else "\x00"
 
-    desk = await new_desk(handlers, topic="deposits", breaker_keys=100)
-    outcomes = await desk.apply(*(Deposit(n, account=str(n)) for n in range(len(ODD) + 1)))
-    await desk.work_off()  # each alone
-    rows = await desk.backlog()
+    applier = await new_applier(handlers, topic="deposits", breaker_keys=100)
+    outcomes = await applier.apply(*(Deposit(n, account=str(n)) for n in range(len(ODD) + 1)))
+    await applier.work_off()  # each alone
+    rows = await applier.backlog()
     assert [row["offset"] for row in rows] == [*range(len(ODD))]
     assert {row["reason"] for row in rows} <= {"failed", "failed in a batch"}
     assert all("return text, a number" in row["error"] for row in rows)
@@ -221,9 +221,9 @@ async def test_every_result_that_is_no_json_is_a_failure(
 
 
 async def test_a_misuse_of_the_driver_is_the_messages_fault_and_no_outage(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="misusing")
     async def misusing(event: Deposited, tx: Transaction) -> None:
@@ -232,14 +232,14 @@ async def test_a_misuse_of_the_driver_is_the_messages_fault_and_no_outage(
             async with driver.transaction(isolation="serializable"):
                 pass
 
-    await desk.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
-    await desk.work_off()  # each of its handlers alone
-    assert await desk.park() == {("misusing", 1): "failed"}
+    await applier.apply(Deposit(1), Deposit(2, "bob"), Deposit(3))
+    await applier.work_off()  # each of its handlers alone
+    assert await applier.park() == {("misusing", 1): "failed"}
     assert await histories(db) == {"ada": [1, 3], "bob": [2]}
-    assert desk.outages == []
+    assert applier.outages == []
 
 
-async def test_only_a_lost_connection_is_an_outage_of_what_asyncpg_says_of_its_use(
+async def test_of_asyncpgs_usage_errors_only_a_lost_connection_is_an_outage(
     db: asyncpg.Connection, connect: Callable[[], Awaitable[asyncpg.Connection]]
 ) -> None:
     one = await connect()

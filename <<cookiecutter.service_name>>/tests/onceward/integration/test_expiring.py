@@ -162,7 +162,7 @@ def says_no_secret(process: Process, issuer: Issuer) -> None:
 
 
 @pytest.mark.full
-async def test_a_service_goes_on_while_its_tokens_expire_and_loses_and_repeats_nothing(
+async def test_a_service_continues_without_loss_or_repetition_while_its_tokens_expire(
     teller: Bank, start: Start, issuer: Issuer, plaintext: str
 ) -> None:
     """The broker closes each connection whose token has expired."""
@@ -192,7 +192,7 @@ async def test_a_service_goes_on_while_its_tokens_expire_and_loses_and_repeats_n
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["fails", "hangs"])
-async def test_a_provider_that_fails_is_an_outage_in_words_which_ends_with_it(
+async def test_a_failing_token_provider_is_reported_as_an_outage_until_recovery(
     teller: Bank, start: Start, issuer: Issuer, plaintext: str, fault: str
 ) -> None:
     service = await start("run")

@@ -10,8 +10,8 @@ from onceward.events.message import Message
 from onceward.handlers.policy import Decision, History
 from onceward.handlers.registry import Handler
 
+from .applier import Applier
 from .bank import Bank
-from .desk import Desk
 
 MESSAGE = Message(
     topic="topic",
@@ -40,7 +40,7 @@ def of_their_own_names(row: asyncpg.Record, *names: str) -> dict[str, object]:
     return {name: name if isinstance(row[name], str) else name.encode() for name in names}
 
 
-async def test_a_marker(ledger: tuple[Bank, Desk], db: asyncpg.Connection) -> None:
+async def test_a_marker(ledger: tuple[Bank, Applier], db: asyncpg.Connection) -> None:
     bank, _ = ledger
     (handler,) = bank.handlers.of(bank.deposits, "deposited")
     record = StoredRecord("topic", 1, 2, 3, b"record_key", b"value", [], 0.0)
@@ -52,7 +52,7 @@ async def test_a_marker(ledger: tuple[Bank, Desk], db: asyncpg.Connection) -> No
     assert (row["generation"], row["partition"], row["offset"]) == (1, 1, 2)
 
 
-async def test_a_row_of_the_backlog(ledger: tuple[Bank, Desk], db: asyncpg.Connection) -> None:
+async def test_a_row_of_the_backlog(ledger: tuple[Bank, Applier], db: asyncpg.Connection) -> None:
     bank, _ = ledger
     handler: Handler
     (handler,) = bank.handlers.of(bank.deposits, "deposited")

@@ -59,7 +59,7 @@ async def store(
 
 
 @pytest.mark.parametrize("part", [*PARTS, "memory", "retention", "stops"])
-def test_what_is_not_known_is_a_finding_and_nothing_that_needs_it_is_ok(part: str) -> None:
+def test_unknown_values_are_findings_and_nothing_depending_on_them_is_ok(part: str) -> None:
     known = Status("bank", NOON, ahead_until=NOON.date() + timedelta(days=7))
     well = {one.check for one in health.judge(known) if one.level == "ok"}
     assert well == {one.check for one in health.judge(known)}
@@ -76,7 +76,7 @@ def test_readers_are_not_ok_while_a_group_is_in_a_rebalance() -> None:
     assert "readers" not in {one.check for one in health.judge(found) if one.level == "ok"}
 
 
-async def test_events_that_wait_are_wrong_if_it_is_not_known_whether_a_relay_runs(
+async def test_waiting_events_are_wrong_if_it_is_unknown_whether_relays_run(
     look: Look,
     db: asyncpg.Connection,
     connect: Callable[[], Awaitable[asyncpg.Connection]],
@@ -103,7 +103,7 @@ def stalled(behind: timedelta, moved: timedelta) -> Status:
     return found
 
 
-def test_lag_counts_from_when_it_arose_and_not_from_when_the_position_moved() -> None:
+def test_lag_counts_from_its_beginning_not_from_the_last_position_change() -> None:
     found = judged(stalled(behind=timedelta(seconds=5), moved=timedelta(days=3)))
     assert "reads" not in found
     found = judged(stalled(behind=timedelta(seconds=65), moved=timedelta(days=3)))
@@ -162,7 +162,7 @@ async def test_work_that_no_worker_takes_is_wrong(
     assert check not in judged(await look())
 
 
-async def test_work_that_has_just_become_due_or_has_no_consumer_is_not_looked_for_a_worker(
+async def test_work_just_due_or_without_a_consumer_needs_no_worker(
     look: Look, db: asyncpg.Connection
 ) -> None:
     await db.execute("UPDATE pipeline.backlog_lane SET released_at = now() - interval '1 h'")

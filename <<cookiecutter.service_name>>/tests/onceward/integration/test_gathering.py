@@ -9,16 +9,16 @@ import asyncpg
 import pytest
 
 from onceward import Transaction
-from onceward.apply.attempt import Memory
+from onceward.apply.attempt import Findings
 from onceward.apply.batch import read
 from onceward.apply.breaker import BreakerOpen
 from onceward.apply.positions import PositionMoved
 from onceward.consume.gathering import Gatherer
 from onceward.consume.partition_source import PartitionBatch, PartitionSource
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 
+from .applier import Applier, NewApplier
 from .bank import Bank, Refused
-from .desk import Desk, NewDesk
 from tests.contract.bank import Deposit, Deposited, histories
 from tests.servers.waiting import PATIENCE
 
@@ -27,32 +27,36 @@ TRANSACTIONS = "SELECT count(DISTINCT xmin::text), count(*) FROM pipeline.inbox"
 
 
 @pytest.fixture
-async def bank(new_desk: NewDesk, request: pytest.FixtureRequest) -> tuple[Bank, Desk, Apply]:
-    """Return a bank, its desk, and a function that applies a deposit of a partition.
+async def bank(
+    new_applier: NewApplier, request: pytest.FixtureRequest
+) -> tuple[Bank, Applier, Apply]:
+    """Return a bank, its applier, and a function that applies a deposit of a partition.
 
     The parameter is another time limit of shared transactions, in seconds.
     """
     bank = Bank("deposits", "balances", "bank", options={"timeout": 2.0})
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
-    gatherer = Gatherer(desk.consume)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
+    gatherer = Gatherer(applier.consume)
     gatherer._time_limit = getattr(request, "param", gatherer._time_limit)
-    attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
+    attempts = Retrying(
+        "the test", "PostgreSQL", unless=lambda: False, report=applier.outages.append
+    )
 
     async def apply(deposit: Deposit, *, topic: str = "deposits") -> None:
-        slot = replace(desk.slot, topic=topic, partition=deposit.partition or 0)
-        part = PartitionBatch(slot, await read(desk.handlers, 0, [deposit.record(topic, 0)]))
-        memory = Memory()
-        if not await gatherer.apply(part, memory):
-            await desk.consume.apply(PartitionSource([part]), attempts, memory)
+        slot = replace(applier.slot, topic=topic, partition=deposit.partition or 0)
+        part = PartitionBatch(slot, await read(applier.handlers, 0, [deposit.record(topic, 0)]))
+        findings = Findings()
+        if not await gatherer.apply(part, findings):
+            await applier.consume.apply(PartitionSource([part]), attempts, findings)
 
-    return bank, desk, apply
+    return bank, applier, apply
 
 
-async def assign(desk: Desk, number: int, topic: str = "deposits") -> None:
+async def assign(applier: Applier, number: int, topic: str = "deposits") -> None:
     """Store the first position of partitions, so that a batch of each is ready at the same time."""
     for partition in range(number):
-        slot = replace(desk.slot, topic=topic, partition=partition)
-        await replace(desk, slot=slot).position()
+        slot = replace(applier.slot, topic=topic, partition=partition)
+        await replace(applier, slot=slot).position()
 
 
 def deposits(number: int) -> list[Deposit]:
@@ -68,10 +72,10 @@ async def stored(db: asyncpg.Connection) -> dict[int, int]:
 
 @pytest.mark.parametrize("bank", [PATIENCE], indirect=True)
 async def test_the_batches_of_many_partitions_that_are_ready_are_one_transaction(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+    bank: tuple[Bank, Applier, Apply], db: asyncpg.Connection
 ) -> None:
-    _, desk, apply = bank
-    await assign(desk, 12)
+    _, applier, apply = bank
+    await assign(applier, 12)
     await asyncio.gather(*map(apply, deposits(12)))
     transactions, markers = await db.fetchrow(TRANSACTIONS)
     assert (transactions, markers) == (1, 12)
@@ -79,11 +83,11 @@ async def test_the_batches_of_many_partitions_that_are_ready_are_one_transaction
     assert await histories(db) == {f"of {one}": [one] for one in range(12)}
 
 
-async def test_a_partition_that_was_lost_is_left_out_and_the_others_go_on(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+async def test_a_lost_partition_is_left_out_and_the_others_are_committed(
+    bank: tuple[Bank, Applier, Apply], db: asyncpg.Connection
 ) -> None:
-    _, desk, apply = bank
-    await assign(desk, 6)
+    _, applier, apply = bank
+    await assign(applier, 6)
     await db.execute("UPDATE pipeline.position SET next_offset = 7 WHERE partition = 3")
     done = await asyncio.gather(*map(apply, deposits(6)), return_exceptions=True)
     assert [type(one) for one in done] == [type(None)] * 3 + [PositionMoved] + [type(None)] * 2
@@ -91,10 +95,10 @@ async def test_a_partition_that_was_lost_is_left_out_and_the_others_go_on(
     assert "of 3" not in await histories(db)
 
 
-async def test_a_call_that_is_repeated_because_of_another_partition_has_an_event_of_its_own(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+async def test_a_call_repeated_because_of_another_partition_gets_its_own_event(
+    bank: tuple[Bank, Applier, Apply], db: asyncpg.Connection
 ) -> None:
-    given, desk, apply = bank
+    given, applier, apply = bank
     seen: list[str] = []
 
     @given.handlers.on(Deposited, topic="deposits", consumer="spoil")
@@ -102,7 +106,7 @@ async def test_a_call_that_is_repeated_because_of_another_partition_has_an_event
         seen.append(event.account)
         event.__dict__["account"] = "spoiled"
 
-    await assign(desk, 6)
+    await assign(applier, 6)
     db_lock = "LOCK TABLE pipeline.outbox IN ACCESS EXCLUSIVE MODE"
     async with asyncio.timeout(PATIENCE), db.transaction():
         await db.execute(db_lock)
@@ -115,41 +119,41 @@ async def test_a_call_that_is_repeated_because_of_another_partition_has_an_event
 
 
 async def test_a_message_that_fails_takes_no_neighbour_with_it(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+    bank: tuple[Bank, Applier, Apply], db: asyncpg.Connection
 ) -> None:
-    given, desk, apply = bank
+    given, applier, apply = bank
     given.refused = {2}
-    await assign(desk, 6)
+    await assign(applier, 6)
     await asyncio.gather(*map(apply, deposits(6)))
     assert await stored(db) == dict.fromkeys(range(6), 1)
     assert await histories(db) == {f"of {one}": [one] for one in range(6) if one != 2}
-    assert await desk.park() == {("deposit", 0): "failed"}
+    assert await applier.park() == {("deposit", 0): "failed"}
 
 
 async def test_a_handler_that_hangs_holds_up_no_other_partition(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+    bank: tuple[Bank, Applier, Apply], db: asyncpg.Connection
 ) -> None:
-    given, desk, apply = bank
+    given, applier, apply = bank
     given.waits = {2: asyncio.Event().wait}  # type: ignore[dict-item]
-    await assign(desk, 6)
+    await assign(applier, 6)
     hanging = asyncio.create_task(apply(deposits(6)[2]))
     others = [one for one in deposits(6) if one.amount != 2]
     async with asyncio.timeout(PATIENCE):
         await asyncio.gather(*map(apply, others))
         assert not hanging.done()
         await hanging
-    assert await desk.park() == {("deposit", 0): "undecided"}
+    assert await applier.park() == {("deposit", 0): "undecided"}
     assert await stored(db) == dict.fromkeys(range(6), 1)
     given.waits = {}
-    await desk.work_off()
-    assert await desk.park() == {}
+    await applier.work_off()
+    assert await applier.park() == {}
 
 
-async def test_a_slow_server_is_neither_an_outage_nor_a_fault_of_what_is_applied_together(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+async def test_a_slow_server_is_neither_an_outage_nor_the_messages_fault(
+    bank: tuple[Bank, Applier, Apply], db: asyncpg.Connection
 ) -> None:
-    _, desk, apply = bank
-    await assign(desk, 3)
+    _, applier, apply = bank
+    await assign(applier, 3)
     async with asyncio.timeout(PATIENCE), db.transaction():
         await db.execute("LOCK TABLE account IN ACCESS EXCLUSIVE MODE")
         unknown = [replace(one, type="unknown") for one in deposits(3)[1:]]
@@ -159,33 +163,33 @@ async def test_a_slow_server_is_neither_an_outage_nor_a_fault_of_what_is_applied
         await db.execute("SELECT")
     await asyncio.gather(*tasks)
     assert await stored(db) == dict.fromkeys(range(3), 1)
-    assert not await desk.park()
+    assert not await applier.park()
 
 
 async def test_an_open_breaker_holds_up_no_partition_of_another_consumer(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+    bank: tuple[Bank, Applier, Apply], db: asyncpg.Connection
 ) -> None:
-    given, desk, apply = bank
+    given, applier, apply = bank
 
     @given.handlers.on(Deposited, topic="others", consumer="other")
     async def fail(event: Deposited, tx: Transaction) -> None:
         raise Refused("always")
 
-    desk.consume.breaker._limit = 1
-    await assign(desk, 3)
-    await assign(desk, 3, "others")
+    applier.consume.breaker._limit = 1
+    await assign(applier, 3)
+    await assign(applier, 3, "others")
     others = [apply(replace(one, id="x"), topic="others") for one in deposits(3)]
     done = await asyncio.gather(*map(apply, deposits(3)), *others, return_exceptions=True)
     assert [type(one) for one in done] == [type(None)] * 3 + [BreakerOpen] * 3
     assert await histories(db) == {f"of {one}": [one] for one in range(3)}
-    assert not await desk.park()
+    assert not await applier.park()
 
 
-async def test_a_partition_that_is_revoked_leaves_nothing_behind_and_the_others_go_on(
-    bank: tuple[Bank, Desk, Apply], db: asyncpg.Connection
+async def test_a_revoked_partition_leaves_nothing_behind_and_the_others_continue(
+    bank: tuple[Bank, Applier, Apply], db: asyncpg.Connection
 ) -> None:
-    given, desk, apply = bank
-    await assign(desk, 6)
+    given, applier, apply = bank
+    await assign(applier, 6)
     reached, go_on = asyncio.Event(), asyncio.Event()
 
     async def wait() -> None:

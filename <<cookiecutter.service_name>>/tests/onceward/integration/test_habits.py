@@ -28,8 +28,8 @@ from onceward import Aggregate, Handlers, Policy, Reject, Transaction
 from onceward.handlers import policy
 from onceward.handlers.catalog import Catalog
 
-from .desk import Desk, NewDesk
-from .test_door import TOO_MUCH, TOPIC, Changed, Tagged, Wallet, events_of, row_of
+from .applier import Applier, NewApplier
+from .test_session import TOO_MUCH, TOPIC, Changed, Tagged, Wallet, events_of, row_of
 from tests.contract.bank import Base, Deposit, Deposited
 
 KEYS = ("a", "b")
@@ -561,9 +561,9 @@ class Before(NamedTuple):
     catalog: bool
     """Whether the reactions of tables are known."""
 
-    def teach(self, desk: Desk, consumer: str) -> None:
-        """Let the desk know that, and nothing else."""
-        consume = desk.consume
+    def teach(self, applier: Applier, consumer: str) -> None:
+        """Let the applier know that, and nothing else."""
+        consume = applier.consume
         consume._own_until[consumer] = math.inf if self.sessions else 0.0
         consume._careful_until |= dict.fromkeys((False, True), math.inf if self.failures else 0.0)
         consume.turns._until.clear()
@@ -641,15 +641,15 @@ def _spent(tx: ByHand, error: BaseException) -> int:
 
 KILL = """
 SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity
- WHERE datname = current_database() AND application_name = 'desk' AND xact_start IS NOT NULL
+ WHERE datname = current_database() AND application_name = 'applier' AND xact_start IS NOT NULL
 """
 
 
 @dataclass
 class Trial:
-    """A desk that gets batches, one after the other."""
+    """An applier that gets batches, one after the other."""
 
-    desk: Desk
+    applier: Applier
     engine: AsyncEngine
     db: asyncpg.Connection
     consumer: str
@@ -672,20 +672,20 @@ class Trial:
         """
         for name in sorted({*names}):
             event(name)
-        before.teach(self.desk, self.consumer)
+        before.teach(self.applier, self.consumer)
         await self.db.execute("DELETE FROM pipeline.backlog")  # that of an earlier batch
-        start = await self.desk.position()
-        await self.desk.apply(*deposits)
-        failed = {row["offset"] - start for row in await self.desk.backlog()}
+        start = await self.applier.position()
+        await self.applier.apply(*deposits)
+        failed = {row["offset"] - start for row in await self.applier.backlog()}
         ends = Ends()
         if failed:
-            await self.desk.work_off()
-        for row in await self.desk.backlog():
+            await self.applier.work_off()
+        for row in await self.applier.backlog():
             found = ends.waiting if row["died_at"] is None else ends.dead
             found[row["offset"] - start] = row["attempts"]
         if not {LOST, *(one.__name__ for one in DEADLY)} & {*names}:
-            assert self.desk.outages == []
-        self.desk.outages.clear()
+            assert self.applier.outages == []
+        self.applier.outages.clear()
         marked = await self.db.fetch(
             'SELECT "offset" FROM pipeline.inbox WHERE "offset" >= $1', start
         )
@@ -762,14 +762,14 @@ ALONE = Policy(attempts=20, schedule=(3_600,))
 
 @pytest.fixture
 async def world(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> World:
-    """Return a desk whose handler does what a message says."""
+    """Return an applier whose handler does what a message says."""
     # Otherwise a message whose connection was lost is due again on a slow machine.
     monkeypatch.setattr(policy, "_SHORTEST_FOR_MIGRATION", 3_600.0)
     handlers = Handlers()
-    desk = await new_desk(handlers, topic=TOPIC, breaker_keys=1_000_000)
-    trial = Trial(desk, desk.engine, db, "wallet")
+    applier = await new_applier(handlers, topic=TOPIC, breaker_keys=1_000_000)
+    trial = Trial(applier, applier.engine, db, "wallet")
     world = World(trial)
 
     @handlers.on(Deposited, topic=TOPIC, consumer="wallet", policy=ALONE)

@@ -7,8 +7,8 @@ import pytest
 from onceward import EventBatch, Handlers, Reject, Transaction
 from onceward.observe import metrics
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from tests.contract.bank import Account, Deposit, Deposited
 
 TOPIC = "deposits"
@@ -34,38 +34,38 @@ async def slowly() -> None:
 
 
 async def test_a_transaction_tells_its_longest_call_once(
-    ledger: tuple[Bank, Desk], told: list[dict[tuple[str, str], float]]
+    ledger: tuple[Bank, Applier], told: list[dict[tuple[str, str], float]]
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.waits[2] = slowly
-    await desk.apply(*(Deposit(amount) for amount in range(1, 20)))
+    await applier.apply(*(Deposit(amount) for amount in range(1, 20)))
     (longest,) = told
     assert set(longest) == {("deposit", "deposited")}
     assert longest["deposit", "deposited"] >= SLOW
 
 
 async def test_a_call_that_fails_is_told_though_its_transaction_is_rolled_back(
-    ledger: tuple[Bank, Desk], told: list[dict[tuple[str, str], float]]
+    ledger: tuple[Bank, Applier], told: list[dict[tuple[str, str], float]]
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.waits[1], bank.errors[1] = slowly, Reject("no")
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     (longest,) = told
     assert longest["deposit", "deposited"] >= SLOW
 
 
 async def test_a_transaction_that_calls_nobody_tells_nothing(
-    ledger: tuple[Bank, Desk], told: list[dict[tuple[str, str], float]]
+    ledger: tuple[Bank, Applier], told: list[dict[tuple[str, str], float]]
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1))
+    _, applier = ledger
+    await applier.apply(Deposit(1))
     told.clear()
-    await desk.apply(Deposit(1))  # a duplicate
+    await applier.apply(Deposit(1))  # a duplicate
     assert told == []
 
 
 async def test_two_consumers_are_told_apart_and_a_batch_is_one_call(
-    new_desk: NewDesk, told: list[dict[tuple[str, str], float]]
+    new_applier: NewApplier, told: list[dict[tuple[str, str], float]]
 ) -> None:
     handlers = Handlers()
 
@@ -77,8 +77,8 @@ async def test_two_consumers_are_told_apart_and_a_batch_is_one_call(
     async def open_account(event: Deposited, tx: Transaction) -> None:
         await tx.load_or_create(Account, event.account)
 
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1), Deposit(2))
+    applier = await new_applier(handlers, topic=TOPIC)
+    await applier.apply(Deposit(1), Deposit(2))
     (longest,) = told
     assert set(longest) == {("sum", "deposited"), ("open", "deposited")}
     assert longest["sum", "deposited"] >= SLOW

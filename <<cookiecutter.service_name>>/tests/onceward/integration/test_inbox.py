@@ -17,9 +17,9 @@ from onceward.retention.maintenance import run_retention
 from onceward.servers.database import autocommitting
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank
 from .conftest import position_reaches
-from .desk import Desk, NewDesk
 from tests.conftest import Running
 from tests.contract.bank import Deposit, Deposited, histories
 from tests.servers.waiting import PATIENCE, eventually
@@ -39,83 +39,85 @@ async def count(db: asyncpg.Connection, table: str) -> int:
     return int(await db.fetchval(f"SELECT count(*) FROM {table}"))
 
 
-async def test_a_duplicate_in_the_same_batch_or_a_later_one_is_applied_once_and_counted(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, outcomes: Counter[str]
+async def test_duplicates_in_the_same_or_later_batches_are_skipped_and_counted(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, outcomes: Counter[str]
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1), Deposit(2), Deposit(1), Deposit(1))
-    await desk.apply(Deposit(2), Deposit(1), Deposit(3))
-    await desk.apply(Deposit(3))
+    _, applier = ledger
+    await applier.apply(Deposit(1), Deposit(2), Deposit(1), Deposit(1))
+    await applier.apply(Deposit(2), Deposit(1), Deposit(3))
+    await applier.apply(Deposit(3))
     assert await histories(db) == {"ada": [1, 2, 3]}
-    assert await desk.position() == 8
+    assert await applier.position() == 8
     assert await count(db, "pipeline.outbox") == 3
     assert (outcomes["applied"], outcomes["duplicate"]) == (3, 5)
 
 
 async def test_a_record_sent_again_with_another_time_is_a_duplicate(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """Trap 31."""
-    _, desk = ledger
+    _, applier = ledger
     for minute in (b"01", b"02"):
-        await desk.apply(Deposit(1, headers=(("ce_time", b"2026-01-31T23:" + minute + b":59Z"),)))
+        await applier.apply(
+            Deposit(1, headers=(("ce_time", b"2026-01-31T23:" + minute + b":59Z"),))
+        )
     assert await histories(db) == {"ada": [1]}
-    assert await desk.position() == 2
+    assert await applier.position() == 2
 
 
-async def test_a_record_sent_again_days_later_is_a_duplicate_whatever_its_times_say(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: Callable[..., Settings]
+async def test_a_record_repeated_days_later_is_a_duplicate_whatever_its_times(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     """Traps 9 and 31."""
-    _, desk = ledger
+    _, applier = ledger
     first = datetime(2026, 1, 31, 23, 59, 59, tzinfo=UTC)
     for days in (0, 0, 1, 5, 40, -3):
         time = first + timedelta(days)
         stamp = ("ce_time", time.isoformat().encode())
-        await desk.apply(Deposit(1, headers=(stamp,), timestamp=round(time.timestamp() * 1_000)))
+        await applier.apply(Deposit(1, headers=(stamp,), timestamp=round(time.timestamp() * 1_000)))
         await close_generation(db, settings)
     assert await histories(db) == {"ada": [1]}
-    assert await desk.position() == 6
+    assert await applier.position() == 6
 
 
 async def test_the_same_id_of_two_sources_is_two_events(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """Trap 24."""
-    _, desk = ledger
-    await desk.apply(Deposit(1, source="/a"), Deposit(1, source="/b"), Deposit(1, source="/a"))
+    _, applier = ledger
+    await applier.apply(Deposit(1, source="/a"), Deposit(1, source="/b"), Deposit(1, source="/a"))
     assert await histories(db) == {"ada": [1, 1]}
 
 
 async def test_json_that_is_only_written_otherwise_is_the_same_payload(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1, value=b'{"account": "ada", "amount": 1}'))
-    await desk.apply(
+    _, applier = ledger
+    await applier.apply(Deposit(1, value=b'{"account": "ada", "amount": 1}'))
+    await applier.apply(
         Deposit(1, value=b'{"amount":1,"account":"ada"}'),
         Deposit(1, value=b' {\n"account" : "\\u0061da",\t"amount" : 1 } '),
     )
     assert await histories(db) == {"ada": [1]}
-    assert await desk.position() == 3
+    assert await applier.position() == 3
 
 
 @pytest.mark.parametrize("apart", [0, 1, 2, 3])
-async def test_the_same_id_with_another_payload_is_a_dead_letter_with_both_hashes(
-    ledger: tuple[Bank, Desk],
+async def test_an_id_with_another_payload_is_a_dead_letter_with_both_hashes(
+    ledger: tuple[Bank, Applier],
     db: asyncpg.Connection,
     settings: Callable[..., Settings],
     apart: int,
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1), Deposit(2))
+    _, applier = ledger
+    await applier.apply(Deposit(1), Deposit(2))
     for _ in range(apart):
         await close_generation(db, settings)
     altered = Deposit(200, id="2")
-    await desk.apply(Deposit(3), Deposit(1), altered, Deposit(4))
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(3), Deposit(1), altered, Deposit(4))
+    (row,) = await applier.backlog()
     remembered = await db.fetchval("SELECT hash FROM pipeline.inbox WHERE id = '2'")
-    now = (await desk.read(altered, start=0)).items[0].message.hash
+    now = (await applier.read(altered, start=0)).items[0].message.hash
     assert (row["offset"], row["reason"]) == (4, "identity mismatch")
     assert (row["remembered_hash"], row["hash"]) == (remembered, now)
     assert (row["value"], row["id"]) == (altered.record("", 0).value, "2")
@@ -123,28 +125,28 @@ async def test_the_same_id_with_another_payload_is_a_dead_letter_with_both_hashe
     for hash in (remembered, now):
         assert hash.hex() in row["error"]
     assert await histories(db) == {"ada": [1, 2, 3, 4]}
-    assert await desk.position() == 6
+    assert await applier.position() == 6
 
 
 async def test_every_mismatch_of_a_batch_is_a_dead_letter_whoever_came_first(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1))
+    _, applier = ledger
+    await applier.apply(Deposit(1))
     # One with what an earlier batch has applied, two with what their own batch brings.
-    await desk.apply(
+    await applier.apply(
         Deposit(100, id="1"),
         Deposit(2),
         Deposit(200, id="2"),
         Deposit(300, id="2"),
         Deposit(3),
     )
-    assert await desk.park() == {("", offset): "identity mismatch" for offset in (1, 3, 4)}
+    assert await applier.park() == {("", offset): "identity mismatch" for offset in (1, 3, 4)}
     assert await histories(db) == {"ada": [1, 2, 3]}
-    assert await desk.position() == 6
+    assert await applier.position() == 6
     # Sent once more they are the same incidents, and no new ones.
-    await desk.apply(Deposit(100, id="1"), Deposit(200, id="2"))
-    assert len(await desk.backlog()) == 3
+    await applier.apply(Deposit(100, id="1"), Deposit(200, id="2"))
+    assert len(await applier.backlog()) == 3
 
 
 def with_others(*consumers: str) -> Bank:
@@ -159,20 +161,20 @@ def with_others(*consumers: str) -> Bank:
     return bank
 
 
-async def test_a_mismatch_is_one_letter_for_all_consumers_each_time_that_it_comes(
-    new_desk: NewDesk,
+async def test_a_repeated_mismatch_is_one_dead_letter_for_all_consumers(
+    new_applier: NewApplier,
     db: asyncpg.Connection,
     outcomes: Counter[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bank = with_others("audit", "notice")
-    desk = await new_desk(bank.handlers, topic=bank.deposits, dead_letter_topic="dead")
+    applier = await new_applier(bank.handlers, topic=bank.deposits, dead_letter_topic="dead")
     sent = "SELECT count(*) FROM pipeline.outbox WHERE topic = 'dead'"
     altered = Deposit(100, id="1")
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     for is_discarded in (False, True):
-        await desk.apply(altered, altered)
-        (row,) = await desk.backlog()
+        await applier.apply(altered, altered)
+        (row,) = await applier.backlog()
         assert row["reason"] == "identity mismatch"
         assert (row["discarded_at"] is not None) == is_discarded
         told = [one for one in caplog.records if "identity mismatch" in one.getMessage()]
@@ -181,26 +183,26 @@ async def test_a_mismatch_is_one_letter_for_all_consumers_each_time_that_it_come
 
 
 async def test_a_replay_for_a_new_consumer_reports_no_letter_again(
-    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+    new_applier: NewApplier, db: asyncpg.Connection, outcomes: Counter[str]
 ) -> None:
     came = Deposit(1), Deposit(100, id="1"), Deposit(2, type=""), Deposit(3, "bob")
-    desk = await new_desk(with_others().handlers, topic="deposits", dead_letter_topic="dead")
-    await desk.apply(*came)
-    before = await desk.backlog()
+    applier = await new_applier(with_others().handlers, topic="deposits", dead_letter_topic="dead")
+    await applier.apply(*came)
+    before = await applier.backlog()
     assert [row["reason"] for row in before] == ["identity mismatch", "missing attribute"]
     await db.execute("UPDATE pipeline.position SET next_offset = 0")
     outcomes.clear()
-    new = await new_desk(with_others("new").handlers, topic="deposits", dead_letter_topic="dead")
+    new = await new_applier(with_others("new").handlers, topic="deposits", dead_letter_topic="dead")
     await new.apply(*came)
     assert outcomes == {"applied": 2, "duplicate": 2}
-    assert [dict(row) for row in await desk.backlog()] == [dict(row) for row in before]
+    assert [dict(row) for row in await applier.backlog()] == [dict(row) for row in before]
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox WHERE topic = 'dead'") == 2
 
 
 async def test_another_type_with_the_same_id_and_data_is_another_payload(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
 
     class Withdrawn(Deposited, type="withdrawn"):
         """Money went out."""
@@ -209,31 +211,31 @@ async def test_another_type_with_the_same_id_and_data_is_another_payload(
     async def withdraw(event: Withdrawn, tx: Transaction) -> None:
         raise AssertionError("it must not come here")
 
-    await desk.apply(Deposit(1))
-    await desk.apply(Deposit(1, type="withdrawn"))
-    assert await desk.park() == {("", 1): "identity mismatch"}
+    await applier.apply(Deposit(1))
+    await applier.apply(Deposit(1, type="withdrawn"))
+    assert await applier.park() == {("", 1): "identity mismatch"}
 
 
 async def test_a_hash_of_another_version_is_not_compared(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1))
+    _, applier = ledger
+    await applier.apply(Deposit(1))
     await db.execute("UPDATE pipeline.inbox SET hash = '\\x00', hash_version = 0")
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     assert await histories(db) == {"ada": [1]}
 
 
 async def test_a_duplicate_is_recognised_over_many_closed_generations(
-    ledger: tuple[Bank, Desk],
+    ledger: tuple[Bank, Applier],
     db: asyncpg.Connection,
     settings: Callable[..., Settings],
     outcomes: Counter[str],
 ) -> None:
     """Trap 9."""
-    _, desk = ledger
+    _, applier = ledger
     for amount in range(1, 6):
-        await desk.apply(*(Deposit(every) for every in range(1, amount + 1)))
+        await applier.apply(*(Deposit(every) for every in range(1, amount + 1)))
         await close_generation(db, settings)
     assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
     rows = await db.fetch("SELECT generation, id FROM pipeline.inbox ORDER BY generation")
@@ -242,28 +244,28 @@ async def test_a_duplicate_is_recognised_over_many_closed_generations(
 
 
 @pytest.mark.parametrize("takes_old", [False, True])
-async def test_what_is_older_than_the_inbox_remembers_is_no_new_event_unless_its_handler_says_so(
-    new_desk: NewDesk, db: asyncpg.Connection, takes_old: bool
+async def test_messages_older_than_the_inbox_are_applied_only_if_handlers_allow_it(
+    new_applier: NewApplier, db: asyncpg.Connection, takes_old: bool
 ) -> None:
     """Trap 10: whoever forgets what can still come again applies it twice."""
     bank = Bank("deposits", "balances", "bank", options={"takes_old": takes_old})
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
     since = datetime(2026, 1, 31, tzinfo=UTC)
     before, after = (round((since + timedelta(hours=h)).timestamp() * 1_000) for h in (-1, 1))
     await db.execute("UPDATE pipeline.inbox_generation SET since = $1", since)
     old = ("ce_time", (since - timedelta(seconds=1)).isoformat().encode())
-    await desk.apply(
+    await applier.apply(
         Deposit(1, timestamp=before),
         Deposit(2, timestamp=after, headers=(old,)),
         Deposit(3, timestamp=after),
     )
     if takes_old:
         assert await histories(db) == {"ada": [1, 2, 3]}
-        assert await desk.park() == {}
+        assert await applier.park() == {}
     else:
         assert await histories(db) == {"ada": [3]}
-        assert await desk.park() == {("deposit", 0): "too old", ("deposit", 1): "too old"}
-        assert all(row["died_at"] is not None for row in await desk.backlog())
+        assert await applier.park() == {("deposit", 0): "too old", ("deposit", 1): "too old"}
+        assert all(row["died_at"] is not None for row in await applier.backlog())
 
 
 @pytest.fixture
@@ -287,49 +289,49 @@ def at(time: datetime) -> int:
     return round(time.timestamp() * 1_000)
 
 
-async def test_a_forgotten_event_that_is_sent_again_with_a_new_time_takes_effect_again(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_forgotten_event_repeated_with_a_new_time_takes_effect_again(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """Only its `time` tells that it is old."""
-    bank, desk = ledger
+    bank, applier = ledger
     await inbox.register(db, bank.handlers.consumers)
     now = datetime.now(UTC)
     time = ("ce_time", now.isoformat().encode())
-    await desk.apply(Deposit(1), Deposit(2, headers=(time,)))
+    await applier.apply(Deposit(1), Deposit(2, headers=(time,)))
     await forget(db, now + timedelta(hours=2))
     later = at(now + timedelta(hours=4))
-    await desk.apply(Deposit(1, timestamp=later), Deposit(2, timestamp=later, headers=(time,)))
+    await applier.apply(Deposit(1, timestamp=later), Deposit(2, timestamp=later, headers=(time,)))
     assert await histories(db) == {"ada": [1, 2, 1]}
-    assert await desk.park() == {("deposit", 3): "too old"}
+    assert await applier.park() == {("deposit", 3): "too old"}
 
 
-async def test_a_consumer_that_begins_on_an_old_topic_applies_what_it_finds_there(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, forgotten: datetime
+async def test_a_consumer_that_begins_on_an_old_topic_applies_its_records(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, forgotten: datetime
 ) -> None:
     """It can have forgotten nothing: whatever it has applied is remembered."""
-    bank, desk = ledger
+    bank, applier = ledger
     await inbox.register(db, bank.handlers.consumers)
     last_year = ("ce_time", b"2020-01-01T00:00:00Z")
     long_ago = at(forgotten - timedelta(days=300))
-    await desk.apply(
+    await applier.apply(
         Deposit(1, timestamp=long_ago),
         Deposit(2, timestamp=at(datetime.now(UTC)), headers=(last_year,)),
         Deposit(3, timestamp=1_700_000_000),
     )
     assert await histories(db) == {"ada": [1, 2, 3]}
-    assert await desk.park() == {}
-    again = await desk.apply(Deposit(1, timestamp=long_ago))
+    assert await applier.park() == {}
+    again = await applier.apply(Deposit(1, timestamp=long_ago))
     assert [one.is_new for one in again] == [False]
 
 
 async def test_of_two_consumers_of_a_topic_only_the_older_may_have_forgotten(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     taken = []
     await inbox.register(db, bank.handlers.consumers)
     old = Deposit(1, timestamp=at(datetime.now(UTC) - timedelta(days=300)))
-    await desk.apply(old)
+    await applier.apply(old)
     await forget(db, datetime.now(UTC))
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="new")
@@ -337,37 +339,37 @@ async def test_of_two_consumers_of_a_topic_only_the_older_may_have_forgotten(
         taken.append(event.amount)
 
     await inbox.register(db, bank.handlers.consumers)
-    await desk.apply(old)
+    await applier.apply(old)
     assert taken == [1]
-    assert await desk.park() == {("deposit", 1): "too old"}
+    assert await applier.park() == {("deposit", 1): "too old"}
     assert await histories(db) == {"ada": [1]}
 
 
-async def test_what_comes_again_is_too_old_as_soon_as_the_consumer_has_forgotten_anything(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, forgotten: datetime
+async def test_a_repeated_message_is_too_old_once_its_consumer_forgets_any(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, forgotten: datetime
 ) -> None:
     """Trap 10: the first copy was applied and forgotten, whatever the time of the second is."""
-    bank, desk = ledger
+    bank, applier = ledger
     await inbox.register(db, bank.handlers.consumers)
     old = Deposit(1, timestamp=at(forgotten - timedelta(days=300)))
-    await desk.apply(old)
+    await applier.apply(old)
     assert await generations.close_generation(db, current=2)
-    await desk.apply(old)
-    assert await desk.park() == {}, "it is known"
+    await applier.apply(old)
+    assert await applier.park() == {}, "it is known"
     await db.execute("UPDATE pipeline.inbox_generation SET oldest = current")
     await inbox.register(db, bank.handlers.consumers)
-    await desk.apply(old)
+    await applier.apply(old)
     assert await histories(db) == {"ada": [1]}
-    assert await desk.park() == {("deposit", 2): "too old"}
+    assert await applier.park() == {("deposit", 2): "too old"}
 
 
 async def test_a_consumer_that_is_not_registered_may_have_forgotten_anything(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, forgotten: datetime
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, forgotten: datetime
 ) -> None:
     """As when a failover has lost its row: rather a dead letter than applied twice."""
-    _, desk = ledger
-    await desk.apply(Deposit(1, timestamp=at(forgotten - timedelta(days=1))))
-    assert await desk.park() == {("deposit", 0): "too old"}
+    _, applier = ledger
+    await applier.apply(Deposit(1, timestamp=at(forgotten - timedelta(days=1))))
+    assert await applier.park() == {("deposit", 0): "too old"}
 
 
 async def test_a_service_applies_an_old_topic_that_it_begins_to_read(
@@ -392,14 +394,14 @@ async def test_a_service_applies_an_old_topic_that_it_begins_to_read(
 
 
 async def test_what_is_known_is_a_duplicate_however_old_it_is(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1))
+    _, applier = ledger
+    await applier.apply(Deposit(1))
     await db.execute("UPDATE pipeline.inbox_generation SET since = now()")
-    (again,) = await desk.apply(Deposit(1))
+    (again,) = await applier.apply(Deposit(1))
     assert not again.is_new
-    assert await desk.park() == {}
+    assert await applier.park() == {}
 
 
 async def test_a_generation_is_not_closed_without_a_successor(db: asyncpg.Connection) -> None:
@@ -425,9 +427,9 @@ async def test_of_two_that_close_the_same_generation_only_one_does(
 
 
 async def test_a_generation_is_not_closed_under_an_open_consume_transaction(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     inside, go_on = asyncio.Event(), asyncio.Event()
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting", timeout=PATIENCE)
@@ -435,7 +437,7 @@ async def test_a_generation_is_not_closed_under_an_open_consume_transaction(
         inside.set()
         await go_on.wait()
 
-    applying = asyncio.create_task(desk.apply(Deposit(1)))
+    applying = asyncio.create_task(applier.apply(Deposit(1)))
     await inside.wait()
     with pytest.raises(asyncpg.LockNotAvailableError):
         await generations.close_generation(db, current=1)
@@ -456,27 +458,30 @@ async def test_retention_closes_a_generation_that_is_old_and_no_other(
     assert await db.fetchval("SELECT current FROM pipeline.inbox_generation") == 2
 
 
-async def test_writers_of_the_same_ids_never_apply_one_twice_while_generations_are_closed(
-    new_desk: NewDesk, db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
+async def test_concurrent_writers_of_the_same_ids_apply_each_once_during_generation_rotation(
+    new_applier: NewApplier,
+    db: asyncpg.Connection,
+    connect: Connect,
+    settings: Callable[..., Settings],
 ) -> None:
     """Trap 9: neither a boundary nor a rotation under way makes an id new."""
     writers, rounds, step = 12, 20, 10
     ids = (rounds + 1) * step
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desks = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=number, concurrency=1)
+    appliers = [
+        await new_applier(bank.handlers, topic=bank.deposits, partition=number, concurrency=1)
         for number in range(writers)
     ]
     finished = asyncio.Event()
     closed = 0
 
-    async def write(desk: Desk) -> None:
-        chance = random.Random(desk.slot.partition)
+    async def write(applier: Applier) -> None:
+        chance = random.Random(applier.slot.partition)
         for first in range(0, rounds * step, step):
             # Half of them the others have had before, half of them are new to all.
             amounts = chance.sample(range(first, first + 2 * step), step)
-            await desk.apply(*(Deposit(n, account=f"account {n}") for n in amounts))
-        await desk.apply(*(Deposit(n, account=f"account {n}") for n in range(ids)))
+            await applier.apply(*(Deposit(n, account=f"account {n}") for n in amounts))
+        await applier.apply(*(Deposit(n, account=f"account {n}") for n in range(ids)))
 
     async def rotate_on() -> None:
         nonlocal closed
@@ -491,7 +496,7 @@ async def test_writers_of_the_same_ids_never_apply_one_twice_while_generations_a
             await asyncio.sleep(0)
 
     rotating = asyncio.create_task(rotate_on())
-    await asyncio.gather(*(write(desk) for desk in desks))
+    await asyncio.gather(*(write(applier) for applier in appliers))
     finished.set()
     await rotating
     assert closed > 1
@@ -500,13 +505,13 @@ async def test_writers_of_the_same_ids_never_apply_one_twice_while_generations_a
     assert await db.fetchval("SELECT count(DISTINCT id) FROM pipeline.inbox") == ids
 
 
-async def test_the_second_of_two_partitions_waits_for_the_first_and_finds_a_duplicate(
-    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+async def test_the_second_of_two_partitions_waits_and_finds_a_duplicate(
+    new_applier: NewApplier, db: asyncpg.Connection, outcomes: Counter[str]
 ) -> None:
     """Traps 11 and 31: two transactions at once, neither of which sees the other's marker."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     first, second = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
+        await new_applier(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
     ]
     inside, go_on = asyncio.Event(), asyncio.Event()
 
@@ -526,12 +531,12 @@ async def test_the_second_of_two_partitions_waits_for_the_first_and_finds_a_dupl
     assert (outcomes["applied"], outcomes["duplicate"]) == (4, 2)
 
 
-async def test_the_marker_of_a_transaction_that_rolls_back_is_not_a_duplicate_for_who_waited(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_after_a_rollback_a_waiting_transaction_does_not_find_a_duplicate(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     first, second = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
+        await new_applier(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
     ]
     inside, go_on = asyncio.Event(), asyncio.Event()
 
@@ -556,13 +561,13 @@ async def test_the_marker_of_a_transaction_that_rolls_back_is_not_a_duplicate_fo
 
 
 @pytest.mark.parametrize("amount", [1, 10])
-async def test_who_waited_for_a_transaction_that_set_its_event_aside_finds_it_in_the_backlog(
-    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str], amount: int
+async def test_a_waiting_transaction_finds_an_event_that_was_set_aside_meanwhile(
+    new_applier: NewApplier, db: asyncpg.Connection, outcomes: Counter[str], amount: int
 ) -> None:
     """Trap 31: what is set aside leaves no marker, and yet nobody takes its copy for new."""
     bank = Bank("deposits", "balances", "bank", options={"timeout": PATIENCE})
     first, second = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
+        await new_applier(bank.handlers, topic=bank.deposits, partition=number) for number in (0, 1)
     ]
     inside, go_on = asyncio.Event(), asyncio.Event()
 
@@ -592,12 +597,12 @@ async def test_who_waited_for_a_transaction_that_set_its_event_aside_finds_it_in
 
 
 async def test_two_partitions_with_the_same_ids_in_opposite_order_do_not_deadlock(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 11."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     first, second = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=number, lock_timeout=4)
+        await new_applier(bank.handlers, topic=bank.deposits, partition=number, lock_timeout=4)
         for number in (0, 1)
     ]
     before = await deadlocks(db)
@@ -633,12 +638,12 @@ async def deadlocks(db: asyncpg.Connection) -> int:
     )
 
 
-async def test_the_position_is_read_by_the_same_engine_that_is_stopped_in_between(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_start_position_does_not_replace_a_stored_one(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1))
-    async with autocommitting(desk.engine) as driver:
-        assert (await desk.position()) == 1
-        await positions.start_at(driver, desk.slot, 700)
-        assert (await desk.position()) == 1
+    _, applier = ledger
+    await applier.apply(Deposit(1))
+    async with autocommitting(applier.engine) as driver:
+        assert (await applier.position()) == 1
+        await positions.start_at(driver, applier.slot, 700)
+        assert (await applier.position()) == 1

@@ -64,7 +64,7 @@ async def test_a_topic_that_keeps_records_for_longer_is_told_of(
         await inbox_coverage.check(settings(inbox_must_cover_topics=True), [missing])
 
 
-async def test_a_topic_that_does_not_exist_and_brokers_that_are_away_are_no_error(
+async def test_a_missing_topic_and_unavailable_brokers_are_not_an_error(
     missing: str, settings: Choose, told: Callable[[], list[str]], unused_tcp_port: int
 ) -> None:
     await inbox_coverage.check(settings(inbox_must_cover_topics=True), [missing])

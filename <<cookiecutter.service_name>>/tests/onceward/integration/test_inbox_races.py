@@ -19,8 +19,8 @@ from onceward.retention.generations import close_generation
 from onceward.retention.maintenance import run_retention
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from .test_inbox import count, somebody_waits
 from .test_interrupted import Gate
 from tests.contract.bank import Deposit, Deposited, histories
@@ -51,10 +51,10 @@ async def held() -> Held:
 
 
 @pytest.fixture
-async def pair(held: Held, new_desk: NewDesk) -> tuple[Desk, Desk]:
-    """Return the desks of two partitions; the account `ada` is there, with a deposit of 0."""
+async def pair(held: Held, new_applier: NewApplier) -> tuple[Applier, Applier]:
+    """Return the appliers of two partitions; the account `ada` is there, with a deposit of 0."""
     first, second = [
-        await new_desk(held.handlers, topic=held.deposits, partition=number, lock_timeout=4)
+        await new_applier(held.handlers, topic=held.deposits, partition=number, lock_timeout=4)
         for number in (0, 1)
     ]
     await first.apply(Deposit(0))
@@ -83,7 +83,7 @@ async def rotate_without_the_lock(db: asyncpg.Connection) -> bool:
 )
 async def test_no_generation_is_closed_under_who_has_read_that_it_is_open(
     held: Held,
-    pair: tuple[Desk, Desk],
+    pair: tuple[Applier, Applier],
     db: asyncpg.Connection,
     close: Callable[[asyncpg.Connection], Awaitable[bool]],
     closes: bool,
@@ -102,17 +102,17 @@ async def test_no_generation_is_closed_under_who_has_read_that_it_is_open(
 
 
 async def test_a_stopped_process_holds_the_lock_of_generations_for_seconds_only(
-    new_desk: NewDesk, connect: Connect, db: asyncpg.Connection
+    new_applier: NewApplier, connect: Connect, db: asyncpg.Connection
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
+    applier = await new_applier(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
     stopped = await connect()
     await stopped.transaction().start()
     # As far as `close_generation` comes before it is stopped.
     await stopped.execute(retention_statements.LOCK_GENERATIONS, GENERATION_LOCK, "1s")
-    await desk.apply(*map(Deposit, (1, 2, 3)))
+    await applier.apply(*map(Deposit, (1, 2, 3)))
     assert await histories(db) == {"ada": [1, 2, 3]}
-    assert not await desk.backlog()
+    assert not await applier.backlog()
 
 
 @pytest.fixture(params=["the engine", "lock and read in one statement"])
@@ -145,7 +145,7 @@ def applied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_who_waited_for_a_rotation_knows_of_it(
     held: Held,
-    pair: tuple[Desk, Desk],
+    pair: tuple[Applier, Applier],
     db: asyncpg.Connection,
     connect: Connect,
     applied: list[int],
@@ -168,7 +168,7 @@ async def test_who_waited_for_a_rotation_knows_of_it(
 
 @pytest.mark.parametrize("gives_up", [False, True])
 async def test_another_payload_is_recognised_by_who_waited_for_the_first(
-    held: Held, pair: tuple[Desk, Desk], db: asyncpg.Connection, gives_up: bool
+    held: Held, pair: tuple[Applier, Applier], db: asyncpg.Connection, gives_up: bool
 ) -> None:
     first, second = pair
     altered = Deposit(100, id="1")
@@ -186,8 +186,8 @@ async def test_another_payload_is_recognised_by_who_waited_for_the_first(
     mismatched = await first.backlog()
     assert len(mismatched) == 1, "it is an incident of the event, and not of each consumer"
     hashes = [
-        (await desk.read(deposit, start=0)).items[0].message.hash
-        for desk, deposit in ((first, Deposit(1)), (second, altered))
+        (await applier.read(deposit, start=0)).items[0].message.hash
+        for applier, deposit in ((first, Deposit(1)), (second, altered))
     ]
     known, new = reversed(hashes) if gives_up else hashes
     for row in mismatched:
@@ -205,11 +205,11 @@ async def give_up(applying: asyncio.Task[object]) -> None:
 
 
 async def test_nobody_waits_for_a_marker_for_longer_than_the_lock_time_out(
-    held: Held, new_desk: NewDesk, db: asyncpg.Connection
+    held: Held, new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 11."""
     first, second = [
-        await new_desk(held.handlers, topic=held.deposits, partition=number, lock_timeout=0.1)
+        await new_applier(held.handlers, topic=held.deposits, partition=number, lock_timeout=0.1)
         for number in (0, 1)
     ]
     one = asyncio.create_task(first.apply(Deposit(1, account="ada")))
@@ -223,8 +223,8 @@ async def test_nobody_waits_for_a_marker_for_longer_than_the_lock_time_out(
 
 
 @pytest.mark.parametrize("in_order", [True, False], ids=["the engine", "in the records' order"])
-async def test_two_that_insert_the_same_markers_in_opposite_order_never_wait_in_a_circle(
-    pair: tuple[Desk, Desk],
+async def test_concurrent_inserts_of_the_same_markers_in_opposite_order_never_deadlock(
+    pair: tuple[Applier, Applier],
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
     in_order: bool,
@@ -271,23 +271,23 @@ async def waiting(db: asyncpg.Connection) -> int:
 
 
 @pytest.fixture
-async def hall(held: Held, new_desk: NewDesk) -> list[Desk]:
-    """Return a hundred desks, each with a connection of its own."""
+async def hall(held: Held, new_applier: NewApplier) -> list[Applier]:
+    """Return a hundred appliers, each with a connection of its own."""
     patient = {
         "lock_timeout": 40,
         "transaction_timeout": 45,
         "kafka_session_timeout": 50,
         "backlog_lease": 50,
     }
-    desks = [
-        await new_desk(
+    appliers = [
+        await new_applier(
             held.handlers, topic=held.deposits, partition=number, concurrency=1, **patient
         )
         for number in range(MANY)
     ]
-    for desk in desks:  # each has some seconds to connect, which all at once may exceed
-        await desk.position()
-    return desks
+    for applier in appliers:  # each has some seconds to connect, which all at once may exceed
+        await applier.position()
+    return appliers
 
 
 def from_two_sources(amounts: range) -> list[Deposit]:
@@ -310,7 +310,7 @@ async def check(db: asyncpg.Connection, amounts: range) -> None:
 
 
 async def test_of_a_hundred_that_wait_for_one_that_gives_up_one_applies(
-    held: Held, hall: list[Desk], db: asyncpg.Connection
+    held: Held, hall: list[Applier], db: asyncpg.Connection
 ) -> None:
     """Traps 11, 24 and 31: all began before any marker could be seen."""
     amounts = range(1, 11)
@@ -319,8 +319,8 @@ async def test_of_a_hundred_that_wait_for_one_that_gives_up_one_applies(
     one = asyncio.create_task(first.apply(*deposits))
     await held.gate.reached.wait()
     rest = [
-        asyncio.create_task(desk.apply(*random.Random(n).sample(deposits, len(deposits))))
-        for n, desk in enumerate(others)
+        asyncio.create_task(applier.apply(*random.Random(n).sample(deposits, len(deposits))))
+        for n, applier in enumerate(others)
     ]
 
     async def all_wait() -> bool:
@@ -331,15 +331,15 @@ async def test_of_a_hundred_that_wait_for_one_that_gives_up_one_applies(
     await give_up(one)
     await asyncio.gather(*rest)
     await check(db, amounts)
-    assert sum(len(desk.outages) for desk in hall) == 0
+    assert sum(len(applier.outages) for applier in hall) == 0
     # Once by the one that gave up, and once by another.
     assert len(held.calls) == len(deposits) + 1
-    assert [await desk.position() for desk in hall] == [0] + [len(deposits)] * len(others)
+    assert [await applier.position() for applier in hall] == [0] + [len(deposits)] * len(others)
 
 
 async def test_duplicates_by_the_hundred_are_applied_once_while_generations_are_closed(
     held: Held,
-    hall: list[Desk],
+    hall: list[Applier],
     db: asyncpg.Connection,
     connect: Connect,
     settings: Callable[..., Settings],
@@ -359,9 +359,9 @@ async def test_duplicates_by_the_hundred_are_applied_once_while_generations_are_
                 closed += await rotate(keeper)
                 await run_retention(keeper, settings())
 
-    async def take(desk: Desk, deposits: list[Deposit]) -> None:
-        chance = random.Random(desk.slot.partition)
-        await desk.apply(*chance.sample(deposits, len(deposits)))
+    async def take(applier: Applier, deposits: list[Deposit]) -> None:
+        chance = random.Random(applier.slot.partition)
+        await applier.apply(*chance.sample(deposits, len(deposits)))
 
     rotating = asyncio.create_task(rotate_on())
     for last in (5, 10, 15):
@@ -369,7 +369,7 @@ async def test_duplicates_by_the_hundred_are_applied_once_while_generations_are_
         before = closed
         await eventually(lambda before=before: closed > before)  # type: ignore[misc]
         deposits = from_two_sources(range(1, last + 1))
-        await asyncio.gather(*(take(desk, deposits) for desk in hall))
+        await asyncio.gather(*(take(applier, deposits) for applier in hall))
     finished.set()
     await rotating
     await check(db, range(1, 16))

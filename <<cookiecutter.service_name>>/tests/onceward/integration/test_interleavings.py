@@ -16,7 +16,7 @@ from onceward import Gaps, Policy
 from onceward.apply import backlog
 from onceward.apply.item import _digest
 
-from .desk import Desk, NewDesk
+from .applier import Applier, NewApplier
 from .lives import Death, Life, Moment, lanes_of, let_leases_end
 from .test_sequences import TOPIC, Following, history, numbered
 from tests.contract.bank import Deposit
@@ -33,10 +33,12 @@ failures = st.dictionaries(st.integers(1, 5), st.integers(1, 2), max_size=3)
 sizes = st.integers(1, 4)
 
 
-async def begin(new_desk: NewDesk, service: Following, death: Death | None, partition: int) -> Life:
+async def begin(
+    new_applier: NewApplier, service: Following, death: Death | None, partition: int
+) -> Life:
     """Start a process that has a partition, and dies like this."""
-    desk = await new_desk(service.handlers, topic=TOPIC, partition=partition)
-    service.life = Life(desk, death)
+    applier = await new_applier(service.handlers, topic=TOPIC, partition=partition)
+    service.life = Life(applier, death)
     return service.life
 
 
@@ -96,12 +98,12 @@ def streets(draw: st.DrawFn) -> Street:
 class City:
     """Streets whose processes work at once, and share the lanes of the backlog."""
 
-    def __init__(self, new_desk: NewDesk, db: asyncpg.Connection, gaps: Gaps | None) -> None:
-        self._new_desk = new_desk
+    def __init__(self, new_applier: NewApplier, db: asyncpg.Connection, gaps: Gaps | None) -> None:
+        self._new_applier = new_applier
         self._db = db
         self._gaps = gaps
         self._reading = 0
-        self._dead: list[Desk] = []
+        self._dead: list[Applier] = []
 
     async def live(self, streets: Sequence[Street]) -> list[list[str]]:
         """Let it all happen, in new accounts; returns those of each street."""
@@ -120,31 +122,31 @@ class City:
         first: int | None = None
         for death in [*street.deaths, None]:
             service = Following(self._gaps, MANY, failures)
-            life = await begin(self._new_desk, service, death, partition)
+            life = await begin(self._new_applier, service, death, partition)
             if first is None:
-                first = await life.desk.position()
-            reads = self._read(life.desk, street, log, first)
-            if await life.survives(reads, self._work_off(life.desk)):
-                await life.desk.engine.dispose()
+                first = await life.applier.position()
+            reads = self._read(life.applier, street, log, first)
+            if await life.survives(reads, self._work_off(life.applier)):
+                await life.applier.engine.dispose()
                 return
-            self._dead.append(life.desk)
+            self._dead.append(life.applier)
 
-    async def _read(self, desk: Desk, street: Street, log: list[Deposit], first: int) -> None:
+    async def _read(self, applier: Applier, street: Street, log: list[Deposit], first: int) -> None:
         turn = 0
-        while (done := await desk.position() - first) < len(log):
+        while (done := await applier.position() - first) < len(log):
             size = street.batches[turn % len(street.batches)]
-            await desk.apply(*log[done : done + size])
+            await applier.apply(*log[done : done + size])
             turn += 1
         # A process that comes after one that has read all finds nothing to read.
         if log:
             log.clear()
             self._reading -= 1
 
-    async def _work_off(self, desk: Desk) -> None:
+    async def _work_off(self, applier: Applier) -> None:
         """Be a worker of the lanes until nothing is left for anybody."""
-        while self._reading or await desk.backlog():
-            if not await desk.lanes.work_off():
-                await let_leases_end(desk.engine, self._dead)
+        while self._reading or await applier.backlog():
+            if not await applier.lanes.work_off():
+                await let_leases_end(applier.engine, self._dead)
                 await asyncio.sleep(0.01)
 
 
@@ -230,20 +232,20 @@ class Model:
 class Teller:
     """Lets a story happen, by processes that come one after the other."""
 
-    def __init__(self, story: Story, new_desk: NewDesk, db: asyncpg.Connection) -> None:
+    def __init__(self, story: Story, new_applier: NewApplier, db: asyncpg.Connection) -> None:
         self._story = story
-        self._new_desk = new_desk
+        self._new_applier = new_applier
         self._db = db
         self._names = in_one_lane(3)
         self._log = records(story.log, self._names)
         self._deaths = iter(story.deaths)
         self._failures = Counter(story.failures)
-        self._dead: list[Desk] = []
+        self._dead: list[Applier] = []
 
     async def tell(self) -> list[Model]:
         """Let it happen to accounts of its own; returns what has become of each."""
         life = await self._born()
-        first = await life.desk.position()
+        first = await life.applier.position()
         done = 0
         for step in self._story.all_steps:
             if step == "the deadline passes":
@@ -251,42 +253,42 @@ class Teller:
                     "UPDATE pipeline.backlog SET received_at = received_at - interval '1 day'"
                 )
             elif step == "the worker works":
-                while not await life.survives(self._work_off(life.desk)):
+                while not await life.survives(self._work_off(life.applier)):
                     life = await self._after(life)
             else:
                 done = min(done + step, len(self._log))
                 life = await self._read(life, first, done)
         found = [await self._found(name) for name in self._names]
         await self._db.execute("DELETE FROM pipeline.backlog")
-        await life.desk.engine.dispose()
+        await life.applier.engine.dispose()
         return found
 
     async def _born(self) -> Life:
         service = Following(Gaps(then=self._story.then), MANY, self._failures)
-        return await begin(self._new_desk, service, next(self._deaths, None), 0)
+        return await begin(self._new_applier, service, next(self._deaths, None), 0)
 
     async def _after(self, life: Life) -> Life:
-        self._dead.append(life.desk)
+        self._dead.append(life.applier)
         born = await self._born()
-        await let_leases_end(born.desk.engine, self._dead)
+        await let_leases_end(born.applier.engine, self._dead)
         return born
 
     async def _read(self, life: Life, first: int, end: int) -> Life:
         deaths = 0
-        while not await life.survives(self._apply(life.desk, first, end, deaths)):
+        while not await life.survives(self._apply(life.applier, first, end, deaths)):
             life = await self._after(life)
             deaths += self._story.suspects
         return life
 
-    async def _apply(self, desk: Desk, first: int, end: int, deaths: int) -> None:
-        done = await desk.position() - first
+    async def _apply(self, applier: Applier, first: int, end: int, deaths: int) -> None:
+        done = await applier.position() - first
         if done < end:
-            batch = await desk.read(*self._log[done:end], start=first + done)
-            await desk.apply_batch(batch, deaths=deaths)
+            batch = await applier.read(*self._log[done:end], start=first + done)
+            await applier.apply_batch(batch, deaths=deaths)
 
-    async def _work_off(self, desk: Desk) -> None:
-        await desk.make_due()
-        await desk.work_off()
+    async def _work_off(self, applier: Applier) -> None:
+        await applier.make_due()
+        await applier.work_off()
 
     async def _found(self, account: str) -> Model:
         rows = await self._db.fetch(
@@ -329,9 +331,9 @@ def many(examples: int) -> settings:
 @many(30)
 @given(streets=st.tuples(streets(), streets()))
 async def test_those_that_bring_their_order_along_end_in_it(
-    new_desk: NewDesk, db: asyncpg.Connection, streets: Sequence[Street]
+    new_applier: NewApplier, db: asyncpg.Connection, streets: Sequence[Street]
 ) -> None:
-    names = await City(new_desk, db, Gaps()).live(streets)
+    names = await City(new_applier, db, Gaps()).live(streets)
     for street, accounts in zip(streets, names, strict=True):
         for place, account in enumerate(accounts):
             assert await history(db, account) == sorted(set(numbers_of(place, street.log)))
@@ -341,9 +343,9 @@ async def test_those_that_bring_their_order_along_end_in_it(
 @many(30)
 @given(streets=st.tuples(streets(), streets()))
 async def test_the_others_end_in_the_order_in_which_each_came_first(
-    new_desk: NewDesk, db: asyncpg.Connection, streets: Sequence[Street]
+    new_applier: NewApplier, db: asyncpg.Connection, streets: Sequence[Street]
 ) -> None:
-    names = await City(new_desk, db, None).live(streets)
+    names = await City(new_applier, db, None).live(streets)
     for street, accounts in zip(streets, names, strict=True):
         for place, account in enumerate(accounts):
             assert await history(db, account) == list(dict.fromkeys(numbers_of(place, street.log)))
@@ -353,29 +355,29 @@ async def test_the_others_end_in_the_order_in_which_each_came_first(
 @many(60)
 @given(story=stories)
 async def test_what_is_missing_is_waited_for_and_then_done_without(
-    new_desk: NewDesk, db: asyncpg.Connection, story: Story
+    new_applier: NewApplier, db: asyncpg.Connection, story: Story
 ) -> None:
-    assert await Teller(story, new_desk, db).tell() == [foretold(story, n) for n in range(3)]
+    assert await Teller(story, new_applier, db).tell() == [foretold(story, n) for n in range(3)]
 
 
 @pytest.mark.parametrize("moment", Moment)
-async def test_a_worker_that_dies_has_spent_an_attempt_if_it_knew_of_a_death_before(
-    new_desk: NewDesk, db: asyncpg.Connection, moment: Moment
+async def test_a_worker_that_dies_after_a_known_death_spends_an_attempt(
+    new_applier: NewApplier, db: asyncpg.Connection, moment: Moment
 ) -> None:
     """What the stories rest on: a death in them is one."""
     service = Following(Gaps(), failures=Counter({1: 2}))
-    life = await begin(new_desk, service, None, 0)
-    await life.desk.apply(*numbered(1, 2))
-    dead: list[Desk] = []
+    life = await begin(new_applier, service, None, 0)
+    await life.applier.apply(*numbered(1, 2))
+    dead: list[Applier] = []
     # The second one knows, and stores its attempt in a commit of its own.
     later = Death(moment, 1 if moment is Moment.CALLED else 2)
     for starts, death in enumerate([Death(Moment.CALLED, 1), later], 1):
         service = Following(Gaps())
-        life = await begin(new_desk, service, death, 0)
-        await let_leases_end(life.desk.engine, dead)
-        assert not await life.survives(life.desk.work_off())
-        assert await lanes_of(db, life.desk) == [starts]
-        dead.append(life.desk)
+        life = await begin(new_applier, service, death, 0)
+        await let_leases_end(life.applier.engine, dead)
+        assert not await life.survives(life.applier.work_off())
+        assert await lanes_of(db, life.applier) == [starts]
+        dead.append(life.applier)
     rows = [(row["sequence"], row["reason"], row["attempts"]) for row in await _rows(db)]
     if moment is Moment.COMMITTED:
         assert rows == [(2, "follows another", 0)]

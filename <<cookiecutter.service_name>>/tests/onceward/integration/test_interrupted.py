@@ -20,9 +20,9 @@ from onceward.runtime import Part
 from onceward.servers.database import autocommitting, connect_args
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank
 from .conftest import position_reaches
-from .desk import Desk, NewDesk
 from tests.conftest import Running
 from tests.contract.bank import Account, Deposit, Deposited, histories
 from tests.servers.pooler import POOLED
@@ -45,7 +45,7 @@ class Gate:
         await self.open.wait()
 
 
-async def kill_connections(db: asyncpg.Connection, name: str = "desk") -> int:
+async def kill_connections(db: asyncpg.Connection, name: str = "applier") -> int:
     """Let the server end the connections of an application; returns how many."""
     killed = await db.fetch(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
@@ -61,10 +61,10 @@ async def outbox_of(db: asyncpg.Connection) -> list[tuple[str, int | None]]:
     return [(row["event_id"], row["sequence"]) for row in rows]
 
 
-async def test_a_connection_killed_in_the_middle_of_a_handler_costs_a_second_execution_alone(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_connection_killed_during_a_handler_only_costs_a_second_execution(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     gate = Gate()
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting", timeout=PATIENCE)
@@ -72,7 +72,7 @@ async def test_a_connection_killed_in_the_middle_of_a_handler_costs_a_second_exe
         if event.amount == 2:
             await gate.wait()
 
-    applying = asyncio.create_task(desk.apply(*(Deposit(amount) for amount in (1, 2, 3))))
+    applying = asyncio.create_task(applier.apply(*(Deposit(amount) for amount in (1, 2, 3))))
     await gate.reached.wait()
     assert await kill_connections(db) == 1
     gate.open.set()
@@ -83,14 +83,14 @@ async def test_a_connection_killed_in_the_middle_of_a_handler_costs_a_second_exe
     events = await outbox_of(db)
     assert [sequence for _, sequence in events] == [1, 2, 3]
     assert len({id for id, _ in events}) == 3
-    assert len(desk.outages) == 1
-    assert await desk.position() == 3
+    assert len(applier.outages) == 1
+    assert await applier.position() == 3
 
 
-async def test_an_event_has_the_same_id_in_every_execution_however_the_batches_are_cut(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_event_ids_do_not_depend_on_executions_or_batch_boundaries(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
 
     class Told(Event, type="told", topic="told"):
         """The second and the third event of a handler for a message."""
@@ -101,21 +101,21 @@ async def test_an_event_has_the_same_id_in_every_execution_however_the_batches_a
         tx.publish(Told())
 
     deposits = [Deposit(amount) for amount in (1, 2, 3)]
-    await desk.apply(*deposits)
+    await applier.apply(*deposits)
     first = [id for id, _ in await outbox_of(db)]
     assert len(set(first)) == 9
     await db.execute("TRUNCATE pipeline.inbox, pipeline.outbox, pipeline.position, account")
     for deposit in deposits:
-        await desk.apply(deposit)
+        await applier.apply(deposit)
     assert [id for id, _ in await outbox_of(db)] == first
 
 
 async def test_a_deadlock_is_tried_again_in_place(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     first, second = [
-        await new_desk(bank.handlers, topic=bank.deposits, partition=number, lock_timeout=4)
+        await new_applier(bank.handlers, topic=bank.deposits, partition=number, lock_timeout=4)
         for number in (0, 1)
     ]
     await first.apply(Deposit(1, account="ada"), Deposit(2, account="bob"))
@@ -140,29 +140,29 @@ async def test_a_deadlock_is_tried_again_in_place(
 
 
 async def test_a_lock_that_another_holds_too_long_spends_no_attempt(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
-    await desk.apply(Deposit(1))
+    applier = await new_applier(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
+    await applier.apply(Deposit(1))
     holding = db.transaction()
     await holding.start()
     await db.execute("SELECT FROM account FOR UPDATE")
-    await desk.apply(Deposit(2), Deposit(3))
-    await desk.work_off()
-    assert [(row["reason"], row["attempts"]) for row in await desk.backlog()] == [
+    await applier.apply(Deposit(2), Deposit(3))
+    await applier.work_off()
+    assert [(row["reason"], row["attempts"]) for row in await applier.backlog()] == [
         ("locked out", 0),
         ("follows another", 0),
     ]
     await holding.rollback()
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
-async def test_the_system_keeps_an_idle_connection_alive(new_desk: NewDesk) -> None:
-    desk = await new_desk(Handlers(), topic="deposits")
-    async with autocommitting(desk.engine) as driver:
+async def test_the_system_keeps_an_idle_connection_alive(new_applier: NewApplier) -> None:
+    applier = await new_applier(Handlers(), topic="deposits")
+    async with autocommitting(applier.engine) as driver:
         link = driver._transport.get_extra_info("socket")
         assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
@@ -177,23 +177,23 @@ def test_a_connection_has_only_the_parameters_that_pages_on_poolers_name(
 
 
 async def test_a_lock_that_is_not_granted_to_a_begin_is_an_outage(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk = await new_desk(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
+    applier = await new_applier(bank.handlers, topic=bank.deposits, lock_timeout=0.1)
     async with db.transaction():
         await db.execute("SELECT pg_advisory_xact_lock($1)", GENERATION_LOCK)
-        applying = asyncio.create_task(desk.apply(*map(Deposit, (1, 2, 3))))
-        await eventually(lambda: len(desk.outages) == 6)
+        applying = asyncio.create_task(applier.apply(*map(Deposit, (1, 2, 3))))
+        await eventually(lambda: len(applier.outages) == 6)
     await applying
-    assert "lock timeout" in desk.outages[0]
-    assert not await desk.backlog()
+    assert "lock timeout" in applier.outages[0]
+    assert not await applier.backlog()
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
 @pytest.mark.parametrize(("lost", "fails"), [({1, 2}, False), ({2}, True)])
 async def test_a_connection_that_is_lost_at_a_begin_is_an_outage(
-    new_desk: NewDesk, db: asyncpg.Connection, database_url: str, lost: set[int], fails: bool
+    new_applier: NewApplier, db: asyncpg.Connection, database_url: str, lost: set[int], fails: bool
 ) -> None:
     """Also if the handler has failed before, and its message is being parked."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
@@ -207,28 +207,30 @@ async def test_a_connection_that_is_lost_at_a_begin_is_an_outage(
         return is_begin and begins in lost
 
     async with wire(database_url, cut, delivers=False) as url:
-        desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
-        await desk.position()
-        await desk.apply(Deposit(1))
-        assert [row["attempts"] for row in await desk.backlog()] == [1] * fails
-        await desk.engine.dispose()
-    assert len(desk.outages) == len(lost)
+        applier = await new_applier(bank.handlers, topic=bank.deposits, database_url=url)
+        await applier.position()
+        await applier.apply(Deposit(1))
+        assert [row["attempts"] for row in await applier.backlog()] == [1] * fails
+        await applier.engine.dispose()
+    assert len(applier.outages) == len(lost)
     assert await histories(db) == ({} if fails else {"ada": [1]})
 
 
-async def test_a_stopped_process_holds_its_locks_no_longer_than_a_transaction_may_last(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_stopped_process_holds_locks_no_longer_than_the_transaction_timeout(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 35: the server ends what nobody answers for, and the successor goes on."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk = await new_desk(bank.handlers, topic=bank.deposits, transaction_timeout=3, lock_timeout=2)
-    await desk.apply(Deposit(1))
-    async with desk.engine.connect() as stopped:
-        await limits.begin(stopped, statements.set_limits(stopped, desk.consume.settings))
+    applier = await new_applier(
+        bank.handlers, topic=bank.deposits, transaction_timeout=3, lock_timeout=2
+    )
+    await applier.apply(Deposit(1))
+    async with applier.engine.connect() as stopped:
+        await limits.begin(stopped, statements.set_limits(stopped, applier.consume.settings))
         driver = (await stopped.get_raw_connection()).driver_connection
         assert isinstance(driver, asyncpg.Connection)
         await driver.execute("SELECT FROM account FOR UPDATE")
-        await desk.apply(Deposit(2))
+        await applier.apply(Deposit(2))
         await eventually(driver.is_closed)
         await stopped.invalidate()
     assert await histories(db) == {"ada": [1, 2]}
@@ -270,7 +272,7 @@ async def wire(
 
 
 async def test_a_commit_whose_answer_is_lost_is_settled_by_the_position(
-    new_desk: NewDesk, db: asyncpg.Connection, database_url: str
+    new_applier: NewApplier, db: asyncpg.Connection, database_url: str
 ) -> None:
     """Trap 19."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
@@ -284,20 +286,20 @@ async def test_a_commit_whose_answer_is_lost_is_settled_by_the_position(
         return False
 
     async with wire(database_url, cut) as url:
-        desk = await new_desk(bank.handlers, topic=bank.deposits, database_url=url)
-        batch = await desk.read(Deposit(1), Deposit(2), start=await desk.position())
+        applier = await new_applier(bank.handlers, topic=bank.deposits, database_url=url)
+        batch = await applier.read(Deposit(1), Deposit(2), start=await applier.position())
         with pytest.raises(PositionMoved):
-            await desk.apply_batch(batch)
-        assert await desk.position() == 2
-        await desk.apply(Deposit(3))
-        await desk.engine.dispose()
+            await applier.apply_batch(batch)
+        assert await applier.position() == 2
+        await applier.apply(Deposit(3))
+        await applier.engine.dispose()
     assert cuts == 1
     assert bank.calls == [1, 2, 3]
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
 @pytest.mark.parametrize("delivers", [True, False], ids=["done", "not done"])
-async def test_a_service_that_loses_its_connection_at_every_second_commit_applies_all_once(
+async def test_losing_the_connection_at_every_second_commit_applies_each_message_once(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -333,7 +335,7 @@ async def test_a_service_that_loses_its_connection_at_every_second_commit_applie
 
 
 async def test_a_connection_killed_during_the_commit_of_a_batch_is_tried_again(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """Trap 19, the other way: nothing had been committed."""
     await db.execute("""
@@ -346,14 +348,14 @@ async def test_a_connection_killed_during_the_commit_of_a_batch_is_tried_again(
         DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION wait_for_lock();
         SELECT pg_advisory_lock(1);
     """)
-    _, desk = ledger
-    applying = asyncio.create_task(desk.apply(Deposit(1), Deposit(2)))
+    _, applier = ledger
+    applying = asyncio.create_task(applier.apply(Deposit(1), Deposit(2)))
 
     async def commits() -> bool:
         return bool(
             await db.fetchval(
                 "SELECT count(*) FROM pg_stat_activity"
-                " WHERE application_name = 'desk' AND query LIKE 'COMMIT%'"
+                " WHERE application_name = 'applier' AND query LIKE 'COMMIT%'"
                 " AND datname = current_database() AND wait_event_type = 'Lock'"
             )
         )
@@ -363,14 +365,14 @@ async def test_a_connection_killed_during_the_commit_of_a_batch_is_tried_again(
     await db.execute("SELECT pg_advisory_unlock(1)")
     await applying
     assert await histories(db) == {"ada": [1, 2]}
-    assert await desk.position() == 2
+    assert await applier.position() == 2
 
 
 async def test_a_cancelled_batch_leaves_nothing_behind_and_its_connection_to_nobody(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """Trap 12."""
-    bank, desk = ledger
+    bank, applier = ledger
     gate = Gate()
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="waiting", timeout=PATIENCE)
@@ -379,57 +381,57 @@ async def test_a_cancelled_batch_leaves_nothing_behind_and_its_connection_to_nob
             await tx.session.flush()
             await gate.wait()
 
-    applying = asyncio.create_task(desk.apply(Deposit(1)))
+    applying = asyncio.create_task(applier.apply(Deposit(1)))
     await gate.reached.wait()
     applying.cancel()
     with pytest.raises(asyncio.CancelledError):
         await applying
     assert await histories(db) == {}
-    assert await desk.position() == 0
+    assert await applier.position() == 0
     gate.open.set()
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     assert await histories(db) == {"ada": [1]}
 
 
 async def test_outbox_rows_are_refused_outside_a_transaction(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
+    _, applier = ledger
     event = StagedEvent(
         topic="t", key=None, payload=b"", event_id="1", source="/", type="t", subject=None,
         sequence=None, content_type="text/plain", traceparent=None, tracestate=None, baggage=None,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="in a transaction"):
         await staging.append(db, [event])
-    async with autocommitting(desk.engine) as driver:
+    async with autocommitting(applier.engine) as driver:
         with pytest.raises(RuntimeError, match="in a transaction"):
             await staging.append(driver, [event])
     assert await outbox_of(db) == []
 
 
 async def test_a_changed_column_type_does_not_make_a_record_guilty(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """A migration that runs beside the service invalidates its prepared statements."""
-    _, desk = ledger
-    await desk.apply(Deposit(1))
-    await desk.apply(Deposit(2))
+    _, applier = ledger
+    await applier.apply(Deposit(1))
+    await applier.apply(Deposit(2))
     await db.execute("ALTER TABLE account ALTER balance TYPE bigint")
-    await desk.apply(Deposit(3))
+    await applier.apply(Deposit(3))
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
 @pytest.mark.skipif(POOLED, reason="a pooler keeps connections that the server has ended")
 async def test_connections_that_the_server_has_ended_are_not_lent_again(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """Else every one of them costs an attempt, and a pause, after a restart of the server."""
-    _, desk = ledger
+    _, applier = ledger
     together = asyncio.Barrier(3)
     lent: list[asyncpg.Connection] = []
 
     async def borrow() -> None:
-        async with autocommitting(desk.engine) as driver:
+        async with autocommitting(applier.engine) as driver:
             lent.append(driver)
             await together.wait()
             await driver.execute("SELECT")
@@ -440,38 +442,38 @@ async def test_connections_that_the_server_has_ended_are_not_lent_again(
     await asyncio.gather(*(borrow() for _ in range(3)))
 
 
-async def test_an_outage_of_somebody_elses_server_is_the_handlers_failure_and_no_outage_of_ours(
-    ledger: tuple[Bank, Desk],
+async def test_an_outage_of_another_server_is_only_the_handlers_failure(
+    ledger: tuple[Bank, Applier],
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
 
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="offline")
     async def offline(event: Deposited, tx: Transaction) -> None:
         raise ConnectionRefusedError("somebody else's server")
 
-    await desk.apply(Deposit(1))
-    assert desk.outages == []
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(1))
+    assert applier.outages == []
+    (row,) = await applier.backlog()
     assert (row["reason"], row["attempts"]) == ("failed", 1)
     assert "somebody else's server" in row["error"]
 
 
 async def test_a_connection_killed_while_the_backlog_is_worked_off_costs_no_attempt(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 16."""
     bank = Bank("deposits", "balances", "bank", options={"timeout": PATIENCE})
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
     bank.refused = {1}
-    await desk.apply(Deposit(1), Deposit(2))
+    await applier.apply(Deposit(1), Deposit(2))
     bank.refused = set()
     gate = Gate()
     bank.waits[1] = gate.wait
-    await desk.make_due()
-    working = asyncio.create_task(desk.work_off())
+    await applier.make_due()
+    working = asyncio.create_task(applier.work_off())
     await gate.reached.wait()
     assert await kill_connections(db) == 1
-    (first, _) = await desk.backlog()
+    (first, _) = await applier.backlog()
     assert (first["reason"], first["attempts"]) == ("failed", 1)
     gate.open.set()
     await working

@@ -146,7 +146,7 @@ async def test_seek_and_replay_tell_where_each_partition_goes_on(
     assert again == [{"moves": [to(1, old=3)], "became": None}]
 
 
-async def test_skip_archive_and_cancel_tell_what_they_found_also_where_they_miss_something(
+async def test_skip_archive_and_cancel_report_what_they_found_despite_missing_items(
     tells: Tells, db: asyncpg.Connection
 ) -> None:
     await db.execute("INSERT INTO pipeline.outbox_closed (day) VALUES ('2020-01-01')")

@@ -98,7 +98,7 @@ def struck(how: str) -> Deposit:
         ("deferred", "expression", 0),
     ],
 )
-async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_by_itself(
+async def test_a_record_that_kills_the_process_dies_and_the_service_recovers(
     bank: Bank,
     start: Start,
     producer: AIOKafkaProducer,
@@ -136,7 +136,7 @@ async def test_a_record_that_kills_the_process_dies_and_the_service_comes_back_b
 
 
 @pytest.mark.parametrize("mode", ["immediate", "deferred"])
-async def test_a_process_that_is_stopped_in_a_call_does_not_take_that_for_the_calls_fault(
+async def test_a_process_stopped_during_a_call_does_not_blame_the_call(
     bank: Bank,
     start: Start,
     producer: AIOKafkaProducer,
@@ -165,7 +165,7 @@ async def test_a_handler_that_swallows_its_cancellation_ends_the_process(
     assert "in strike" in one.output
 
 
-async def test_a_validator_that_would_end_the_process_makes_its_payload_a_dead_letter(
+async def test_a_validator_that_would_end_the_process_makes_a_dead_letter(
     bank: Bank, start: Start, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     one = await start("run")
@@ -181,7 +181,7 @@ async def test_a_validator_that_would_end_the_process_makes_its_payload_a_dead_l
     assert one.is_running
 
 
-async def test_a_second_signal_ends_the_process_at_once_and_is_no_failure_of_a_handler(
+async def test_a_second_signal_ends_the_process_without_blaming_a_handler(
     bank: Bank, start: Start, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     one = await start("run", hang_timeout=60)

@@ -100,7 +100,7 @@ async def book(event: Deposited, tx: Transaction) -> int:
     booked = Booked(account=account.id, balance=account.balance)
     tx.publish(booked, of=account)
     if event.amount >= 1_000:
-        tx.publish(booked, after=timedelta(hours=1), name="reminder")
+        tx.publish(booked, after=timedelta(hours=1), name="reminder", headers={"tenant": "a"})
     log.warning("booked", extra={"cents": event.amount})
     booked_cents.add(event.amount, {"account": account.id})
     if errors := rules.raises.get(event.amount):
@@ -226,7 +226,7 @@ async def test_an_event_takes_effect_and_the_outcome_has_what_was_published(
     assert outcome.applied == ["book"]
     assert outcome.results == [5]
     assert outcome.published == [Booked(account="ada", balance=5)]
-    assert [one[1:] for one in outcome.records] == [("bookings", "ada", 1)]
+    assert [one[1:4] for one in outcome.records] == [("bookings", "ada", 1)]
     assert (outcome.failures, outcome.calls, outcome.scheduled) == ([], [], [])
     assert not outcome.is_duplicate
     assert (await harness.get(Account, "ada")).history == "5,"
@@ -335,6 +335,8 @@ async def test_a_scheduled_event_is_published_when_its_time_has_come(harness: Ha
     assert (await harness.advance(minutes=59)).published == []
     late = await harness.advance(minutes=1)
     assert late.published == [scheduled.event] == [Booked(account="ada", balance=1_000)]
+    headers = late.records[0].headers
+    assert (headers["tenant"], headers["ce_type"]) == (b"a", b"kit.booked")
 
 
 async def test_a_gap_is_waited_for_until_its_time_has_passed(harness: Harness) -> None:
@@ -529,7 +531,7 @@ async def test_tests_may_have_event_loops_of_their_own(
         assert await asyncio.to_thread(asyncio.run, test()) == [5]
 
 
-async def test_a_task_that_a_test_has_left_ends_with_it_and_is_named(
+async def test_a_task_left_by_a_test_is_ended_and_named(
     harness: Harness, harness_service: Service, harness_database: ResettableDatabase
 ) -> None:
     async def deposit_forever() -> None:
@@ -570,7 +572,7 @@ async def test_what_is_set_by_the_pool_ends_with_the_test(
             await connection.execute(sa.text("SET search_path = pg_temp"))
 
 
-async def test_a_session_of_a_dead_process_that_waits_for_the_test_is_an_error(
+async def test_an_error_is_raised_if_a_dead_process_still_runs_a_statement(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crashes, "_END_SECONDS", 0.2)
@@ -592,7 +594,7 @@ async def test_a_connection_that_a_test_has_kept_is_not_missing(
         await connection.invalidate()
 
 
-async def test_a_coroutine_that_a_handler_does_not_await_is_the_fault_of_its_message(
+async def test_a_coroutine_not_awaited_by_a_handler_fails_its_message(
     harness: Harness,
 ) -> None:
     (failure,) = (await harness.handle(Careless(account="ada"), key="ada")).failures
@@ -672,7 +674,7 @@ async def test_a_misused_harness_says_what_to_write(harness: Harness) -> None:
             await misuse
 
 
-async def test_an_error_of_the_engines_own_is_raised_and_the_harness_goes_on(
+async def test_an_internal_engine_error_is_raised_and_the_harness_continues(
     harness: Harness,
 ) -> None:
     async def rename(old: str, new: str) -> None:
@@ -811,7 +813,7 @@ async def test_a_dead_letter_that_was_exported_is_handled_from_its_file(
         assert (letter.key, letter.value) == (b"\xfe", b"\xff")
 
 
-async def test_a_record_of_a_file_is_of_now_unless_its_time_is_kept(
+async def test_a_record_from_a_file_has_the_current_time_unless_kept(
     harness: Harness, tmp_path: Path
 ) -> None:
     await harness.advance(days=20)  # the inbox forgets, so it knows what is too old
@@ -920,7 +922,7 @@ async def test_a_process_dies_after_each_statement_and_each_message_counts_once(
     assert (await harness.handle(deposit(1), id="later")).applied == ["book"]
 
 
-async def test_what_is_done_outside_of_the_transaction_is_done_twice_in_a_crash(
+async def test_effects_outside_of_the_transaction_happen_twice_in_a_crash(
     harness: Harness,
 ) -> None:
     times = set()
@@ -963,7 +965,7 @@ async def test_a_transaction_that_a_test_has_left_open_is_named(
                 pass
 
 
-async def test_a_record_of_an_older_type_is_handled_also_later_from_the_backlog(
+async def test_a_record_of_an_older_type_is_handled_from_the_backlog(
     harness: Harness,
 ) -> None:
     old = {"ce_specversion": "1.0", "ce_source": "/old", "ce_type": "kit.audited.before"}

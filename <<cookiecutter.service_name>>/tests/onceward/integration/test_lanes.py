@@ -26,11 +26,11 @@ from onceward.retry.lanes import LaneLost, Lease
 from onceward.retry.workers import BacklogWorkers
 from onceward.schema import LANES
 from onceward.servers.database import autocommitting
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.servers.tasks import SLICE_SECONDS, in_background
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from .lives import lanes_of
 from .test_backlog import QUICK, bank_with
 from tests.conftest import Running
@@ -41,19 +41,21 @@ from tests.servers.waiting import PATIENCE, eventually
 LEASE = 1.0
 
 
-async def claim(desk: Desk, lease: float = LEASE) -> LaneSource:
+async def claim(applier: Applier, lease: float = LEASE) -> LaneSource:
     """Claim the lane that has something due, and read it."""
-    async with autocommitting(desk.engine) as driver:
-        taken = await lanes.claim(driver, "somebody", lease, desk.handlers.consumers)
+    async with autocommitting(applier.engine) as driver:
+        taken = await lanes.claim(driver, "somebody", lease, applier.handlers.consumers)
         assert taken is not None
-        consumers = desk.handlers.consumers
-        return await read_rows(taken, desk.handlers, await take(driver, taken, consumers, 100))
+        consumers = applier.handlers.consumers
+        return await read_rows(taken, applier.handlers, await take(driver, taken, consumers, 100))
 
 
-async def handle(desk: Desk, source: LaneSource) -> Sequence[BatchOutcome]:
+async def handle(applier: Applier, source: LaneSource) -> Sequence[BatchOutcome]:
     """Handle what was read."""
-    attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
-    return await desk.consume.apply(source, attempts)
+    attempts = Retrying(
+        "the test", "PostgreSQL", unless=lambda: False, report=applier.outages.append
+    )
+    return await applier.consume.apply(source, attempts)
 
 
 def is_note(source: LaneSource) -> bool:
@@ -61,32 +63,32 @@ def is_note(source: LaneSource) -> bool:
     return any(row.decision.is_assumed for row in source.unhandleable)
 
 
-async def waiting(new_desk: NewDesk, *amounts: int) -> tuple[Bank, Desk]:
-    """Return a desk in whose backlog these deposits of ada's are due."""
-    bank, desk = await bank_with(new_desk, policy=QUICK)
+async def waiting(new_applier: NewApplier, *amounts: int) -> tuple[Bank, Applier]:
+    """Return an applier in whose backlog these deposits of ada's are due."""
+    bank, applier = await bank_with(new_applier, policy=QUICK)
     bank.refused = set(amounts)
-    await desk.apply(*(Deposit(amount) for amount in amounts))
+    await applier.apply(*(Deposit(amount) for amount in amounts))
     bank.refused = set()
-    return bank, desk
+    return bank, applier
 
 
 async def test_a_worker_whose_lane_went_to_another_changes_nothing(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    _, desk = await waiting(new_desk, 1, 2, 3)
-    stale = await claim(desk)
+    _, applier = await waiting(new_applier, 1, 2, 3)
+    stale = await claim(applier)
     await eventually(lambda: _has_ended(db, stale.lease))
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1, 2, 3]}
     with pytest.raises(LaneLost):
-        await handle(desk, stale)
+        await handle(applier, stale)
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
-async def test_others_have_their_turn_while_rows_are_read_that_take_long_to_validate(
-    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+async def test_other_tasks_run_while_rows_with_slow_validation_are_read(
+    new_applier: NewApplier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk = await waiting(new_desk, *range(1, 21))
+    _, applier = await waiting(new_applier, *range(1, 21))
     validated, seen = 0, [0]
 
     def burn(item: Item) -> Item:
@@ -102,7 +104,7 @@ async def test_others_have_their_turn_while_rows_are_read_that_take_long_to_vali
 
     monkeypatch.setattr(lane_source, "validated", burn)
     async with in_background(look()):
-        taken = await claim(desk)
+        taken = await claim(applier)
     assert len(taken.items) == validated == 20
     assert max(after - before for before, after in pairwise(seen)) == 1
 
@@ -116,25 +118,25 @@ async def _has_ended(db: asyncpg.Connection, lease: Lease) -> bool:
     )
 
 
-async def test_a_lane_is_not_claimed_while_its_lease_lasts_and_is_when_it_has_ended(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_lane_is_claimed_only_after_its_lease_has_ended(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    _, desk = await waiting(new_desk, 1)
-    lease = (await claim(desk, lease=60)).lease
-    assert not await desk.lanes.work_off()
+    _, applier = await waiting(new_applier, 1)
+    lease = (await claim(applier, lease=60)).lease
+    assert not await applier.lanes.work_off()
     await db.execute(
         "UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp() WHERE lane = $1",
         *lease.lanes,
     )
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
 
 
 async def test_a_rollback_does_not_undo_that_the_lease_was_extended(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    bank, desk = await waiting(new_desk, 1)
-    source = await claim(desk, lease=60)
+    bank, applier = await waiting(new_applier, 1)
+    source = await claim(applier, lease=60)
     await db.execute("UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp()")
     has_ended: list[bool] = []
 
@@ -142,54 +144,54 @@ async def test_a_rollback_does_not_undo_that_the_lease_was_extended(
         has_ended.append(await _has_ended(db, source.lease))
 
     bank.waits[1] = look
-    await handle(desk, source)
+    await handle(applier, source)
     assert has_ended == [False]
 
 
-async def test_a_lease_that_is_not_extended_in_its_time_is_extended_on_another_connection(
-    new_desk: NewDesk,
+async def test_a_lease_not_extended_in_time_is_extended_on_another_connection(
+    new_applier: NewApplier,
     db: asyncpg.Connection,
     connect: Callable[[], Awaitable[asyncpg.Connection]],
 ) -> None:
-    _, desk = await waiting(new_desk, 1)
-    source = await claim(desk)
+    _, applier = await waiting(new_applier, 1)
+    source = await claim(applier)
     given_up: list[object] = []
-    sa.event.listen(desk.engine.sync_engine, "invalidate", lambda *given: given_up.append(given))
+    sa.event.listen(applier.engine.sync_engine, "invalidate", lambda *given: given_up.append(given))
     other = await connect()
     async with other.transaction():
         await other.execute("SELECT FROM pipeline.backlog_lane FOR UPDATE")
-        handling = asyncio.create_task(handle(desk, source))
-        await eventually(lambda: bool(desk.outages))
+        handling = asyncio.create_task(handle(applier, source))
+        await eventually(lambda: bool(applier.outages))
         assert given_up, "its statement may still be under way"
     await handling
     assert await histories(db) == {"ada": [1]}
 
 
 async def test_rows_that_a_dead_worker_can_not_have_read_are_handled_together(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk = await bank_with(new_desk, mode="deferred")
-    await desk.apply(*(Deposit(n) for n in range(1, 6)))
-    await claim(desk, lease=0.0)  # and die
-    a_batch = desk.lanes._settings.model_copy(update={"batch_size": 2})
-    monkeypatch.setattr(desk.lanes, "_settings", a_batch)
-    handle, together = desk.lanes._handle, list[int]()
+    _, applier = await bank_with(new_applier, mode="deferred")
+    await applier.apply(*(Deposit(n) for n in range(1, 6)))
+    await claim(applier, lease=0.0)  # and die
+    a_batch = applier.lanes._settings.model_copy(update={"batch_size": 2})
+    monkeypatch.setattr(applier.lanes, "_settings", a_batch)
+    handle, together = applier.lanes._handle, list[int]()
 
     async def count(lease: Lease, rows: Rows) -> Lease:
         together.append(len(rows))
         return await handle(lease, rows)
 
-    monkeypatch.setattr(desk.lanes, "_handle", count)
-    await desk.lanes.work_off()
+    monkeypatch.setattr(applier.lanes, "_handle", count)
+    await applier.lanes.work_off()
     assert together[:2] == [1, 1]
     assert together[2] > 1, "all three, unless the machine was too busy for quick ones"
     assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
 
 
 async def test_a_claim_whose_answer_was_lost_is_no_death(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk = await waiting(new_desk, 1)
+    _, applier = await waiting(new_applier, 1)
     claim_lane = lanes.claim
     starts: list[int] = []
 
@@ -202,7 +204,7 @@ async def test_a_claim_whose_answer_was_lost_is_no_death(
         return lane
 
     monkeypatch.setattr(lanes, "claim", lose_first)
-    assert await desk.lanes.work_off()
+    assert await applier.lanes.work_off()
     assert starts == [0, 1]
     assert await histories(db) == {"ada": [1]}
     count = "SELECT max(starts), count(lease_until) FROM pipeline.backlog_lane"
@@ -216,10 +218,10 @@ SELECT (jsonb_populate_record(b, jsonb_build_object('key', '\\x01', 'lane', $1::
 """
 
 
-async def test_a_lane_whose_claim_was_not_answered_is_taken_after_another_that_was_first(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_after_an_unanswered_claim_a_lane_that_waited_longer_comes_first(
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk = await waiting(new_desk, 1)
+    _, applier = await waiting(new_applier, 1)
     claim_lane = lanes.claim
     is_lost = False
 
@@ -236,17 +238,17 @@ async def test_a_lane_whose_claim_was_not_answered_is_taken_after_another_that_w
         raise asyncpg.ConnectionDoesNotExistError("connection was closed")
 
     monkeypatch.setattr(lanes, "claim", lose_first)
-    first, second = await desk.lanes._claim(), await desk.lanes._claim()
+    first, second = await applier.lanes._claim(), await applier.lanes._claim()
     assert first is not None
     assert second is not None
     assert first.lanes == [(second.lanes[0] + 1) % LANES]
     assert (first.starts, second.starts) == (1, 1)
 
 
-async def test_a_claim_that_is_executed_late_takes_no_lane_that_the_process_serves(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_a_late_claim_takes_no_lane_that_the_process_already_serves(
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk = await waiting(new_desk, 1)
+    _, applier = await waiting(new_applier, 1)
     claim_lane = lanes.claim
     late: list[tuple[Any, ...]] = []
 
@@ -257,33 +259,33 @@ async def test_a_claim_that_is_executed_late_takes_no_lane_that_the_process_serv
         return await claim_lane(driver, *arguments)
 
     monkeypatch.setattr(lanes, "claim", give_up_first)
-    lane = await desk.lanes._claim()
+    lane = await applier.lanes._claim()
     assert lane is not None
     assert await claim_lane(db, *late[0]) is None
-    await desk.lanes.serve(lane)
+    await applier.lanes.serve(lane)
     assert await histories(db) == {"ada": [1]}
 
 
-async def test_a_lane_that_a_worker_of_the_process_serves_is_claimed_again_when_its_lease_has_ended(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_lane_served_by_this_process_is_reclaimed_after_its_lease(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    _, desk = await waiting(new_desk, 1)
-    lane = await desk.lanes._claim()
+    _, applier = await waiting(new_applier, 1)
+    lane = await applier.lanes._claim()
     assert lane is not None
-    assert await desk.lanes._claim() is None
+    assert await applier.lanes._claim() is None
     await db.execute("UPDATE pipeline.backlog_lane SET lease_until = clock_timestamp()")
-    again = await desk.lanes._claim()
+    again = await applier.lanes._claim()
     assert again is not None
     assert again.starts == 2  # the first may be stuck in a handler
-    await desk.lanes._work_at(lane)  # and loses it
-    assert await desk.lanes._claim() is None
-    await desk.lanes._work_at(again)
+    await applier.lanes._work_at(lane)  # and loses it
+    assert await applier.lanes._claim() is None
+    await applier.lanes._work_at(again)
     assert await histories(db) == {"ada": [1]}
 
 
-async def test_a_release_can_be_repeated(new_desk: NewDesk, db: asyncpg.Connection) -> None:
-    _, desk = await waiting(new_desk, 1)
-    lane = await desk.lanes._claim()
+async def test_a_release_can_be_repeated(new_applier: NewApplier, db: asyncpg.Connection) -> None:
+    _, applier = await waiting(new_applier, 1)
+    lane = await applier.lanes._claim()
     assert lane is not None
     for _ in range(2):
         await lanes.release(db, lane, forgets_deaths=False)
@@ -298,12 +300,12 @@ async def starts_of(db: asyncpg.Connection) -> int:
 
 @pytest.mark.parametrize("why", ["an open breaker", "a shutdown"])
 async def test_a_death_counts_until_every_row_was_tried_alone(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, why: str
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    _, desk = await bank_with(new_desk, mode="deferred")
-    await desk.apply(*(Deposit(n) for n in range(1, 6)))
-    await claim(desk, lease=0.0)  # and die
-    handle = desk.lanes._handle
+    _, applier = await bank_with(new_applier, mode="deferred")
+    await applier.apply(*(Deposit(n) for n in range(1, 6)))
+    await claim(applier, lease=0.0)  # and die
+    handle = applier.lanes._handle
     alone: list[bool] = []
 
     async def interrupt_third(lease: Lease, rows: Rows) -> None:
@@ -311,36 +313,36 @@ async def test_a_death_counts_until_every_row_was_tried_alone(
             alone.append(False)
             if why == "an open breaker":
                 raise BreakerOpen(why, "deposit")
-            desk.lanes.stop()
+            applier.lanes.stop()
             return
         alone.append(len(rows) == 1 and is_suspect(lease, rows[0]))
         await handle(lease, rows)
 
-    monkeypatch.setattr(desk.lanes, "_handle", interrupt_third)
-    await desk.lanes.work_off()
+    monkeypatch.setattr(applier.lanes, "_handle", interrupt_third)
+    await applier.lanes.work_off()
     assert await starts_of(db) == 1
-    desk.lanes._stopping.clear()
-    desk.lanes._ends_at = float("inf")
-    await desk.lanes.work_off()
+    applier.lanes._stopping.clear()
+    applier.lanes._ends_at = float("inf")
+    await applier.lanes.work_off()
     assert alone == [True, True, False, True, True, True]
     assert await starts_of(db) == 0
     assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
 
 
-async def test_a_lane_whose_worker_died_before_the_clock_was_set_back_is_claimed(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_dead_workers_lane_is_claimed_after_a_clock_setback(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    _, desk = await waiting(new_desk, 1)
-    await claim(desk)  # and die
+    _, applier = await waiting(new_applier, 1)
+    await claim(applier)  # and die
     await db.execute("UPDATE pipeline.backlog_lane SET lease_until = lease_until + interval '1 h'")
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
 
 
 async def test_workers_that_stop_do_not_wait_for_a_count(
-    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk = await waiting(new_desk)
+    _, applier = await waiting(new_applier)
     counting = asyncio.Event()
 
     async def count(driver: asyncpg.Connection, *limits: float) -> None:
@@ -348,53 +350,53 @@ async def test_workers_that_stop_do_not_wait_for_a_count(
         await driver.fetch("SELECT pg_sleep(1000)")
 
     monkeypatch.setattr(lanes, "waiting", count)
-    async with in_background(desk.lanes.run()) as running:
+    async with in_background(applier.lanes.run()) as running:
         await counting.wait()
-        desk.lanes.stop()
+        applier.lanes.stop()
         await asyncio.wait_for(running, PATIENCE)
 
 
 async def test_what_is_tried_alone_is_not_overtaken_at_its_last_attempt(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Spent beforehand, the attempt must not count until somebody has died over it."""
-    bank, desk = await bank_with(new_desk, policy=Policy(attempts=2, schedule=(0,)))
+    bank, applier = await bank_with(new_applier, policy=Policy(attempts=2, schedule=(0,)))
     bank.refused = {10}
-    await desk.apply(Deposit(10))
+    await applier.apply(Deposit(10))
     bank.refused = set()
-    await desk.make_due()
-    await claim(desk, lease=0.0)  # and die
-    apply = desk.lanes._apply
+    await applier.make_due()
+    await claim(applier, lease=0.0)  # and die
+    apply = applier.lanes._apply
     seen: list[Sequence[asyncpg.Record]] = []
 
-    another = await new_desk(bank.handlers, topic=bank.deposits)
+    another = await new_applier(bank.handlers, topic=bank.deposits)
 
     async def apply_and_meet_a_later_one(
         consume: ConsumeTransactions, work: LaneSource
     ) -> Sequence[BatchOutcome]:
         results = await apply(consume, work)
         if is_note(work) and not seen:
-            seen.append(await desk.backlog())
+            seen.append(await applier.backlog())
             await another.apply(Deposit(20))
         return results
 
     with monkeypatch.context() as patch:
-        patch.setattr(desk.lanes, "_apply", apply_and_meet_a_later_one)
-        await desk.work_off()
+        patch.setattr(applier.lanes, "_apply", apply_and_meet_a_later_one)
+        await applier.work_off()
     [[assumed]] = seen
     assert (assumed["reason"], assumed["attempts"], assumed["died_at"]) == ("process died", 2, None)
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [10, 20]}
 
 
-async def test_after_a_death_only_what_was_there_is_tried_one_by_one_and_read_so(
-    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+async def test_after_a_death_only_existing_rows_are_read_and_tried_singly(
+    new_applier: NewApplier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk = await bank_with(new_desk, mode="deferred")
-    another = await new_desk(bank.handlers, topic=bank.deposits)
-    await desk.apply(*(Deposit(n) for n in range(20)))
-    await claim(desk, lease=0.0)  # and die
-    read_due, apply = desk.lanes._due, desk.lanes._apply
+    bank, applier = await bank_with(new_applier, mode="deferred")
+    another = await new_applier(bank.handlers, topic=bank.deposits)
+    await applier.apply(*(Deposit(n) for n in range(20)))
+    await claim(applier, lease=0.0)  # and die
+    read_due, apply = applier.lanes._due, applier.lanes._apply
     read: list[int] = []
     handled: list[int] = []
 
@@ -412,90 +414,90 @@ async def test_after_a_death_only_what_was_there_is_tried_one_by_one_and_read_so
             handled.append(len(work.items))
         return await apply(consume, work)
 
-    monkeypatch.setattr(desk.lanes, "_due", read_and_count)
-    monkeypatch.setattr(desk.lanes, "_apply", apply_and_count)
-    await desk.lanes.work_off()
+    monkeypatch.setattr(applier.lanes, "_due", read_and_count)
+    monkeypatch.setattr(applier.lanes, "_apply", apply_and_count)
+    await applier.lanes.work_off()
     assert bank.calls == list(range(60))
     assert (handled[:20], read[:20]) == ([1] * 20, [1] * 20)
     assert len(handled) < 30, "what came since is handled together"
 
 
-async def test_a_row_that_is_due_again_and_again_does_not_keep_a_lane_careful(
-    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch
+async def test_a_repeatedly_due_row_does_not_keep_its_lane_careful(
+    new_applier: NewApplier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk = await bank_with(new_desk, policy=Policy(attempts=50, schedule=(0,)))
+    bank, applier = await bank_with(new_applier, policy=Policy(attempts=50, schedule=(0,)))
     bank.refused = {1}
-    await desk.apply(Deposit(1), Deposit(2))
-    await claim(desk, lease=0.0)  # and die
+    await applier.apply(Deposit(1), Deposit(2))
+    await claim(applier, lease=0.0)  # and die
     careful: list[int] = []
 
     async def apply(consume: ConsumeTransactions, work: LaneSource) -> Sequence[BatchOutcome]:
         careful.append(is_note(work))
-        return await BacklogWorkers._apply(desk.lanes, consume, work)
+        return await BacklogWorkers._apply(applier.lanes, consume, work)
 
-    monkeypatch.setattr(desk.lanes, "_apply", apply)
-    await desk.work_off()
+    monkeypatch.setattr(applier.lanes, "_apply", apply)
+    await applier.work_off()
     assert bank.calls.count(1) == 50
     assert sum(careful) < 10
 
 
-async def test_who_is_told_to_end_accuses_no_row(new_desk: NewDesk) -> None:
-    bank, desk = await waiting(new_desk, 1)
-    await desk.make_due()
-    await claim(desk, lease=0.0)  # and die
+async def test_who_is_told_to_end_accuses_no_row(new_applier: NewApplier) -> None:
+    bank, applier = await waiting(new_applier, 1)
+    await applier.make_due()
+    await claim(applier, lease=0.0)  # and die
     bank.calls.clear()
     bank.waits = {1: asyncio.Event().wait}  # type: ignore[dict-item]
-    working = asyncio.create_task(desk.lanes.work_off())
+    working = asyncio.create_task(applier.lanes.work_off())
     await eventually(lambda: bank.calls == [1])
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert (row["reason"], row["attempts"]) == ("process died", 2)
-    desk.lanes.stop()
+    applier.lanes.stop()
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert (row["reason"], row["attempts"], row["deaths"]) == ("failed", 1, 0)
 
 
 async def test_a_worker_whose_loop_is_torn_down_has_died(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """As all tasks are when one of a handler raises `KeyboardInterrupt` or `SystemExit`."""
-    bank, desk = await waiting(new_desk, 1)
-    await desk.make_due()
+    bank, applier = await waiting(new_applier, 1)
+    await applier.make_due()
     bank.calls.clear()
     bank.waits = {1: asyncio.Event().wait}  # type: ignore[dict-item]
-    working = asyncio.create_task(desk.lanes.work_off())
+    working = asyncio.create_task(applier.lanes.work_off())
     await eventually(lambda: bank.calls == [1])
     working.cancel()
     with pytest.raises(asyncio.CancelledError):
         await working
-    assert await lanes_of(db, desk) == [1], "as if it had begun and not come back"
+    assert await lanes_of(db, applier) == [1], "as if it had begun and not come back"
 
 
-async def test_a_row_over_which_a_process_died_at_its_last_attempt_is_dead_untried(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_row_whose_last_attempt_killed_a_process_dies_untried(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    bank, desk = await bank_with(new_desk, policy=Policy(attempts=2, schedule=(0,)))
+    bank, applier = await bank_with(new_applier, policy=Policy(attempts=2, schedule=(0,)))
     bank.refused = {10}
-    await desk.apply(Deposit(10))
+    await applier.apply(Deposit(10))
     bank.calls.clear()
     await db.execute("UPDATE pipeline.backlog SET reason = 'process died', attempts = 2")
-    await desk.make_due()
-    await desk.work_off()
-    (row,) = await desk.backlog()
+    await applier.make_due()
+    await applier.work_off()
+    (row,) = await applier.backlog()
     assert (row["reason"], row["attempts"]) == ("attempts used up", 2)
     assert row["died_at"] is not None
     assert row["error"].startswith("ProcessDied")
     assert bank.calls == []
 
 
-async def test_a_follower_that_was_stored_behind_one_that_is_gone_is_not_forgotten(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_follower_stored_behind_a_row_already_gone_is_still_handled(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     # The partition's transaction has seen the head; before it commits, the head is done.
-    bank, desk = await waiting(new_desk, 1)
-    held = await new_desk(bank.handlers, topic=bank.deposits)
+    bank, applier = await waiting(new_applier, 1)
+    held = await new_applier(bank.handlers, topic=bank.deposits)
     seen, go_on = asyncio.Event(), asyncio.Event()
     found = backlog.find
 
@@ -509,27 +511,27 @@ async def test_a_follower_that_was_stored_behind_one_that_is_gone_is_not_forgott
         patch.setattr(backlog, "find", find_and_wait)
         following = asyncio.create_task(held.apply(Deposit(2)))
         await seen.wait()
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
     go_on.set()
     await following
-    assert [row["reason"] for row in await desk.backlog()] == ["follows another"]
-    await desk.work_off()
+    assert [row["reason"] for row in await applier.backlog()] == ["follows another"]
+    await applier.work_off()
     assert await histories(db) == {"ada": [1, 2]}
 
 
-async def test_a_message_that_comes_again_at_the_moment_it_settles_is_applied_once(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_message_repeated_at_the_moment_it_settles_is_applied_once(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     for number in range(20):
-        bank, desk = await bank_with(new_desk, policy=QUICK)
-        bank.handlers = desk.handlers
-        other = await new_desk(bank.handlers, topic=bank.deposits, partition=1)
+        bank, applier = await bank_with(new_applier, policy=QUICK)
+        bank.handlers = applier.handlers
+        other = await new_applier(bank.handlers, topic=bank.deposits, partition=1)
         bank.refused = {number}
-        await desk.apply(Deposit(number))
+        await applier.apply(Deposit(number))
         bank.refused = set()
-        await asyncio.gather(desk.work_off(), other.apply(Deposit(number)))
-        await desk.work_off()
+        await asyncio.gather(applier.work_off(), other.apply(Deposit(number)))
+        await applier.work_off()
     assert sorted((await histories(db))["ada"]) == list(range(20))
     assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 20
     assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
@@ -541,12 +543,12 @@ async def test_a_message_that_comes_again_at_the_moment_it_settles_is_applied_on
     [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (() if POOLED else (1, 2)))],
 )
 async def test_workers_partitions_and_zombies_keep_every_key_in_order(
-    new_desk: NewDesk, db: asyncpg.Connection, seed: int
+    new_applier: NewApplier, db: asyncpg.Connection, seed: int
 ) -> None:
     """Trap 7: whatever fails, and however often, no record is overtaken by a later one."""
     rng = random.Random(seed)
     keys, count = 6, 400
-    bank, desk = await bank_with(new_desk, policy=Policy(attempts=1_000, schedule=(0, 0.01)))
+    bank, applier = await bank_with(new_applier, policy=Policy(attempts=1_000, schedule=(0, 0.01)))
 
     class Flaky(dict[int, Exception]):
         def __contains__(self, amount: object) -> bool:
@@ -558,7 +560,7 @@ async def test_workers_partitions_and_zombies_keep_every_key_in_order(
     bank.errors = Flaky()
     small = {"batch_size": 20, "breaker_keys": 1_000}
     small |= {"backlog_lease": 9, "transaction_timeout": 5, "lock_timeout": 2}
-    workers = [await new_desk(bank.handlers, topic=bank.deposits, **small) for _ in range(3)]
+    workers = [await new_applier(bank.handlers, topic=bank.deposits, **small) for _ in range(3)]
     sent: dict[str, list[int]] = {str(key): [] for key in range(keys)}
     ended = asyncio.Event()
 
@@ -569,16 +571,16 @@ async def test_workers_partitions_and_zombies_keep_every_key_in_order(
                 key = str(rng.randrange(keys))
                 sent[key].append(amount)
                 batch.append(Deposit(amount, key))
-            await desk.apply(*batch)
+            await applier.apply(*batch)
         ended.set()
 
-    async def work(worker: Desk) -> None:
+    async def work(worker: Applier) -> None:
         while not (ended.is_set() and await db_is_empty()):
             if not await worker.lanes.work_off():
                 await asyncio.sleep(0.005)
 
     async def db_is_empty() -> bool:
-        async with autocommitting(desk.engine) as driver:
+        async with autocommitting(applier.engine) as driver:
             return not await driver.fetchval("SELECT EXISTS (SELECT FROM pipeline.backlog)")
 
     async def usurp() -> None:
@@ -623,7 +625,7 @@ async def _is_done(db: asyncpg.Connection) -> bool:
     return bool(await db.fetchval("SELECT count(*) = 10 FROM pipeline.inbox"))
 
 
-async def test_a_bad_deployment_pauses_and_goes_on_by_itself_when_it_is_repaired(
+async def test_a_bad_deployment_pauses_and_resumes_by_itself_after_the_repair(
     bank: Bank, running: Running, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     count = 2_000
@@ -655,18 +657,18 @@ async def _holds(db: asyncpg.Connection, count: int) -> bool:
 
 
 async def scattered(
-    new_desk: NewDesk, monkeypatch: pytest.MonkeyPatch, **settings: object
-) -> tuple[Bank, Desk, list[int]]:
-    """Return a desk with a due row in each lane, and a list of how many rows it handles at once."""
+    new_applier: NewApplier, monkeypatch: pytest.MonkeyPatch, **settings: object
+) -> tuple[Bank, Applier, list[int]]:
+    """Return an applier with a due row in each lane, and a list of how many rows it has at once."""
     bank = Bank("deposits", "balances", "bank", options={"mode": "deferred"})
-    desk = await new_desk(bank.handlers, topic=bank.deposits, **settings)
+    applier = await new_applier(bank.handlers, topic=bank.deposits, **settings)
     accounts = {
         backlog.lane_of(order_key("deposit", one.record(bank.deposits, 0)), "deferred"): one
         for one in (Deposit(n, account=f"{n}") for n in range(400))
     }
     assert len(accounts) == LANES
-    await desk.apply(*accounts.values())
-    apply, handled = desk.lanes._apply, list[int]()
+    await applier.apply(*accounts.values())
+    apply, handled = applier.lanes._apply, list[int]()
 
     async def apply_and_count(
         consume: ConsumeTransactions, work: LaneSource
@@ -674,36 +676,36 @@ async def scattered(
         handled.append(len(work.items))
         return await apply(consume, work)
 
-    monkeypatch.setattr(desk.lanes, "_apply", apply_and_count)
-    return bank, desk, handled
+    monkeypatch.setattr(applier.lanes, "_apply", apply_and_count)
+    return bank, applier, handled
 
 
 async def test_rows_of_many_lanes_share_transactions(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk, handled = await scattered(new_desk, monkeypatch)
-    await desk.work_off()
+    bank, applier, handled = await scattered(new_applier, monkeypatch)
+    await applier.work_off()
     assert handled == [1, 2, 4, 8, 16, 1]
     assert sorted(bank.calls) == sorted(amount for [amount] in (await histories(db)).values())
     assert await starts_of(db) == 0
 
 
 async def test_a_worker_whose_transactions_are_full_leaves_lanes_to_others(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk, handled = await scattered(new_desk, monkeypatch)
-    desk.lanes._pace.limit = 8
-    assert await desk.lanes.work_off(LANES) == 1
+    _, applier, handled = await scattered(new_applier, monkeypatch)
+    applier.lanes._pace.limit = 8
+    assert await applier.lanes.work_off(LANES) == 1
     assert handled == [8]
     assert await starts_of(db) == 0
-    await desk.work_off()
+    await applier.work_off()
     assert len(await histories(db)) == LANES
 
 
 async def test_what_is_tried_alone_is_tried_with_one_lane(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk, _ = await scattered(new_desk, monkeypatch, breaker_keys=1_000)
+    bank, applier, _ = await scattered(new_applier, monkeypatch, breaker_keys=1_000)
     free: list[int] = []
 
     async def look() -> None:
@@ -713,39 +715,39 @@ async def test_what_is_tried_alone_is_tried_with_one_lane(
     bank.waits = dict.fromkeys(range(400), look)
     failing = asyncpg.CheckViolationError("no")
     bank.errors = dict.fromkeys(range(400), failing)
-    await desk.lanes.work_off(LANES)  # together, in one transaction
+    await applier.lanes.work_off(LANES)  # together, in one transaction
     assert free[-1] == 0
-    assert await desk.lanes.work_off(LANES) == 1
+    assert await applier.lanes.work_off(LANES) == 1
     assert free[-1] == LANES - 1, "the others can be claimed"
     bank.errors = {}
-    await desk.make_due()
-    await desk.work_off(LANES)
+    await applier.make_due()
+    await applier.work_off(LANES)
     assert len(await histories(db)) == LANES
     assert await starts_of(db) == 0
 
 
 async def test_rows_that_become_due_during_a_pause_share_transactions(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pause = 0.1
-    bank, desk, handled = await scattered(new_desk, monkeypatch, backlog_poll_min=pause)
+    bank, applier, handled = await scattered(new_applier, monkeypatch, backlog_poll_min=pause)
     await db.execute(
         "UPDATE pipeline.backlog SET due_at = now() + (lane % $1) * interval '10 ms'", LANES
     )
     begun = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        group.create_task(desk.lanes.run())
+        group.create_task(applier.lanes.run())
         await eventually(lambda: len(bank.calls) == LANES)
         seconds = time.monotonic() - begun
-        desk.lanes.stop()
+        applier.lanes.stop()
     assert len(handled) <= seconds / pause + 1
 
 
 async def test_a_lane_that_is_lost_takes_no_other_with_it(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk, _ = await scattered(new_desk, monkeypatch)
-    lease = await desk.lanes._claim(8)
+    _, applier, _ = await scattered(new_applier, monkeypatch)
+    lease = await applier.lanes._claim(8)
     assert lease is not None
     assert len(lease.lanes) == 8
     await db.execute(
@@ -753,43 +755,43 @@ async def test_a_lane_that_is_lost_takes_no_other_with_it(
         " starts = 0 WHERE lane = $1",
         lease.lanes[3],
     )
-    await desk.lanes._work_at(lease)  # and loses it
+    await applier.lanes._work_at(lease)  # and loses it
     assert await histories(db) == {}
     assert await starts_of(db) == 0
-    await desk.work_off()
+    await applier.work_off()
     assert len(await histories(db)) == LANES
 
 
 async def test_a_lane_whose_worker_has_died_is_claimed_by_itself(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk, handled = await scattered(new_desk, monkeypatch)
-    dead = (await claim(desk, lease=0.0)).lease
-    lease = await desk.lanes._claim(LANES)
+    _, applier, handled = await scattered(new_applier, monkeypatch)
+    dead = (await claim(applier, lease=0.0)).lease
+    lease = await applier.lanes._claim(LANES)
     assert lease is not None
     assert (lease.lanes, lease.starts) == (dead.lanes, 2)
-    await desk.lanes._work_at(lease)
+    await applier.lanes._work_at(lease)
     assert handled == [0, 1]  # its note, and the row
-    await desk.work_off(LANES)
+    await applier.work_off(LANES)
     assert handled[2:] == [LANES - 1]
     assert len(await histories(db)) == LANES
 
 
-async def test_what_is_stored_after_the_lease_of_a_dead_worker_is_not_tried_alone(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+async def test_rows_stored_after_a_dead_workers_lease_are_not_tried_alone(
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk = await bank_with(new_desk, mode="deferred")
-    await desk.apply(Deposit(1))
-    dead = (await claim(desk, lease=0.0)).lease
+    bank, applier = await bank_with(new_applier, mode="deferred")
+    await applier.apply(Deposit(1))
+    dead = (await claim(applier, lease=0.0)).lease
     await eventually(lambda: _has_ended(db, dead))
-    await desk.apply(*(Deposit(n) for n in range(2, 12)))
-    handle, tried = desk.lanes._try_alone, list[bytes]()
+    await applier.apply(*(Deposit(n) for n in range(2, 12)))
+    handle, tried = applier.lanes._try_alone, list[bytes]()
 
     async def note(lease: Lease, row: asyncpg.Record) -> None:
         tried.append(row["key"])
         await handle(lease, row)
 
-    monkeypatch.setattr(desk.lanes, "_try_alone", note)
-    await desk.work_off()
+    monkeypatch.setattr(applier.lanes, "_try_alone", note)
+    await applier.work_off()
     assert len(tried) == 1
     assert bank.calls == list(range(1, 12))

@@ -122,7 +122,7 @@ Others = Callable[[str, Bank], Awaitable[None]]
         ("the partition", "busy", send_what_is_aborted),
     ],
 )
-async def test_records_in_the_place_of_lost_ones_are_not_skipped_while_the_service_runs(
+async def test_a_running_service_does_not_skip_records_that_replace_lost_ones(
     broker: Kafka,
     bank: Bank,
     running: Running,

@@ -13,8 +13,8 @@ from onceward.retention import statements as retention_statements
 from onceward.retention.maintenance import run_retention
 from onceward.settings import Settings
 
+from .applier import Applier
 from .bank import Bank
-from .desk import Desk
 from .plans import Explaining, only
 from tests.contract.bank import Deposit
 
@@ -41,10 +41,10 @@ SELECT relname FROM pg_inherits AS part JOIN pg_class ON pg_class.oid = part.inh
 
 
 async def test_a_marker_has_the_key_of_its_record_unless_that_is_long(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    _, desk = ledger
-    await desk.apply(
+    _, applier = ledger
+    await applier.apply(
         Deposit(1),
         Deposit(2, key=None),
         Deposit(3, "x" * _LONGEST_KEY),

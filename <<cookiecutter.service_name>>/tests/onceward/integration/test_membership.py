@@ -255,7 +255,7 @@ async def test_one_member_becomes_six_and_one_again_under_load(
             await become(members)
 
 
-async def test_the_last_of_four_carries_on_when_two_are_killed_and_one_is_frozen_under_load(
+async def test_one_of_four_members_continues_after_two_deaths_and_a_freeze(
     start: Start, group: Group, loading: Loading
 ) -> None:
     """Traps 12 and 35."""
@@ -294,7 +294,7 @@ SELECT max(attempts) AS attempts, max(waited) AS waited FROM pipeline.backlog
 
 
 @pytest.mark.full
-async def test_what_is_paused_stays_so_and_in_order_while_a_member_joins_and_another_dies(
+async def test_pauses_and_order_hold_while_a_member_joins_and_another_dies(
     start: Start,
     group: Group,
     bank: Bank,
@@ -433,7 +433,7 @@ async def check_that_all_go_on(
 
 
 @pytest.mark.full
-async def test_a_member_stopped_in_its_transaction_is_succeeded_and_commits_nothing_when_woken(
+async def test_a_member_stopped_in_its_transaction_is_replaced_and_commits_nothing(
     start: Start,
     group: Group,
     bank: Bank,
@@ -486,7 +486,7 @@ async def test_a_member_that_lost_its_partition_unnoticed_in_its_transaction_dou
 
 
 @pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "abandoned"])
-async def test_a_batch_that_runs_when_its_partition_is_revoked_is_finished_or_abandoned(
+async def test_a_running_batch_of_a_revoked_partition_is_finished_or_abandoned(
     start: Start,
     group: Group,
     bank: Bank,
@@ -510,7 +510,7 @@ async def test_a_batch_that_runs_when_its_partition_is_revoked_is_finished_or_ab
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 2
 
 
-async def test_a_record_that_can_not_be_read_is_kept_once_when_the_member_that_has_it_dies(
+async def test_an_unreadable_record_is_kept_once_when_its_member_dies(
     start: Start,
     group: Group,
     bank: Bank,

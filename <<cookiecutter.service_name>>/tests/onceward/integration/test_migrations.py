@@ -117,7 +117,7 @@ async def test_an_empty_database_is_upgraded_and_a_second_time_changes_nothing(
     assert await tables(url) == ALL
 
 
-async def test_a_database_with_migrations_of_another_application_is_migrated_in_a_schema_of_its_own(
+async def test_next_to_another_applications_migrations_ours_use_their_own_schema(
     url: str, config: Config
 ) -> None:
     connection = await asyncpg.connect(url.replace("+asyncpg", ""))
@@ -221,7 +221,7 @@ SELECT key, 0, key, 'mend', 'deposits', 0, 5, 0, '[]', 1, reason, 0, 0, due_at, 
 """
 
 
-async def test_a_downgrade_leaves_no_key_behind_what_the_older_version_does_not_end(
+async def test_a_downgrade_releases_keys_that_the_older_version_could_not_release(
     url: str, config: Config
 ) -> None:
     await upgrade(config)
@@ -325,7 +325,7 @@ async def test_a_revision_of_the_service_leaves_the_tables_of_the_engine_alone(
     assert await differences(database_url, Base.metadata) == []
 
 
-async def test_the_tables_of_a_service_are_compared_in_every_schema_that_it_uses(
+async def test_a_services_tables_are_compared_in_every_schema_it_uses(
     db: asyncpg.Connection, database_url: str
 ) -> None:
     theirs = sa.MetaData()
@@ -344,7 +344,7 @@ async def test_the_tables_of_a_service_are_compared_in_every_schema_that_it_uses
     ]
 
 
-async def test_a_column_is_added_when_no_transaction_holds_the_table_and_others_pass_meanwhile(
+async def test_a_column_is_added_without_blocking_behind_a_long_transaction(
     url: str, config: Config
 ) -> None:
     await upgrade(config, "pipeline_0001")

@@ -20,9 +20,9 @@ from onceward.cli.dead_letters import DeadLetters
 from onceward.events.message import headers_of
 from onceward.servers import record_batches
 
+from .applier import NewApplier, store_of
 from .bank import Bank
 from .conftest import position_reaches
-from .desk import NewDesk, store_of
 from tests.conftest import Records, Running
 from tests.contract.bank import Deposit, histories
 from tests.onceward.nasty import NASTY, Name, decisions, kafka_record
@@ -91,7 +91,7 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize("compression", [None, "gzip"])
-async def test_records_before_and_behind_a_name_that_is_not_utf8_come_once_each(
+async def test_records_around_a_non_utf8_header_name_arrive_once_each(
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
     records: Records,
@@ -115,16 +115,16 @@ async def test_records_before_and_behind_a_name_that_is_not_utf8_come_once_each(
 
 
 async def test_every_nasty_record_takes_effect_or_is_stored_as_it_came(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
     handlers.on(Shape, topic="nasty", consumer="take")(take)
-    desk = await new_desk(handlers, topic="nasty", breaker_keys=10_000)
+    applier = await new_applier(handlers, topic="nasty", breaker_keys=10_000)
     found = [kafka_record(nasty, offset, "nasty") for offset, nasty in enumerate(NASTY)]
-    assert await desk.position() == 0
-    outcomes = await desk.apply_batch(await read(handlers, 0, found))
-    assert await desk.position() == len(NASTY)
-    stored = await desk.backlog()
+    assert await applier.position() == 0
+    outcomes = await applier.apply_batch(await read(handlers, 0, found))
+    assert await applier.position() == len(NASTY)
+    stored = await applier.backlog()
     assert {"invalid payload", "invalid envelope"} <= {row["reason"] for row in stored}
     for row in stored:
         nasty = NASTY[row["offset"]]

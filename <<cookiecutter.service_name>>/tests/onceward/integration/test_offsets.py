@@ -52,7 +52,7 @@ async def all_records(kafka: str, topic: str) -> list[ConsumerRecord]:
     return found
 
 
-async def test_gaps_that_compaction_leaves_are_passed_and_one_may_be_where_the_partition_stands(
+async def test_offset_gaps_left_by_compaction_are_passed_even_at_the_position(
     new_topic: NewTopic,
     running: Running,
     producer: AIOKafkaProducer,

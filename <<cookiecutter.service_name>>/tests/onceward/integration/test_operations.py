@@ -12,8 +12,8 @@ from onceward import Reject, Transaction
 from onceward.operators import adopting
 from onceward.retention.generations import close_generation
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from .outgoing import numbered, stage
 from .processes import starting
 from tests.contract.bank import Account, Deposit, Deposited
@@ -31,8 +31,8 @@ class Receipt(BaseModel):
 
 
 @pytest.fixture
-async def desk(bank: Bank, new_desk: NewDesk) -> Desk:
-    """Return the desk of a bank with a second consumer, which returns receipts."""
+async def applier(bank: Bank, new_applier: NewApplier) -> Applier:
+    """Return the applier of a bank with a second consumer, which returns receipts."""
 
     @bank.handlers.on(
         Deposited, topic=bank.deposits, consumer="receipt", loads=Account.by("account")
@@ -41,7 +41,7 @@ async def desk(bank: Bank, new_desk: NewDesk) -> Desk:
         account = await tx.load_or_create(Account, event.account)
         return Receipt(account=account.id, balance=Decimal(account.balance))
 
-    return await new_desk(bank.handlers, topic=bank.deposits)
+    return await new_applier(bank.handlers, topic=bank.deposits)
 
 
 @pytest.fixture
@@ -52,16 +52,16 @@ async def start(bank: Bank, database_url: str, kafka: str) -> AsyncIterator[Star
 
 
 async def test_what_a_handler_returned_the_first_time_is_kept_beside_the_marker(
-    desk: Desk, db: asyncpg.Connection
+    applier: Applier, db: asyncpg.Connection
 ) -> None:
-    first = await desk.apply(Deposit(5), Deposit(7), Deposit(5))
+    first = await applier.apply(Deposit(5), Deposit(7), Deposit(5))
     receipts = [one for one in first if one.item.handler.consumer == "receipt"]
     told = [(one.is_new, one.result) for one in receipts]
     five = {"account": "ada", "balance": "5"}
     assert told == [(True, five), (True, {"account": "ada", "balance": "12"}), (False, five)]
     assert {one.result for one in first if one.item.handler.consumer == "deposit"} == {None}
     for _ in range(2):  # in the same generation, and in a closed one
-        assert not any(one.is_new for one in await desk.apply(Deposit(5)))
+        assert not any(one.is_new for one in await applier.apply(Deposit(5)))
         kept = await db.fetch("SELECT result FROM pipeline.inbox WHERE result IS NOT NULL")
         assert {json.loads(row["result"])["balance"] for row in kept} == {"5", "12"}
         current = await db.fetchval("SELECT current FROM pipeline.inbox_generation")
@@ -69,22 +69,22 @@ async def test_what_a_handler_returned_the_first_time_is_kept_beside_the_marker(
 
 
 async def test_a_result_that_is_no_json_is_the_handlers_fault(
-    bank: Bank, new_desk: NewDesk, db: asyncpg.Connection
+    bank: Bank, new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     @bank.handlers.on(Deposited, topic=bank.deposits, consumer="odd")
     async def odd(event: Deposited, tx: Transaction) -> object:
         return object() if event.amount == 6 else event.amount
 
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
-    await desk.apply(Deposit(5), Deposit(6), Deposit(7))
-    assert await desk.park() == {("odd", 1): "failed", ("odd", 2): "follows another"}
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
+    await applier.apply(Deposit(5), Deposit(6), Deposit(7))
+    assert await applier.park() == {("odd", 1): "failed", ("odd", 2): "follows another"}
     assert await db.fetchval("SELECT result FROM pipeline.inbox WHERE consumer = 'odd'") == "5"
 
 
 async def test_inbox_show_tells_when_where_by_which_transaction_and_with_which_outcome(
-    desk: Desk, db: asyncpg.Connection, start: Start
+    applier: Applier, db: asyncpg.Connection, start: Start
 ) -> None:
-    await desk.apply(Deposit(5), Deposit(7, id="a b"), Deposit(8, id="a b", source="/other"))
+    await applier.apply(Deposit(5), Deposit(7, id="a b"), Deposit(8, id="a b", source="/other"))
     xid = await db.fetchval("SELECT xid FROM pipeline.inbox LIMIT 1")
     published = await db.fetchval(
         "SELECT event_id FROM pipeline.outbox ORDER BY id OFFSET 1 LIMIT 1"
@@ -96,7 +96,7 @@ async def test_inbox_show_tells_when_where_by_which_transaction_and_with_which_o
         "/other",
         "deposit",
         "receipt",
-        desk.slot.topic,
+        applier.slot.topic,
         str(xid),
         '{"account":"ada","balance":"12"}',
         f"published balance.changed {published} to ",
@@ -135,9 +135,9 @@ async def test_inbox_show_says_so_when_nothing_is_remembered(
     ids=["dead", "waiting", "one discarded"],
 )
 async def test_inbox_show_says_where_an_event_is_that_was_not_applied(
-    desk: Desk, db: asyncpg.Connection, start: Start, statement: str, said: str
+    applier: Applier, db: asyncpg.Connection, start: Start, statement: str, said: str
 ) -> None:
-    await desk.apply(Deposit(5, value=b"{}"))
+    await applier.apply(Deposit(5, value=b"{}"))
     if statement:
         await db.execute(f"UPDATE pipeline.backlog {statement}")
     process = await start("inbox", "show", "5")
@@ -146,10 +146,10 @@ async def test_inbox_show_says_where_an_event_is_that_was_not_applied(
 
 
 async def test_inbox_show_says_that_an_event_is_dead_for_another_consumer(
-    bank: Bank, desk: Desk, start: Start
+    bank: Bank, applier: Applier, start: Start
 ) -> None:
     bank.errors = {5: Reject("no")}  # of the consumer `deposit`; `receipt` applies it
-    await desk.apply(Deposit(5, id="a 'b'"))
+    await applier.apply(Deposit(5, id="a 'b'"))
     process = await start("inbox", "show", "a 'b'")
     assert await process.ended() == 0
     assert "receipt" in process.output
@@ -180,9 +180,9 @@ async def test_relay_reset_publishes_a_restored_outbox_again_with_the_same_ids(
 
 
 async def test_inbox_show_knows_what_was_published_after_a_reset_too(
-    desk: Desk, db: asyncpg.Connection, start: Start
+    applier: Applier, db: asyncpg.Connection, start: Start
 ) -> None:
-    await desk.apply(Deposit(5))
+    await applier.apply(Deposit(5))
     await adopting.adopt(db, keep_progress=False)
     process = await start("inbox", "show", "5")
     assert await process.ended() == 0, process.output

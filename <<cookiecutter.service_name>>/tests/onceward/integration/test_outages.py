@@ -37,10 +37,10 @@ from sqlalchemy import make_url
 
 from .bank import Bank
 from .clusters import Cluster, private, private_broker
-from .doors import Door
 from .kafka_wire import Api, Wire
 from .private_server import server_url, template, used_databases, way_in  # noqa: F401 (fixtures)
 from .processes import starting
+from .tcp_proxy import TcpProxy
 from .test_process import check_the_ledger, send_deposits
 from tests.servers.databases import administer
 from tests.servers.processes import Process, Start
@@ -93,7 +93,7 @@ class World:
     kafka: str
     cluster: Cluster
     broker: Kafka
-    door: Door
+    proxy: TcpProxy
     wire: Wire
     producer: AIOKafkaProducer
     later: AsyncExitStack
@@ -106,7 +106,7 @@ class World:
     @property
     def postgresql(self) -> str:
         """What the service calls its database server."""
-        return f"PostgreSQL at 127.0.0.1:{self.door.port}"
+        return f"PostgreSQL at 127.0.0.1:{self.proxy.port}"
 
     @property
     def brokers(self) -> str:
@@ -115,7 +115,7 @@ class World:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[asyncpg.Connection]:
-        """Connect to the database, past the door."""
+        """Connect to the database, past the proxy."""
         connection = await asyncpg.connect(self.database_url.replace("+asyncpg", ""))
         try:
             yield connection
@@ -224,10 +224,10 @@ async def bank(new_topic: CreateTopic) -> Bank:
 
 
 @pytest.fixture
-async def door(database_url: str) -> AsyncIterator[Door]:
-    """Return the door that the service reaches its database by."""
+async def proxy(database_url: str) -> AsyncIterator[TcpProxy]:
+    """Return the proxy that the service reaches its database by."""
     url = make_url(database_url)
-    async with Door("127.0.0.1", url.port or 0).listening() as one:
+    async with TcpProxy("127.0.0.1", url.port or 0).listening() as one:
         yield one
 
 
@@ -242,11 +242,11 @@ async def wire(kafka: str) -> AsyncIterator[Wire]:
 async def start(
     bank: Bank,
     database_url: str,
-    door: Door,
+    proxy: TcpProxy,
     wire: Wire,
 ) -> AsyncIterator[Start]:
-    """Start processes of the bank, behind the door and the wire."""
-    url = make_url(database_url).set(host="127.0.0.1", port=door.port)
+    """Start processes of the bank, behind the proxy and the wire."""
+    url = make_url(database_url).set(host="127.0.0.1", port=proxy.port)
     async with starting(
         bank,
         database_url=url.render_as_string(hide_password=False),
@@ -273,7 +273,7 @@ async def new_world(
     kafka: str,
     cluster: Cluster,
     broker: Kafka,
-    door: Door,
+    proxy: TcpProxy,
     wire: Wire,
     producer: AIOKafkaProducer,
 ) -> AsyncIterator[NewWorld]:
@@ -288,7 +288,7 @@ async def new_world(
                 kafka,
                 cluster,
                 broker,
-                door,
+                proxy,
                 wire,
                 producer,
                 later,
@@ -353,10 +353,10 @@ async def crashed_in_a_commit(world: World) -> AsyncIterator[None]:
 @asynccontextmanager
 async def unheard(world: World) -> AsyncIterator[None]:
     """Lose everything that is sent to the server and by it, and at last the connections."""
-    world.door.hold()
+    world.proxy.hold()
     yield
-    world.door.cut()
-    world.door.go_on()
+    world.proxy.cut()
+    world.proxy.restore()
 
 
 @asynccontextmanager
@@ -364,7 +364,7 @@ async def read_only(world: World) -> AsyncIterator[None]:
     """Do as a failover that has left the service on a standby, until that is promoted."""
     name = make_url(world.database_url).database
     await world.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
-    world.door.cut()
+    world.proxy.cut()
     yield
     await administer(
         world.cluster.url("postgres"), f"ALTER DATABASE {name} RESET default_transaction_read_only"
@@ -384,9 +384,9 @@ async def out_of_connections(world: World) -> AsyncIterator[None]:
         return bool(await taken[0].fetchval(served, world.bank.name) == 0)
 
     try:
-        world.door.shut()
+        world.proxy.shut()
         await eventually(nothing_is_left)
-        world.door.go_on()
+        world.proxy.restore()
         yield
     finally:
         for connection in taken:
@@ -421,13 +421,13 @@ async def disk_full(world: World) -> AsyncIterator[None]:
 
     async def move(tablespace: str) -> None:
         name = make_url(world.database_url).database
-        world.door.shut()
+        world.proxy.shut()
         await administrate(
             "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity"
             f" WHERE datname = '{name}'"
         )
         await administrate(f"ALTER DATABASE {name} SET TABLESPACE {tablespace}")
-        world.door.go_on()
+        world.proxy.restore()
 
     world.later.push_async_callback(move, "pg_default")
     await move("small")
@@ -453,11 +453,11 @@ DATABASE_FAULTS: dict[str, Fault] = {
 async def test_the_service_survives_its_database(world: World, fault: str) -> None:
     """Traps 16 and 17."""
     generation = await world.generation()
-    begun, knocks = time.monotonic(), world.door.knocks
+    begun, knocks = time.monotonic(), world.proxy.attempts
     async with DATABASE_FAULTS[fault](world):
         await world.send(400)
         await world.tells(world.postgresql)
-        await eventually(lambda: world.door.knocks > knocks + 5)
+        await eventually(lambda: world.proxy.attempts > knocks + 5)
         await eventually(lambda: time.monotonic() > begun + SESSION + 1)
         await world.send(40)
     await world.catches_up()
@@ -473,7 +473,7 @@ async def test_a_slow_database_costs_time_and_nothing_else(new_world: NewWorld) 
     world = await new_world(transaction_timeout=20, kafka_session_timeout=30, backlog_lease=25)
     await world.begins()
     generation = await world.generation()
-    world.door.delay = 0.03
+    world.proxy.delay = 0.03
     await world.send(400)
     await world.catches_up()
     assert await world.generation() == generation
@@ -488,12 +488,12 @@ async def test_a_slow_database_costs_time_and_nothing_else(new_world: NewWorld) 
 async def test_a_database_that_is_too_slow_for_any_record_blames_none(world: World) -> None:
     """Trap 16."""
     generation = await world.generation()
-    world.door.delay = 0.5
+    world.proxy.delay = 0.5
     await world.send(2)
     await world.tells(world.postgresql)
-    knocks = world.door.knocks
-    await eventually(lambda: world.door.knocks > knocks + 3)
-    world.door.go_on()
+    knocks = world.proxy.attempts
+    await eventually(lambda: world.proxy.attempts > knocks + 3)
+    world.proxy.restore()
     await world.catches_up()
     assert await world.generation() == generation
     assert await world.blamed() == {}
@@ -540,7 +540,7 @@ KAFKA_FAULTS: dict[str, tuple[Fault, int]] = {
     "mute": (mute, 0),
     "leaderless": (leaderless, 0),
 }
-"""Faults, and how often the service knocks at the brokers' door before they end."""
+"""Faults, and how often the service knocks at the brokers' proxy before they end."""
 
 
 @pytest.mark.parametrize("fault", KAFKA_FAULTS)
@@ -626,7 +626,7 @@ MINUTE = 60.0
 
 
 @pytest.mark.parametrize("silent", [[unheard], [unheard, mute]], ids=["the database", "both"])
-async def test_the_end_of_the_service_waits_for_no_connection_to_a_silent_database(
+async def test_shutdown_does_not_wait_for_connections_to_a_silent_database(
     new_world: NewWorld, silent: list[Fault]
 ) -> None:
     world = await new_world(shutdown_grace=GRACE)
@@ -645,18 +645,18 @@ async def test_the_end_of_the_service_waits_for_no_connection_to_a_silent_databa
 
 @pytest.mark.parametrize("missing", ["the database", "Kafka", "both"])
 async def test_the_service_starts_before_its_servers(
-    new_world: NewWorld, door: Door, wire: Wire, missing: str
+    new_world: NewWorld, proxy: TcpProxy, wire: Wire, missing: str
 ) -> None:
     if missing != "Kafka":
-        door.shut()
+        proxy.shut()
     if missing != "the database":
         wire.shut()
     world = await new_world()
     await world.send(40)
     if missing != "Kafka":
         await world.tells(world.postgresql)
-        await eventually(lambda: door.knocks > 5)
-        door.go_on()
+        await eventually(lambda: proxy.attempts > 5)
+        proxy.restore()
     if missing != "the database":
         await world.tells(world.brokers)
         await eventually(lambda: wire.knocks > 5)

@@ -12,13 +12,13 @@ from sqlalchemy import Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from onceward import Aggregate, Handlers, Service, Transaction
-from onceward.apply.attempt import Memory
+from onceward.apply.attempt import Findings
 from onceward.consume.gathering import Gatherer
 from onceward.consume.partition_source import PartitionBatch
 from onceward.runtime import Part
 from onceward.servers import revisions
 
-from .desk import Desk, NewDesk
+from .applier import Applier, NewApplier
 from tests.conftest import Running
 from tests.contract.bank import Base, Deposit, Deposited
 from tests.servers.waiting import eventually
@@ -55,8 +55,8 @@ async def add_heard(event: Deposited, tx: Transaction) -> None:
     tx.add(Heard())
 
 
-async def apply(desk: Desk) -> None:
-    await desk.apply(*(Deposit(n, account=key) for n, key in enumerate(KEYS)))
+async def apply(applier: Applier) -> None:
+    await applier.apply(*(Deposit(n, account=key) for n, key in enumerate(KEYS)))
 
 
 async def readings(db: asyncpg.Connection) -> list[str]:
@@ -68,31 +68,33 @@ async def transactions(db: asyncpg.Connection) -> int:
     return number
 
 
-async def test_each_record_has_a_transaction(new_desk: NewDesk, db: asyncpg.Connection) -> None:
+async def test_each_record_has_a_transaction(
+    new_applier: NewApplier, db: asyncpg.Connection
+) -> None:
     handlers = Handlers()
     handlers.on(Deposited, topic=TOPIC, consumer="reading", own_transaction=True)(add_reading)
     handlers.on(Deposited, topic=TOPIC, consumer="heard")(add_heard)
-    desk = await new_desk(handlers, topic=TOPIC)
-    await apply(desk)
-    assert await desk.backlog() == []
+    applier = await new_applier(handlers, topic=TOPIC)
+    await apply(applier)
+    assert await applier.backlog() == []
     assert await readings(db) == sorted(KEYS)
     assert await transactions(db) == len(KEYS)
 
 
 async def test_partitions_that_are_ready_at_once_share_none(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
     handlers.on(Deposited, topic=TOPIC, consumer="reading", own_transaction=True)(add_reading)
     handlers.on(Deposited, topic=TOPIC, consumer="heard")(add_heard)
-    desk = await new_desk(handlers, topic=TOPIC)
-    gatherer = Gatherer(desk.consume)
+    applier = await new_applier(handlers, topic=TOPIC)
+    gatherer = Gatherer(applier.consume)
 
     async def take(partition: int) -> None:
-        one = replace(desk, slot=replace(desk.slot, partition=partition))
+        one = replace(applier, slot=replace(applier.slot, partition=partition))
         start = await one.position()
         batch = await one.read(Deposit(2 * partition), Deposit(2 * partition + 1), start=start)
-        if not await gatherer.apply(PartitionBatch(one.slot, batch), Memory()):
+        if not await gatherer.apply(PartitionBatch(one.slot, batch), Findings()):
             await one.apply_batch(batch)
 
     await asyncio.gather(take(0), take(1))
@@ -100,31 +102,31 @@ async def test_partitions_that_are_ready_at_once_share_none(
 
 
 async def test_deferred_records_leave_other_consumers_their_batch(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
     handlers.on(Deposited, topic=TOPIC, consumer="reading", mode="deferred", own_transaction=True)(
         add_reading
     )
     handlers.on(Deposited, topic=TOPIC, consumer="heard")(add_heard)
-    desk = await new_desk(handlers, topic=TOPIC)
-    await apply(desk)
-    await desk.work_off(4)
-    assert await desk.backlog() == []
+    applier = await new_applier(handlers, topic=TOPIC)
+    await apply(applier)
+    await applier.work_off(4)
+    assert await applier.backlog() == []
     assert await readings(db) == sorted(KEYS)
     assert await transactions(db) == 1
 
 
 async def test_without_it_such_a_message_is_tried_alone_at_once(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
     handlers.on(Deposited, topic=TOPIC, consumer="reading")(add_reading)
-    desk = await new_desk(handlers, topic=TOPIC)
-    await apply(desk)
-    assert {row["attempts"] for row in await desk.backlog()} <= {0}
-    await desk.work_off()
-    assert await desk.backlog() == []
+    applier = await new_applier(handlers, topic=TOPIC)
+    await apply(applier)
+    assert {row["attempts"] for row in await applier.backlog()} <= {0}
+    await applier.work_off()
+    assert await applier.backlog() == []
     assert await readings(db) == sorted(KEYS)
 
 

@@ -16,9 +16,9 @@ from onceward.consume.reader import Reader
 from onceward.observe.health import Health
 from onceward.runtime import Part
 
+from .applier import Applier, NewApplier
 from .bank import Bank
 from .conftest import position_of, position_reaches
-from .desk import Desk, NewDesk
 from .processes import starting
 from tests.conftest import Running
 from tests.contract.bank import Deposit, Deposited, histories
@@ -43,27 +43,27 @@ async def committed_offsets(kafka: str, group: str) -> dict[TopicPartition, int]
     return {partition: found.offset for partition, found in offsets.items()}
 
 
-async def test_a_batch_read_from_where_the_partition_no_longer_is_has_no_effect(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_batch_read_from_an_outdated_position_has_no_effect(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
     """Trap 12: the second of two owners is refused."""
-    bank, desk = ledger
-    stale = await desk.read(Deposit(3), Deposit(4), start=await desk.position())
-    await desk.apply(Deposit(1), Deposit(2))
+    bank, applier = ledger
+    stale = await applier.read(Deposit(3), Deposit(4), start=await applier.position())
+    await applier.apply(Deposit(1), Deposit(2))
     with pytest.raises(PositionMoved):
-        await desk.apply_batch(stale)
+        await applier.apply_batch(stale)
     assert bank.calls == [1, 2]
     assert await histories(db) == {"ada": [1, 2]}
     assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 2
-    assert await desk.position() == 2
+    assert await applier.position() == 2
 
 
-async def test_of_two_owners_at_once_one_applies_and_the_other_learns_that_it_is_none(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_of_two_concurrent_owners_one_applies_and_the_other_is_refused(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """Trap 12."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    owner, zombie = [await new_desk(bank.handlers, topic=bank.deposits) for _ in range(2)]
+    owner, zombie = [await new_applier(bank.handlers, topic=bank.deposits) for _ in range(2)]
     for round in range(10):
         start = await owner.position()
         # Of different length, so that the zombie's end would be found out.
@@ -145,7 +145,7 @@ async def test_a_position_moved_under_a_running_service_is_read_again(
     assert await histories(db) == {"ada": [1, 2, 3]}
 
 
-async def test_gaps_that_transactions_leave_are_passed_and_what_they_aborted_is_never_seen(
+async def test_offset_gaps_of_transactions_are_passed_and_aborted_records_never_handled(
     bank: Bank, running: Running, db: asyncpg.Connection, kafka: str
 ) -> None:
     """Trap 13."""
@@ -233,7 +233,7 @@ async def test_a_batch_that_runs_when_its_partition_is_revoked_is_finished_first
     assert await histories(db) == {"1": [1], "2": [2]}
 
 
-async def test_a_service_that_is_stopped_finishes_the_batch_that_runs_and_begins_no_other(
+async def test_a_stopping_service_finishes_its_running_batch_and_starts_no_other(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -303,7 +303,7 @@ async def test_kafkas_offset_moved_by_somebody_is_not_where_the_service_goes_on(
 
 
 @pytest.mark.full
-async def test_processes_whose_event_loop_is_blocked_keep_their_partitions_and_have_not_died(
+async def test_processes_with_a_blocked_event_loop_keep_partitions_and_stay_alive(
     two_partitions: Bank,
     producer: AIOKafkaProducer,
     db: asyncpg.Connection,

@@ -13,8 +13,8 @@ from aiokafka import AIOKafkaProducer
 from onceward.runtime import Part, _collect_seldom
 from onceward.servers.tasks import SLICE_SECONDS, in_background
 
+from .applier import NewApplier
 from .bank import Bank
-from .desk import NewDesk
 from tests.conftest import Running
 from tests.contract.bank import Deposit, histories
 from tests.servers.waiting import eventually
@@ -25,7 +25,7 @@ SLOW = 0.01
 COUNT = 600
 
 
-async def test_slow_handlers_are_not_called_in_vain_for_batches_that_take_too_long(
+async def test_batches_of_slow_handlers_are_made_smaller_to_avoid_wasted_calls(
     bank: Bank, producer: AIOKafkaProducer, running: Running, db: asyncpg.Connection
 ) -> None:
     amounts = range(1, COUNT + 1)
@@ -61,9 +61,9 @@ class Knot:
 
 
 async def test_cycles_that_handlers_leave_are_collected_after_so_many_objects(
-    bank: Bank, new_desk: NewDesk
+    bank: Bank, new_applier: NewApplier
 ) -> None:
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
     amounts, alive = range(1, 1_001), list[int]()
 
     async def knot() -> None:
@@ -75,7 +75,7 @@ async def test_cycles_that_handlers_leave_are_collected_after_so_many_objects(
     gc.collect()
     try:
         _collect_seldom(4_000)
-        await desk.apply(*(Deposit(amount) for amount in amounts))
+        await applier.apply(*(Deposit(amount) for amount in amounts))
     finally:
         gc.set_threshold(*before)
         gc.unfreeze()
@@ -85,10 +85,10 @@ async def test_cycles_that_handlers_leave_are_collected_after_so_many_objects(
 
 
 async def test_others_have_their_turn_between_the_messages_of_a_batch(
-    bank: Bank, new_desk: NewDesk
+    bank: Bank, new_applier: NewApplier
 ) -> None:
     """Also of a few, if they take long."""
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
     amounts, calls = range(1, 21), [0]
 
     async def burn() -> None:
@@ -104,6 +104,6 @@ async def test_others_have_their_turn_between_the_messages_of_a_batch(
             await asyncio.sleep(0)
 
     async with in_background(look()):
-        await desk.apply(*(Deposit(amount) for amount in amounts))
+        await applier.apply(*(Deposit(amount) for amount in amounts))
     assert calls[-1] == len(amounts)
     assert max(after - before for before, after in pairwise(calls)) == 1

@@ -22,16 +22,17 @@ from onceward.cli.dead import Selection
 from onceward.events.codec import CloudEvents
 from onceward.observe.health import Health
 from onceward.operators import statements as operator_statements
+from onceward.relay import rejected, window
 from onceward.relay import statements as relay_statements
-from onceward.relay import window
 from onceward.relay.cursor import Cursor
 from onceward.relay.rejected import Rejected
 from onceward.relay.rejections import Rejection
 from onceward.relay.window import Progress
+from onceward.schema import SHARDS
 from onceward.settings import Settings
 
-from .desk import store_of
-from .outgoing import ALL_SHARDS, event, stage
+from .applier import store_of
+from .outgoing import ALL_SHARDS, event, stage, unleased
 from .plans import MAJOR_VERSIONS, Explaining, connected, execute, only, server_of
 from tests.contract.bank import Base, Deposit
 from tests.onceward.integration.bank import Bank
@@ -150,6 +151,7 @@ async def asked(large: Large, request: pytest.FixtureRequest) -> AsyncIterator[E
 @pytest.mark.parametrize("limit", [7, 100, 5_000])
 async def test_a_poll_that_finds_nothing(asked: Explaining, limit: int) -> None:
     now = await _now(asked._db)
+    assert await window.opened(asked, Progress(now, None, 0, 0), ALL_SHARDS, unleased) is None
     page = await window.fresh(asked, Progress(now, None, 0, 0), ALL_SHARDS, limit)
     assert len(page.events) == 0
     for plan in asked.plans:
@@ -159,6 +161,9 @@ async def test_a_poll_that_finds_nothing(asked: Explaining, limit: int) -> None:
 
 
 async def test_a_poll_that_finds_some_new_events(asked: Explaining, large: Large) -> None:
+    assert (
+        await window.opened(asked, Progress(large.full, None, 0, 0), ALL_SHARDS, unleased) is None
+    )
     page = await window.fresh(asked, Progress(large.full, None, 0, 0), ALL_SHARDS, 5_000)
     assert len(page.events) == 100
     for plan in asked.plans:
@@ -173,6 +178,7 @@ async def test_a_poll_that_finds_a_transaction_that_took_long(
         "SELECT xid FROM pipeline.outbox WHERE id > 500000 ORDER BY xid LIMIT 1"
     )
     seen = (xid, large.full[1], (xid,))
+    assert await window.opened(asked, Progress(seen, None, 0, 0), ALL_SHARDS, unleased) is None
     page = await window.fresh(asked, Progress(seen, None, 0, 0), ALL_SHARDS, 5_000)
     assert len(page.events) == 1_100
     for plan in asked.plans:
@@ -188,14 +194,22 @@ SELECT bool_or(reltuples > 10000)
 
 
 @pytest.mark.parametrize("published", [0, 100, 900_100])
-async def test_a_wide_window_is_opened_at_its_first_event_by_statements_that_are_bounded(
+async def test_bounded_statements_open_a_wide_window_at_its_first_event(
     asked: Explaining, published: int
 ) -> None:
     first, xid = await asked._db.fetchrow(
         "SELECT id, xid FROM pipeline.outbox WHERE id > $1 ORDER BY id LIMIT 1", published
     )
-    page = await window.fresh(asked, Progress((xid, xid, ()), None, 0, 0), ALL_SHARDS, 100)
+    extended = 0
+
+    async def extend() -> None:
+        nonlocal extended
+        extended += 1
+
+    page = await window.opened(asked, Progress((xid, xid, ()), None, 0, 0), ALL_SHARDS, extend)
+    assert page is not None
     assert len(page.events) == 0
+    assert extended == len(asked.plans) - 1
     assert page.then.last_id == first - 1
     assert len(asked.plans) > 1 + (1_000_000 - published) // 50_000
     # With the statistics of a nearly empty table, a plan for these values sorts the whole window.
@@ -224,7 +238,7 @@ async def test_a_page_of_one_shard_of_a_backlog(asked: Explaining, large: Large)
     assert only(asked).blocks < 3_000
 
 
-async def test_a_page_of_a_window_with_a_few_events_among_many_that_are_published(
+async def test_a_page_of_a_window_with_few_events_among_many_published(
     asked: Explaining, large: Large
 ) -> None:
     now = await _now(asked._db)
@@ -317,13 +331,27 @@ def new_rejected() -> Rejected:
     return Rejected(CHOSEN, Health(stall_after=3_600))
 
 
-async def test_events_that_wait_for_a_topic(asked: Explaining) -> None:
+async def test_events_that_wait_are_counted_up_to_a_limit(
+    asked: Explaining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rejected, "_COUNTED_AT_MOST", 10)
+    backlog = new_rejected()
+    await backlog.look(asked, ALL_SHARDS)
+    assert {backlog.is_waiting("large"), backlog.is_waiting("missing")} == {True}
+    indexes = {"outbox_rejected_waiting_idx", "outbox_rejected_dead_idx"}
+    assert (only(asked).indexes, only(asked).scanned) == (indexes, set())
+    assert only(asked).blocks < 2 * SHARDS * 30
+
+
+@pytest.mark.parametrize("shards", [ALL_SHARDS, [SHARDS - 1]], ids=["all", "the last one"])
+async def test_events_that_wait_for_a_topic(asked: Explaining, shards: Sequence[int]) -> None:
     backlog = new_rejected()
     await backlog.look(asked._db, ALL_SHARDS)
     topic = backlog.next_topic(accepting=False)
     assert topic is not None
-    rows = await backlog.due(asked, topic, ALL_SHARDS)
+    rows = await backlog.due(asked, topic, shards)
     assert len(rows) == 100
+    assert {row["shard"] for row in rows} <= set(shards)
     assert (only(asked).indexes, only(asked).scanned) == ({"outbox_rejected_waiting_idx"}, set())
     assert only(asked).blocks < 1_000
 

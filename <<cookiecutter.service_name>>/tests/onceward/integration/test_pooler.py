@@ -14,8 +14,8 @@ from onceward.retention.maintenance import run_retention
 from onceward.servers.database import autocommitting, driver_of
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from .outgoing import numbered, relaying, stage
 from .test_interrupted import kill_connections
 from tests.contract.bank import Account, Deposit, histories
@@ -35,19 +35,19 @@ SELECT (SELECT count(*) FROM pg_prepared_statements) AS statements,
 
 @pytest.mark.parametrize(("pooler", "statements"), [(True, 0), (False, 1)])
 async def test_a_transaction_leaves_nothing_behind_in_its_session(
-    new_desk: NewDesk, direct_url: str, pooler: bool, statements: int
+    new_applier: NewApplier, direct_url: str, pooler: bool, statements: int
 ) -> None:
     """Trap 22; without the setting prepared statements stay, which is faster where it works."""
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk: Desk = await new_desk(
+    applier: Applier = await new_applier(
         bank.handlers,
         topic=bank.deposits,
         database_url=direct_url,
         database_pooler=pooler,
         concurrency=1,
     )
-    await desk.apply(*(Deposit(amount) for amount in range(20)))
-    async with autocommitting(desk.engine) as driver:
+    await applier.apply(*(Deposit(amount) for amount in range(20)))
+    async with autocommitting(applier.engine) as driver:
         await run_retention(
             driver,
             Settings.model_validate(
@@ -55,7 +55,7 @@ async def test_a_transaction_leaves_nothing_behind_in_its_session(
             ),
         )
         assert await close_generation(driver, current=1)
-    async with AsyncSession(desk.engine) as session:
+    async with AsyncSession(applier.engine) as session:
         account = await session.get_one(Account, "ada")
         assert account.balance == sum(range(20))
         driver = await driver_of(await session.connection())
@@ -80,19 +80,19 @@ async def test_a_relay_needs_no_session(
 
 @pytest.mark.parametrize("when", ["before a batch", "while a handler is called"])
 async def test_a_pooler_without_a_server_is_an_outage_and_nothing_is_spent(
-    new_desk: NewDesk, server_url: str, direct_url: str, db: asyncpg.Connection, when: str
+    new_applier: NewApplier, server_url: str, direct_url: str, db: asyncpg.Connection, when: str
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     server = make_url(direct_url)
     # Whoever waits for a server longer than a second gets an error.
     with pooling(server_url, "query_wait_timeout = 1\nserver_login_retry = 1\n") as pooler:
-        desk = await new_desk(
+        applier = await new_applier(
             bank.handlers,
             topic=bank.deposits,
             database_url=url_of(pooler.url, server.database or ""),
             database_pooler=True,
         )
-        await desk.apply(Deposit(1), Deposit(2))
+        await applier.apply(Deposit(1), Deposit(2))
 
         async def lose_the_server() -> None:
             bank.waits.clear()
@@ -103,12 +103,12 @@ async def test_a_pooler_without_a_server_is_an_outage_and_nothing_is_spent(
             await lose_the_server()
         else:
             bank.waits[4] = lose_the_server
-        applying = asyncio.create_task(desk.apply(*map(Deposit, (3, 4, 5)), start=2))
-        await eventually(lambda: len(desk.outages) > 2)
+        applying = asyncio.create_task(applier.apply(*map(Deposit, (3, 4, 5)), start=2))
+        await eventually(lambda: len(applier.outages) > 2)
         assert not applying.done()
         pooler.resume_at(server.port or 0)
         await applying
-        assert await desk.backlog() == []
+        assert await applier.backlog() == []
     assert await histories(db) == {"ada": [1, 2, 3, 4, 5]}
 
 

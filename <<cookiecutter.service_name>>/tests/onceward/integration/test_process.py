@@ -78,7 +78,7 @@ async def _inbox_holds(db: asyncpg.Connection, count: int) -> bool:
 
 
 @pytest.mark.full
-async def test_a_relay_that_was_frozen_longer_than_its_lease_loses_and_reorders_nothing(
+async def test_a_relay_frozen_longer_than_its_lease_loses_and_reorders_nothing(
     start: Start, new_topic: NewTopic, db: asyncpg.Connection, kafka: str
 ) -> None:
     topic = await new_topic(2)
@@ -168,7 +168,7 @@ async def test_sigterm_finishes_the_batch_publishes_it_and_leaves_the_group(
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-async def test_a_second_signal_ends_the_process_at_once_and_the_batch_is_rolled_back(
+async def test_a_second_signal_ends_the_process_and_rolls_the_batch_back(
     start: Start,
     bank: Bank,
     producer: AIOKafkaProducer,

@@ -104,7 +104,7 @@ async def test_an_event_arrives_with_its_key_and_payload_and_all_its_headers(
     }
 
 
-async def test_an_event_without_key_payload_sequence_and_trace_has_no_headers_for_them(
+async def test_absent_key_payload_sequence_and_trace_produce_no_headers(
     settings: Callable[..., Settings], db: asyncpg.Connection, new_topic: NewTopic, records: Records
 ) -> None:
     topic = await new_topic()
@@ -265,7 +265,7 @@ async def test_an_erased_event_is_rejected_and_its_neighbours_are_sent(
     assert await committed_ids(kafka, topic, 2) == ["0", "2"]
 
 
-async def test_what_a_batch_is_rejections_for_is_found_and_its_neighbours_are_sent(
+async def test_events_that_cause_a_batch_rejection_are_found_and_neighbours_sent(
     settings: Callable[..., Settings], db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
     compacted = await new_topic(**{"cleanup.policy": "compact"})
@@ -293,7 +293,7 @@ async def test_batches_that_are_larger_than_their_topic_allows_go_in_parts(
     assert 1 < len(started) < 8
 
 
-async def test_what_was_sent_and_what_was_sent_in_vain_is_counted_apart_with_the_error(
+async def test_sent_and_failed_events_are_counted_separately_with_the_error(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     new_topic: NewTopic,
@@ -317,7 +317,7 @@ async def test_what_was_sent_and_what_was_sent_in_vain_is_counted_apart_with_the
         assert counted == {None: 1, "InvalidRecordError": 3}, "what was not sent is not counted"
 
 
-async def test_a_topic_that_rejects_again_and_again_has_to_wait_and_delays_no_other(
+async def test_a_topic_that_keeps_rejecting_must_wait_and_delays_no_other(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,
@@ -335,7 +335,7 @@ async def test_a_topic_that_rejects_again_and_again_has_to_wait_and_delays_no_ot
     assert len(await ids_in(kafka, other)) == 200
 
 
-async def test_nothing_of_a_topic_that_is_missing_is_sent_and_all_of_the_others_is(
+async def test_events_of_a_missing_topic_are_not_sent_and_others_are(
     chosen: Settings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
     topic, missing = await new_topic(), f"{await new_topic()}-not"
@@ -351,7 +351,7 @@ async def test_nothing_of_a_topic_that_is_missing_is_sent_and_all_of_the_others_
 
 
 @pytest.mark.parametrize("transactional", [False, True])
-async def test_a_topic_without_a_leader_costs_no_producer_and_is_sent_to_as_soon_as_it_has_one(
+async def test_a_leaderless_topic_needs_no_new_producer_and_resumes_immediately(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,

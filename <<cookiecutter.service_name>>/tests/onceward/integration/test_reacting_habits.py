@@ -23,8 +23,7 @@ from onceward import Aggregate, Event, Handlers, Reject, Transaction
 from onceward.handlers import policy
 
 from . import test_habits
-from .desk import NewDesk
-from .test_door import TOPIC, events_of
+from .applier import NewApplier
 from .test_habits import (
     ALONE,
     LOST,
@@ -39,6 +38,7 @@ from .test_habits import (
     nothing_is_lost,
     shares,
 )
+from .test_session import TOPIC, events_of
 from .test_versions import Watched
 from tests.contract.bank import Base, Deposit, Deposited
 
@@ -403,18 +403,18 @@ IDS = {"id", "purse_id"}
 
 @pytest.fixture(params=REACTIONS)
 async def world(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
     db: asyncpg.Connection,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> World:
-    """Return a desk whose handler does what a message says, beside tables that react."""
+    """Return an applier whose handler does what a message says, beside tables that react."""
     # Otherwise a message whose connection was lost is due again on a slow machine.
     monkeypatch.setattr(policy, "_SHORTEST_FOR_MIGRATION", 3_600.0)
     await db.execute(HISTORY + REACTIONS[request.param])
     handlers = Handlers()
-    desk = await new_desk(handlers, topic=TOPIC, breaker_keys=1_000_000)
-    trial = Trial(desk, desk.engine, db, "purse")
+    applier = await new_applier(handlers, topic=TOPIC, breaker_keys=1_000_000)
+    trial = Trial(applier, applier.engine, db, "purse")
     world = World(trial)
 
     @handlers.on(Deposited, topic=TOPIC, consumer="purse", policy=ALONE)

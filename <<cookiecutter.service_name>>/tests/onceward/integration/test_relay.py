@@ -26,7 +26,6 @@ from onceward.settings import Settings
 
 from .bank import Bank
 from .conftest import Command, complaint
-from .doors import Door
 from .kafka_wire import Wire
 from .outgoing import (
     EagerRelay,
@@ -40,6 +39,7 @@ from .outgoing import (
     stage,
     start_of,
 )
+from .tcp_proxy import TcpProxy
 from tests.servers.proxy import proxy
 from tests.servers.topics import Tail, following, ids_in
 from tests.servers.waiting import PATIENCE, eventually
@@ -185,7 +185,7 @@ async def test_a_successor_goes_on_in_the_middle_of_a_window(
     assert tail.ids == [str(number) for number in range(20, 55)]
 
 
-async def test_a_relay_takes_over_what_a_dead_one_held_when_its_lease_has_ended(
+async def test_a_relay_takes_over_shards_when_a_dead_relays_lease_ends(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,
@@ -267,7 +267,7 @@ async def test_a_relay_publishes_all_that_is_committed_before_it_stops(
 
 
 @pytest.mark.parametrize("before", [0, 5], ids=["last look", "window of many pages"])
-async def test_what_is_committed_behind_the_back_of_the_relay_is_published_before_the_stop(
+async def test_events_committed_unnoticed_by_the_relay_are_published_before_it_stops(
     settings: Callable[..., Settings],
     connect: Connect,
     kafka: str,
@@ -292,7 +292,7 @@ async def test_what_is_committed_behind_the_back_of_the_relay_is_published_befor
     assert await ids_in(kafka, topic) == [str(n) for n in range(1, before + 2)]
 
 
-async def test_a_relay_that_lost_its_shards_writes_nothing_over_the_new_owners_progress(
+async def test_a_relay_that_lost_shards_keeps_the_new_owners_progress(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,
@@ -316,7 +316,7 @@ async def test_a_relay_that_lost_its_shards_writes_nothing_over_the_new_owners_p
     assert {owner for owner, _ in (await owners(db))[10:]} == {"another"}
 
 
-async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_its_shards(
+async def test_sending_longer_than_the_lease_repeats_nothing_and_keeps_shards(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,
@@ -349,7 +349,7 @@ async def test_a_page_that_takes_longer_than_the_lease_is_sent_once_and_keeps_it
     assert tail.ids == [str(number) for number in range(20)]
 
 
-async def test_a_page_that_takes_longer_to_read_than_the_lease_is_sent_once(
+async def test_reading_longer_than_the_lease_sends_a_page_only_once(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,
@@ -376,7 +376,7 @@ async def test_a_page_that_takes_longer_to_read_than_the_lease_is_sent_once(
     assert "trying again" not in caplog.text
 
 
-async def test_nothing_more_is_asked_on_a_connection_that_has_not_answered_in_time(
+async def test_a_connection_without_a_timely_answer_is_not_used_again(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,
@@ -468,7 +468,7 @@ def age() -> float:
     return observed[0] if observed else -1
 
 
-async def test_what_waits_grows_older_without_postgresql_as_long_as_nobody_else_may_send_it(
+async def test_outbox_lag_grows_without_postgresql_while_no_other_relay_may_send(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     database_url: str,
@@ -480,23 +480,23 @@ async def test_what_waits_grows_older_without_postgresql_as_long_as_nobody_else_
     metrics.forget_outbox()
     await stage(db, numbered(topic, [1]))
     async with (
-        Door("127.0.0.1", url.port or 0).listening() as door,
+        TcpProxy("127.0.0.1", url.port or 0).listening() as proxy,
         Wire(kafka).listening() as wire,
     ):
         wire.shut()
         behind = settings(
-            database_url=url.set(port=door.port).render_as_string(hide_password=False),
+            database_url=url.set(port=proxy.port).render_as_string(hide_password=False),
             kafka_bootstrap_servers=wire.address,
             relay_lease=3_600,
         )
         async with relaying(behind) as one:
             await eventually(lambda: age() > 0)
-            door.shut()
-            await eventually(lambda: str(door.port) in one.reason)
+            proxy.shut()
+            await eventually(lambda: str(proxy.port) in one.reason)
             begun = age()
             assert begun > 0
             await eventually(lambda: age() > begun + 0.5)
-            door.go_on()
+            proxy.restore()
             wire.go_on()
             await eventually(lambda: age() == 0)
 
@@ -722,7 +722,7 @@ def test_the_tail_notices_what_is_out_of_order() -> None:
     assert tail.first_ids() == {b"k": ["1", "3", "2"]}
 
 
-async def test_a_page_is_read_while_another_is_sent_and_if_that_fails_nothing_is_sent_again(
+async def test_pages_are_read_ahead_and_a_failed_read_ahead_repeats_nothing(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,

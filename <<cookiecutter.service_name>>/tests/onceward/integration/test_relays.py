@@ -246,7 +246,7 @@ async def _strike(blow: str, struck: Running, db: asyncpg.Connection) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-async def test_whatever_happens_to_writers_and_relays_every_event_arrives_in_its_keys_order(
+async def test_events_arrive_in_key_order_despite_failures_of_writers_and_relays(
     settings: NewSettings,
     connect: Connect,
     db: asyncpg.Connection,
@@ -264,7 +264,7 @@ async def test_whatever_happens_to_writers_and_relays_every_event_arrives_in_its
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
-async def test_whatever_happens_while_a_topic_is_forbidden_every_event_arrives_in_its_keys_order(
+async def test_events_arrive_in_key_order_despite_failures_and_a_forbidden_topic(
     settings: NewSettings,
     connect: Connect,
     db: asyncpg.Connection,
@@ -334,7 +334,7 @@ async def _shares_are(db: asyncpg.Connection, expected: list[int]) -> bool:
     return await shares(db) == expected
 
 
-async def test_the_shards_of_a_relay_that_died_are_taken_over_as_soon_as_its_lease_has_ended(
+async def test_a_dead_relays_shards_are_reassigned_when_its_lease_ends(
     settings: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
     topic = await new_topic()
@@ -367,7 +367,7 @@ async def test_the_shards_of_a_relay_that_died_are_taken_over_as_soon_as_its_lea
     assert min(row["at"] for row in taken) > died
 
 
-async def test_the_shards_of_a_relay_that_died_before_the_clock_was_set_back_are_taken_over(
+async def test_a_dead_relays_shards_are_reassigned_after_a_clock_setback(
     settings: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
     topic = await new_topic()
@@ -381,7 +381,7 @@ async def test_the_shards_of_a_relay_that_died_before_the_clock_was_set_back_are
         await eventually(lambda: _shares_are(db, [64]))
 
 
-async def test_relays_that_come_and_go_share_the_shards_and_no_event_waits_for_a_lease_to_end(
+async def test_joining_and_leaving_relays_share_shards_without_waiting_for_leases(
     settings: NewSettings, db: asyncpg.Connection, connect: Connect, kafka: str, new_topic: NewTopic
 ) -> None:
     topic = await new_topic(3)
@@ -418,7 +418,7 @@ async def test_relays_that_come_and_go_share_the_shards_and_no_event_waits_for_a
     }
 
 
-async def test_a_key_of_many_events_goes_by_pages_and_not_event_by_event(
+async def test_a_key_with_many_events_is_published_in_pages(
     settings: NewSettings, db: asyncpg.Connection, kafka: str, new_topic: NewTopic
 ) -> None:
     """Trap 8."""
@@ -491,9 +491,8 @@ async def test_no_window_is_read_in_a_transaction_that_writes(
         shards: Sequence[int],
         limit: int,
         at_most: int,
-        **options: bool,
     ) -> Page:
-        page = await window.fresh(connection, progress, shards, limit, at_most, **options)
+        page = await window.fresh(connection, progress, shards, limit, at_most)
         writes.append(await connection.fetchval("SELECT pg_current_xact_id_if_assigned()"))
         return page
 

@@ -14,8 +14,8 @@ from onceward.relay.scheduled import Scheduled
 from onceward.servers.database import create_engine
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .calling import CallWorkers, take_calls
-from .desk import Desk, NewDesk
 from tests.contract.bank import Account, Deposit, Deposited
 
 OWN, FAILING = 7, 13
@@ -60,19 +60,19 @@ async def releases(db: asyncpg.Connection, table: str) -> set[str | None]:
     return {row["release"] for row in rows}
 
 
-async def make_calls(desk: Desk) -> None:
+async def make_calls(applier: Applier) -> None:
     """Make the calls that are due."""
-    workers, lanes = CallWorkers(desk.consume, desk.health), 1
+    workers, lanes = CallWorkers(applier.consume, applier.health), 1
     while lanes := await workers.work_off(lanes):
         pass
 
 
 @pytest.mark.parametrize("amount", [1, OWN], ids=["shared session", "own session"])
 async def test_what_a_transaction_writes_has_its_release(
-    new_desk: NewDesk, db: asyncpg.Connection, amount: int
+    new_applier: NewApplier, db: asyncpg.Connection, amount: int
 ) -> None:
-    desk = await new_desk(acting(), topic="deposits", release="1.4.2")
-    await desk.apply(Deposit(amount), Deposit(FAILING, "bob"))
+    applier = await new_applier(acting(), topic="deposits", release="1.4.2")
+    await applier.apply(Deposit(amount), Deposit(FAILING, "bob"))
     waiting = await db.fetch("SELECT consumer FROM pipeline.backlog ORDER BY consumer")
     assert [row["consumer"] for row in waiting] == ["act", "ring"]
     for table in ("inbox", "outbox", "scheduled", "backlog"):
@@ -102,10 +102,10 @@ async def test_what_a_writer_writes_has_its_release(
 
 
 async def test_without_a_release_there_is_none_also_after_others_of_the_session(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     """As of processes of version 1.0.0, and of the next client of a pooler's connection."""
-    await (await new_desk(acting(), topic="deposits", release="")).apply(Deposit(1))
+    await (await new_applier(acting(), topic="deposits", release="")).apply(Deposit(1))
     assert await releases(db, "inbox") == await releases(db, "outbox") == {None}
     event = (
         "INSERT INTO pipeline.outbox (topic, event_id, source, type, content_type)"
@@ -118,12 +118,12 @@ async def test_without_a_release_there_is_none_also_after_others_of_the_session(
 
 
 async def test_a_scheduled_event_keeps_the_release_that_has_scheduled_it(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = acting()
     for release, amount in (("1.4.1", 1), ("1.4.2", 2)):  # the second replaces that of the first
-        desk = await new_desk(handlers, topic="deposits", release=release)
-        await desk.apply(Deposit(amount))
+        applier = await new_applier(handlers, topic="deposits", release=release)
+        await applier.apply(Deposit(amount))
         assert await releases(db, "scheduled") == {release}
     await db.execute("UPDATE pipeline.scheduled SET due_at = now() - interval '1 s'")
     await db.execute("DELETE FROM pipeline.outbox")
@@ -134,14 +134,14 @@ async def test_a_scheduled_event_keeps_the_release_that_has_scheduled_it(
     assert await releases(db, "outbox_rejected") == {"1.4.2"}
 
 
-async def test_a_call_has_the_release_that_stages_it_and_its_marker_that_which_makes_it(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_calls_record_the_staging_release_and_their_markers_the_calling_one(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = acting()
-    first = await new_desk(handlers, topic="deposits", release="1.4.1")
+    first = await new_applier(handlers, topic="deposits", release="1.4.1")
     await first.apply(Deposit(1))
     assert await releases(db, "backlog") == {"1.4.1"}
-    await make_calls(await new_desk(handlers, topic="deposits", release="1.4.2"))
+    await make_calls(await new_applier(handlers, topic="deposits", release="1.4.2"))
     by_consumer = await db.fetch("SELECT consumer, release FROM pipeline.inbox ORDER BY consumer")
     assert [tuple(row) for row in by_consumer] == [("act", "1.4.1"), ("ring", "1.4.2")]
     assert await releases(db, "outbox") == {"1.4.1", "1.4.2"}

@@ -45,7 +45,7 @@ async def test_what_took_effect_is_skipped_and_what_did_not_is_applied(
     assert (await histories(db))["ada"] == [*range(1, 11), 7]
 
 
-async def test_what_is_put_off_is_told_and_so_is_what_an_older_generation_remembers(
+async def test_deferred_messages_and_messages_of_an_older_generation_are_reported(
     bank: Bank,
     command: Command,
     running: Running,
@@ -132,7 +132,7 @@ async def store_position(db: asyncpg.Connection, bank: Bank, offset: int) -> Non
     )
 
 
-async def test_what_may_have_been_forgotten_is_read_again_only_if_that_is_asked_for(
+async def test_messages_that_may_be_forgotten_are_replayed_only_on_request(
     bank: Bank, command: Command, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     second = int(time.time()) - 600
@@ -181,7 +181,7 @@ async def test_what_is_forgotten_before_a_long_replay_ends_counts_as_forgotten(
     assert "2 messages were too old, and are dead letters now" in done.stdout
 
 
-async def test_what_a_consumer_has_never_taken_is_read_again_however_old_it_is(
+async def test_messages_never_taken_by_a_consumer_are_replayed_whatever_their_age(
     bank: Bank, command: Command, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     await Deposit(1, timestamp=1_700_000_000_000).send(producer, bank.deposits)

@@ -254,7 +254,7 @@ async def last_xid(db: asyncpg.Connection) -> int:
     return int(await db.fetchval("SELECT max(xid) FROM pipeline.outbox"))
 
 
-async def test_after_a_restore_to_an_earlier_point_the_same_events_come_again_and_are_dropped(
+async def test_events_repeated_after_a_restore_from_a_backup_are_dropped(
     chain: Chain, start: Start, cluster: Cluster, bank_url: str
 ) -> None:
     service = await start("run", database_url=bank_url)
@@ -287,7 +287,7 @@ def archived_url(archiving: Cluster) -> str:
     return migrated(archiving)
 
 
-async def test_after_a_restore_to_a_point_in_time_what_came_later_comes_again_and_is_dropped(
+async def test_events_repeated_after_a_point_in_time_recovery_are_dropped(
     chain: Chain, start: Start, archiving: Cluster, archived_url: str
 ) -> None:
     service = await start("run", database_url=archived_url)
@@ -343,7 +343,7 @@ async def test_a_service_outlives_a_failover_that_loses_transactions(
                 assert await last_xid(db) < lost
 
 
-async def test_a_relay_behind_a_pooler_notices_a_failover_that_it_does_not_see(
+async def test_a_relay_behind_a_pooler_notices_a_failover_hidden_by_it(
     settings: Callable[..., Settings],
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
@@ -393,7 +393,7 @@ async def stop_following(standby: asyncpg.Connection) -> None:
     await eventually(is_cut_off)
 
 
-async def test_a_relay_reads_nothing_from_a_standby_and_goes_on_when_it_is_promoted(
+async def test_a_relay_reads_nothing_from_a_standby_until_it_is_promoted(
     settings: Callable[..., Settings],
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
@@ -545,7 +545,7 @@ def move(
     return bank_url, asyncio.run(empty_database(server_url, used_databases))
 
 
-async def test_a_dump_restored_into_another_cluster_is_published_again_when_a_person_says_so(
+async def test_a_dump_restored_into_another_cluster_is_republished_only_after_adoption(
     chain: Chain, running: Running, start: Start, move: tuple[str, str], tmp_path: Path
 ) -> None:
     """Trap 2: transaction ids do not survive it, be the other cluster's lower or higher."""
@@ -572,7 +572,7 @@ async def test_a_dump_restored_into_another_cluster_is_published_again_when_a_pe
     assert again == by_account(range(1, 36))
 
 
-async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_when_it_is_adopted(
+async def test_a_dump_restored_within_its_cluster_continues_after_it_is_adopted(
     chain: Chain,
     running: Running,
     direct_url: str,
@@ -591,7 +591,7 @@ async def test_a_dump_restored_into_another_database_of_its_cluster_goes_on_when
     await chain.check(range(1, 31), repeated=range(11, 26))
 
 
-async def test_an_event_that_cannot_come_again_the_same_is_not_dropped_in_silence(
+async def test_an_event_that_cannot_be_reproduced_identically_is_not_silently_dropped(
     chain: Chain,
     running: Running,
     direct_url: str,

@@ -17,8 +17,8 @@ from onceward.runtime import Part, serve
 from onceward.servers.revisions import NotMigrated
 from onceward.settings import Settings
 
+from .applier import Applier
 from .bank import Bank
-from .desk import Desk
 from .outgoing import event, stage
 from tests.conftest import Running
 from tests.contract.bank import Deposit, histories
@@ -62,7 +62,7 @@ async def test_days_and_generations_are_made_ahead(
     }
 
 
-async def test_the_days_follow_each_other_without_a_gap_whatever_the_sessions_time_zone_is(
+async def test_days_follow_without_gaps_whatever_the_session_time_zone(
     bare: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     await bare.execute("SET timezone = 'America/St_Johns'")
@@ -75,7 +75,7 @@ async def test_the_days_follow_each_other_without_a_gap_whatever_the_sessions_ti
     ]
 
 
-async def test_a_second_round_changes_nothing_and_a_longer_view_adds_what_is_missing(
+async def test_a_second_round_changes_nothing_and_a_longer_horizon_adds_partitions(
     bare: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
     await run_retention(bare, settings(outbox_days_ahead=2))
@@ -126,7 +126,7 @@ async def test_many_processes_at_once_make_each_partition_once(
     assert list(await made(bare, "inbox")) == ["inbox_g1", "inbox_g2", "inbox_g3"]
 
 
-async def test_a_process_that_waited_for_another_one_sees_what_that_one_has_made(
+async def test_a_process_that_waited_for_another_sees_the_partitions_it_made(
     bare: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
 ) -> None:
     first, second = await connect(), await connect()
@@ -211,20 +211,20 @@ async def test_nobody_can_choose_ids_and_shards_of_their_own(db: asyncpg.Connect
             )
 
 
-async def test_a_message_for_which_there_is_no_partition_waits_and_nobody_is_blamed(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, settings: Callable[..., Settings]
+async def test_a_message_without_a_partition_waits_and_no_record_is_blamed(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    _, desk = ledger
-    await desk.apply(Deposit(1))
+    _, applier = ledger
+    await applier.apply(Deposit(1))
     for name in await made(db, "outbox"):
         await db.execute(f"DROP TABLE pipeline.{name}")
-    applying = asyncio.create_task(desk.apply(Deposit(2)))
-    await eventually(lambda: len(desk.outages) > 3)
-    assert "no partition of relation" in desk.outages[0]
+    applying = asyncio.create_task(applier.apply(Deposit(2)))
+    await eventually(lambda: len(applier.outages) > 3)
+    assert "no partition of relation" in applier.outages[0]
     await run_retention(db, settings())
     await applying
     assert await histories(db) == {"ada": [1, 2]}
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def test_a_service_misses_a_partition_before_the_next_round(
@@ -255,7 +255,7 @@ async def test_a_generation_is_closed_when_it_is_old_enough_and_not_before(
     assert list(await made(db, "inbox"))[-1] == "inbox_g4"
 
 
-async def test_a_generation_that_is_in_use_stays_open_and_nobody_waits_for_long(
+async def test_a_generation_in_use_stays_open_without_long_waits(
     db: asyncpg.Connection, connect: Connect, settings: Callable[..., Settings]
 ) -> None:
     """Who wants to close it waits for those who are at it, and lets the next ones wait behind."""
@@ -373,7 +373,7 @@ async def test_an_error_that_nobody_expects_when_partitions_are_made_ends_the_se
         await asyncio.wait_for(serving, PATIENCE)
 
 
-async def test_an_error_when_old_ones_are_dropped_is_told_of_and_ends_nothing(
+async def test_an_error_while_dropping_old_partitions_is_logged_and_ends_nothing(
     bank: Bank,
     running: Running,
     monkeypatch: pytest.MonkeyPatch,

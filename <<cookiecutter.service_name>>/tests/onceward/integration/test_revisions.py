@@ -261,7 +261,7 @@ async def test_the_doctor_names_every_column_and_table_that_its_schema_lacks(
     assert "Traceback" not in doctor.output
 
 
-async def test_a_database_of_an_older_first_revision_is_named_before_anything_is_written(
+async def test_a_database_of_an_older_first_revision_is_named_before_writes(
     start: Start, folder: Path, server_url: str, used_databases: list[str]
 ) -> None:
     """Of a service that was baked before the first revision was edited in place."""
@@ -604,7 +604,7 @@ async def test_a_database_without_any_revision_is_refused_where_tables_are_too(
     assert "NotMigrated: the database lacks pipeline_0002" in process.output
 
 
-async def test_nothing_is_refused_where_it_is_not_known_which_schema_the_code_needs(
+async def test_nothing_is_refused_if_the_codes_required_schema_is_unknown(
     start: Start, folder: Path, db: asyncpg.Connection
 ) -> None:
     (folder / "alembic.ini").unlink()

@@ -249,7 +249,7 @@ async def test_a_script_that_was_not_run_after_a_migration_is_named(
     await eventually(lambda: db.fetchval("SELECT count(*) = 1 FROM pipeline.inbox"))
 
 
-async def test_a_relay_publishes_what_does_not_fit_on_a_page_under_its_own_role(
+async def test_a_relay_publishes_more_than_a_page_under_its_own_role(
     granted: Roles, bank: Bank, start: Start, db: asyncpg.Connection, kafka: str
 ) -> None:
     await stage(db, [event(bank.balances, number) for number in range(10)])
@@ -318,7 +318,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_a_database_is_set_up_and_served_by_roles_of_which_none_is_a_superuser(
+async def test_a_database_is_set_up_and_served_without_superuser_roles(
     set_up: Roles, home: Path, start: Start, bank: Bank, producer: AIOKafkaProducer
 ) -> None:
     releasing, hourly = blocks("sh")
@@ -443,7 +443,7 @@ async def test_retention_makes_and_drops_partitions_which_belong_to_it(
         assert owner == granted.names["retention"]
 
 
-async def test_who_owns_nothing_leaves_partitions_to_others_and_says_when_they_run_out(
+async def test_a_role_without_ownership_leaves_partitions_to_others_and_reports_shortage(
     granted: Roles, start: Start, db: asyncpg.Connection
 ) -> None:
     process = await start("retention", "run", database_url=granted.of("service"))
@@ -475,7 +475,7 @@ async def test_who_owns_nothing_leaves_partitions_to_others_and_says_when_they_r
     await eventually(relaying.is_ready)
 
 
-async def test_what_retention_has_left_to_its_next_round_is_no_partition_that_runs_out(
+async def test_partitions_left_to_the_next_retention_round_are_not_a_shortage(
     granted: Roles,
     start: Start,
     db: asyncpg.Connection,
@@ -737,7 +737,7 @@ async def may_read(db: asyncpg.Connection, name: str, table: str) -> bool:
     return may
 
 
-async def test_who_stood_for_all_still_does_the_rest_when_another_gets_the_partitions(
+async def test_a_role_with_all_parts_keeps_the_rest_after_losing_retention(
     granted: Roles, server_url: str, settings: Callable[..., Settings]
 ) -> None:
     all_in_one, owner = granted.names["service"], granted.names["owner"]

@@ -11,8 +11,8 @@ from sqlalchemy import make_url
 from onceward import Policy
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from .languages import Postgres
 from .outgoing import numbered, relaying, stage
 from .test_inbox import close_generation
@@ -51,9 +51,9 @@ async def wiring(settings: Settings, wire: Wire) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def wired(
-    settings: Callable[..., Settings], new_desk: NewDesk
-) -> AsyncIterator[tuple[Bank, Desk, Wire]]:
-    """Return a bank, its desk, and what passes between them and PostgreSQL."""
+    settings: Callable[..., Settings], new_applier: NewApplier
+) -> AsyncIterator[tuple[Bank, Applier, Wire]]:
+    """Return a bank, its applier, and what passes between them and PostgreSQL."""
     wire = Wire()
     async with wiring(settings(), wire) as there:
         bank = Bank(
@@ -63,16 +63,16 @@ async def wired(
             options={"policy": Policy(schedule=(0,))},
         )
         changed = {"database_url": there, "concurrency": 1, "backlog_workers": 1}
-        desk = await new_desk(bank.handlers, topic=bank.deposits, **changed)
-        yield bank, desk, wire
-        await desk.engine.dispose()
+        applier = await new_applier(bank.handlers, topic=bank.deposits, **changed)
+        yield bank, applier, wire
+        await applier.engine.dispose()
 
 
-async def round_trips(wire: Wire, desk: Desk, deposits: list[Deposit]) -> Counter[str]:
+async def round_trips(wire: Wire, applier: Applier, deposits: list[Deposit]) -> Counter[str]:
     """Return what a batch asks PostgreSQL for, and how often."""
-    position = await desk.position()
+    position = await applier.position()
     before = wire.seen.copy()
-    await desk.apply(*deposits, start=position)
+    await applier.apply(*deposits, start=position)
     return wire.seen - before
 
 
@@ -83,35 +83,35 @@ def deposits(first: int, count: int) -> list[Deposit]:
 
 @pytest.mark.parametrize("count", [10, 1_000])
 async def test_a_batch_of_any_size_takes_the_same_round_trips(
-    wired: tuple[Bank, Desk, Wire], count: int
+    wired: tuple[Bank, Applier, Wire], count: int
 ) -> None:
-    _, desk, wire = wired
-    await desk.apply(*deposits(0, 10))  # creates the accounts, and prepares the statements
-    await desk.apply(*deposits(10, 10))
-    assert await round_trips(wire, desk, deposits(20, count)) == NEW
+    _, applier, wire = wired
+    await applier.apply(*deposits(0, 10))  # creates the accounts, and prepares the statements
+    await applier.apply(*deposits(10, 10))
+    assert await round_trips(wire, applier, deposits(20, count)) == NEW
 
 
 async def test_closed_generations_cost_a_batch_one_statement(
-    wired: tuple[Bank, Desk, Wire], db: asyncpg.Connection, settings: Callable[..., Settings]
+    wired: tuple[Bank, Applier, Wire], db: asyncpg.Connection, settings: Callable[..., Settings]
 ) -> None:
-    _, desk, wire = wired
-    await desk.apply(*deposits(0, 500))
+    _, applier, wire = wired
+    await applier.apply(*deposits(0, 500))
     await close_generation(db, settings)
-    await desk.apply(*deposits(500, 500))
+    await applier.apply(*deposits(500, 500))
     await close_generation(db, settings)
     asked = Counter(["consume: look up closed generations"])
-    assert await round_trips(wire, desk, deposits(1_000, 500)) == NEW + asked
+    assert await round_trips(wire, applier, deposits(1_000, 500)) == NEW + asked
     # Old ones of two generations among new ones: in one statement.
-    assert await round_trips(wire, desk, deposits(400, 2_000)) == NEW + asked + Counter(
+    assert await round_trips(wire, applier, deposits(400, 2_000)) == NEW + asked + Counter(
         ["consume: read existing markers", "consume: count duplicates"]
     )
 
 
-async def test_a_batch_of_duplicates_takes_fewer(wired: tuple[Bank, Desk, Wire]) -> None:
-    _, desk, wire = wired
+async def test_a_batch_of_duplicates_takes_fewer(wired: tuple[Bank, Applier, Wire]) -> None:
+    _, applier, wire = wired
     for _ in range(2):
-        await desk.apply(*deposits(0, 1_000))
-    assert await round_trips(wire, desk, deposits(0, 1_000)) == Counter(
+        await applier.apply(*deposits(0, 1_000))
+    assert await round_trips(wire, applier, deposits(0, 1_000)) == Counter(
         [
             "consume: begin",
             "consume: move position",
@@ -139,7 +139,7 @@ def of_relay(wire: Wire) -> Counter[str]:
 
 
 @pytest.mark.parametrize("pages", [0, 1, 10])
-async def test_a_page_of_the_relay_takes_one_statement_however_many_events_it_has(
+async def test_a_relay_page_takes_one_statement_for_any_number_of_events(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,
@@ -191,17 +191,17 @@ PARKED = Counter(
 
 
 @pytest.mark.parametrize("count", [10, 99])
-async def test_a_transaction_of_the_backlog_takes_the_same_round_trips_for_any_number_of_rows(
-    wired: tuple[Bank, Desk, Wire], count: int
+async def test_backlog_transactions_take_the_same_round_trips_for_any_row_count(
+    wired: tuple[Bank, Applier, Wire], count: int
 ) -> None:
-    bank, desk, wire = wired
+    bank, applier, wire = wired
 
     async def work_off(first: int, count: int) -> Counter[str]:
         bank.refused = {first}  # and the others follow it
-        await desk.apply(*(Deposit(number) for number in range(first, first + count)))
+        await applier.apply(*(Deposit(number) for number in range(first, first + count)))
         bank.refused = set()
         before = wire.seen.copy()
-        await desk.work_off()
+        await applier.work_off()
         return wire.seen - before
 
     await work_off(0, 10)

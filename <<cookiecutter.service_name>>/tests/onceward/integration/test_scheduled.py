@@ -22,10 +22,10 @@ from onceward.relay.scheduled import Scheduled
 from onceward.retention.maintenance import run_retention
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank
 from .clock import Clock
 from .conftest import Command
-from .desk import Desk, NewDesk
 from .outgoing import Running, event, relaying, stage
 from tests.contract.bank import Account, Deposit, Deposited
 from tests.servers.topics import Tail, following
@@ -45,15 +45,15 @@ class Reminded(Event, type="reminded", topic="reminders"):
 
 
 @pytest.fixture
-async def desk(new_desk: NewDesk) -> Desk:
-    """Return a desk whose handler does what `acts` says of a deposit's amount."""
+async def applier(new_applier: NewApplier) -> Applier:
+    """Return an applier whose handler does what `acts` says of a deposit's amount."""
     handlers = Handlers()
 
     @handlers.on(Deposited, topic="deposits", consumer="remind", loads=Account.by("account"))
     async def remind(event: Deposited, tx: Transaction) -> None:
         acts[event.amount](tx)
 
-    return await new_desk(handlers, topic="deposits")
+    return await new_applier(handlers, topic="deposits")
 
 
 acts: dict[int, Act] = {}
@@ -78,11 +78,11 @@ async def move_all(db: asyncpg.Connection) -> None:
 
 
 async def test_an_event_is_published_when_it_is_due_and_not_before(
-    desk: Desk, db: asyncpg.Connection
+    applier: Applier, db: asyncpg.Connection
 ) -> None:
     acts[1] = lambda tx: tx.publish(Reminded(what="later"), key="ada", after=HOUR)
     acts[2] = lambda tx: tx.publish(Reminded(what="now"), key="ada", at=LONG_AGO)
-    await desk.apply(Deposit(1), Deposit(2))
+    await applier.apply(Deposit(1), Deposit(2))
     (now, later) = await scheduled.waiting(db, 10)
     assert (now.due_at, now.key, now.type, now.topic) == (LONG_AGO, "ada", "reminded", "reminders")
     assert abs(later.due_at - later.scheduled_at - HOUR) < timedelta(seconds=1)
@@ -95,7 +95,7 @@ async def test_an_event_is_published_when_it_is_due_and_not_before(
     assert await names(db) == []
     row = await db.fetchrow("SELECT * FROM pipeline.outbox ORDER BY id DESC LIMIT 1")
     assert row is not None
-    assert (row["event_id"], row["source"], row["subject"]) == (later.event_id, "/desk", "ada")
+    assert (row["event_id"], row["source"], row["subject"]) == (later.event_id, "/applier", "ada")
     assert datetime.now(UTC) - row["created_at"] < timedelta(minutes=1), "its time"
 
 
@@ -151,7 +151,7 @@ async def schedule(
 
 
 async def test_what_is_rolled_back_or_sent_twice_is_scheduled_never_or_once(
-    desk: Desk, db: asyncpg.Connection
+    applier: Applier, db: asyncpg.Connection
 ) -> None:
     def refuse(tx: Transaction) -> None:
         tx.publish(Reminded(what="refused"), after=HOUR, name="refused")
@@ -159,14 +159,14 @@ async def test_what_is_rolled_back_or_sent_twice_is_scheduled_never_or_once(
 
     acts[1] = refuse
     acts[2] = lambda tx: tx.publish(Reminded(what="twice"), after=HOUR)
-    await desk.apply(Deposit(1), Deposit(2))
-    await desk.apply(Deposit(2))
+    await applier.apply(Deposit(1), Deposit(2))
+    await applier.apply(Deposit(2))
     (one,) = await scheduled.waiting(db, 10)
     assert one.name != "refused"
 
 
-async def test_what_is_taken_back_is_not_published_and_a_later_one_takes_the_place_of_its_name(
-    desk: Desk, db: asyncpg.Connection
+async def test_cancelled_and_replaced_scheduled_events_are_not_published(
+    applier: Applier, db: asyncpg.Connection
 ) -> None:
     def change_its_mind(tx: Transaction) -> None:
         tx.publish(Reminded(what="first"), at=LONG_AGO, name="a")
@@ -179,27 +179,27 @@ async def test_what_is_taken_back_is_not_published_and_a_later_one_takes_the_pla
     acts[1] = change_its_mind
     acts[2] = lambda tx: tx.cancel("c")
     acts[3] = lambda tx: tx.publish(Reminded(what="fifth"), after=HOUR, name="b")
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     assert await names(db) == ["b", "c"]
-    await desk.apply(Deposit(2))
+    await applier.apply(Deposit(2))
     assert await names(db) == ["b"]
-    await desk.apply(Deposit(3))
+    await applier.apply(Deposit(3))
     await move_all(db)
     assert await published(db) == [], "its time was put off"
     await db.execute("UPDATE pipeline.scheduled SET due_at = now()")
     await move_all(db)
     assert await published(db) == ["fifth"]
-    await desk.apply(Deposit(2, id="again"))
+    await applier.apply(Deposit(2, id="again"))
     assert await published(db) == ["fifth"], "too late"
 
 
 @pytest.mark.parametrize("due", [{"at": LONG_AGO}, {"after": timedelta()}])
-async def test_what_is_due_at_once_comes_in_the_order_in_which_it_was_staged(
-    desk: Desk, db: asyncpg.Connection, due: dict[str, Any]
+async def test_events_due_at_the_same_time_keep_their_staging_order(
+    applier: Applier, db: asyncpg.Connection, due: dict[str, Any]
 ) -> None:
     for number, name in enumerate("cdab", start=1):
         acts[number] = partial(stage_twice, what=f"{number}", name=name, **due)
-    await desk.apply(*(Deposit(number) for number in range(1, 5)))
+    await applier.apply(*(Deposit(number) for number in range(1, 5)))
     await move_all(db)
     assert await published(db) == ["1", "2", "3", "4", "4, the last"]
 
@@ -223,7 +223,7 @@ def stage_twice(tx: Transaction, what: str, name: str, **due: Any) -> None:
     ],
 )
 async def test_what_cannot_be_meant_is_the_handlers_error(
-    desk: Desk, db: asyncpg.Connection, error: type[Exception], arguments: dict[str, object]
+    applier: Applier, db: asyncpg.Connection, error: type[Exception], arguments: dict[str, object]
 ) -> None:
     raised: list[type[Exception]] = []
 
@@ -233,12 +233,12 @@ async def test_what_cannot_be_meant_is_the_handlers_error(
         raised.append(info.type)
 
     acts[1] = try_it
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     assert raised == [error]
     assert await names(db) == []
 
 
-async def test_relays_that_race_and_die_publish_each_once_in_the_order_in_which_they_are_due(
+async def test_racing_and_dying_relays_publish_each_scheduled_event_once_in_order(
     db: asyncpg.Connection,
     kafka: str,
     new_topic: Callable[..., Awaitable[str]],
@@ -289,7 +289,7 @@ async def test_many_that_are_due_at_once_hold_up_no_other_event(
     assert list(dict.fromkeys(tail.ids)).index("other") < before + 10 * moving._AT_ONCE
 
 
-async def test_who_is_stopped_in_the_middle_of_it_does_not_hold_up_the_others(
+async def test_a_process_stopped_during_a_move_does_not_block_the_others(
     db: asyncpg.Connection, connect: Connect
 ) -> None:
     """Trap 35."""
@@ -327,7 +327,7 @@ async def test_one_that_is_being_taken_back_is_not_waited_for(
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox") == 2
 
 
-async def test_a_clock_that_is_set_forward_and_back_loses_no_event_and_publishes_none_twice(
+async def test_clock_changes_lose_no_event_and_publish_none_twice(
     db: asyncpg.Connection, connect: Connect, clock: Clock, settings: Callable[..., Settings]
 ) -> None:
     """By up to six hours, either way, while two relays look."""
@@ -411,16 +411,16 @@ def later(name: str) -> Act:
 
 @pytest.mark.parametrize("second", [later, lambda name: lambda tx: tx.cancel(name)])
 async def test_names_are_locked_in_their_order_whatever_is_done(
-    desk: Desk, db: asyncpg.Connection, connect: Connect, second: Callable[[str], Act]
+    applier: Applier, db: asyncpg.Connection, connect: Connect, second: Callable[[str], Act]
 ) -> None:
     """Two transactions with the same names wait for each other without a deadlock."""
     acts.update({1: later("b"), 2: later("a"), 3: lambda tx: tx.cancel("b"), 4: second("a")})
-    await desk.apply(Deposit(1))
-    await desk.apply(Deposit(2), start=1)
+    await applier.apply(Deposit(1))
+    await applier.apply(Deposit(2), start=1)
     other = await connect()
     async with other.transaction():
         await other.execute("SELECT FROM pipeline.scheduled WHERE name = 'a' FOR UPDATE")
-        waiting = asyncio.create_task(desk.apply(Deposit(3), Deposit(4), start=2))
+        waiting = asyncio.create_task(applier.apply(Deposit(3), Deposit(4), start=2))
         blocked = "SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)"
         await eventually(lambda: db.fetchval(blocked))
         free = "SELECT name FROM pipeline.scheduled ORDER BY name FOR UPDATE SKIP LOCKED"

@@ -21,7 +21,7 @@ from onceward.operators import dead_rows
 from onceward.retry.lane_source import LaneSource
 from onceward.servers.database import autocommitting
 
-from .desk import Desk, NewDesk
+from .applier import Applier, NewApplier
 from .lives import Life
 from .test_backlog import QUICK
 from .test_ladder import ENDS_ITS_CONNECTION, RAISE
@@ -101,11 +101,11 @@ def numbered(*numbers: int, account: str = "ada") -> list[Deposit]:
 
 
 async def following(
-    new_desk: NewDesk, policy: Policy = QUICK, **gaps: Any
-) -> tuple[Following, Desk]:
-    """Return a service with such gaps, and its desk."""
+    new_applier: NewApplier, policy: Policy = QUICK, **gaps: Any
+) -> tuple[Following, Applier]:
+    """Return a service with such gaps, and its applier."""
     service = Following(Gaps(**gaps), policy)
-    return service, await new_desk(service.handlers, topic=TOPIC)
+    return service, await new_applier(service.handlers, topic=TOPIC)
 
 
 async def history(db: asyncpg.Connection, account: str = "ada") -> list[int]:
@@ -114,159 +114,161 @@ async def history(db: asyncpg.Connection, account: str = "ada") -> list[int]:
     return [int(part) for part in (text or "").split(",") if part]
 
 
-async def deadline_passes(desk: Desk, db: asyncpg.Connection) -> None:
+async def deadline_passes(applier: Applier, db: asyncpg.Connection) -> None:
     """Let everything have waited for a day."""
     await db.execute("UPDATE pipeline.backlog SET received_at = received_at - interval '1 day'")
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
 
 
 @pytest.mark.parametrize("order", list(permutations([1, 2, 3, 4])))
-async def test_in_whatever_order_they_come_they_are_applied_in_that_of_their_sequence(
-    new_desk: NewDesk, db: asyncpg.Connection, order: Sequence[int]
+async def test_events_are_applied_in_sequence_order_whatever_their_order_of_arrival(
+    new_applier: NewApplier, db: asyncpg.Connection, order: Sequence[int]
 ) -> None:
-    _, desk = await following(new_desk)
-    await desk.apply(*numbered(*order[:2]))
-    await desk.apply(*numbered(order[2]))
-    await desk.apply(*numbered(order[3]))
-    await desk.work_off()
+    _, applier = await following(new_applier)
+    await applier.apply(*numbered(*order[:2]))
+    await applier.apply(*numbered(order[2]))
+    await applier.apply(*numbered(order[3]))
+    await applier.work_off()
     assert await history(db) == [1, 2, 3, 4]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
-async def test_those_of_one_batch_need_not_wait(new_desk: NewDesk, db: asyncpg.Connection) -> None:
-    _, desk = await following(new_desk)
-    await desk.apply(*numbered(3, 1, 2), *numbered(1, account="bob"))
+async def test_those_of_one_batch_need_not_wait(
+    new_applier: NewApplier, db: asyncpg.Connection
+) -> None:
+    _, applier = await following(new_applier)
+    await applier.apply(*numbered(3, 1, 2), *numbered(1, account="bob"))
     assert await history(db) == [1, 2, 3]
     assert await history(db, "bob") == [1]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def test_what_was_overtaken_is_skipped_and_counted(
-    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+    new_applier: NewApplier, db: asyncpg.Connection, outcomes: Counter[str]
 ) -> None:
-    service, desk = await following(new_desk, wait=0)
-    await desk.apply(*numbered(5))
-    await desk.apply(*numbered(3, 6))
+    service, applier = await following(new_applier, wait=0)
+    await applier.apply(*numbered(5))
+    await applier.apply(*numbered(3, 6))
     assert await history(db) == [5, 6]
     assert service.seen == [(5, 4), (6, 0)], "the gap is told"
     assert outcomes == {"applied": 2, "superseded": 1}
-    await desk.apply(*numbered(3))
+    await applier.apply(*numbered(3))
     assert outcomes["duplicate"] == 1, "it is remembered"
 
 
-async def test_what_waits_lets_other_keys_go_on_and_is_not_tried_before_its_time(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_waiting_event_blocks_no_other_key_and_waits_its_time(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    service, desk = await following(new_desk)
-    await desk.apply(*numbered(1, 3), *numbered(1, account="bob"))
-    await desk.work_off()
-    await desk.apply(*numbered(5), *numbered(2, account="bob"))
-    await desk.work_off()
+    service, applier = await following(new_applier)
+    await applier.apply(*numbered(1, 3), *numbered(1, account="bob"))
+    await applier.work_off()
+    await applier.apply(*numbered(5), *numbered(2, account="bob"))
+    await applier.work_off()
     assert await history(db) == [1]
     assert await history(db, "bob") == [1, 2]
-    waiting = [(row["sequence"], row["reason"]) for row in await desk.backlog()]
+    waiting = [(row["sequence"], row["reason"]) for row in await applier.backlog()]
     assert waiting == [(3, "sequence gap"), (5, "follows another")]
-    assert "has the sequence 3, and 2 did not come" in (await desk.backlog())[0]["error"]
+    assert "has the sequence 3, and 2 did not come" in (await applier.backlog())[0]["error"]
     assert service.seen == [(1, 0), (1, 0), (2, 0)]
-    await desk.apply(*numbered(2))
-    await desk.work_off()
+    await applier.apply(*numbered(2))
+    await applier.work_off()
     assert await history(db) == [1, 2, 3]
-    await desk.apply(*numbered(4))
-    await desk.work_off()
+    await applier.apply(*numbered(4))
+    await applier.work_off()
     assert await history(db) == [1, 2, 3, 4, 5]
 
 
 async def test_after_its_deadline_it_is_applied_with_the_gap_told(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    service, desk = await following(new_desk)
-    await desk.apply(*numbered(1, 4, 5))
-    await deadline_passes(desk, db)
+    service, applier = await following(new_applier)
+    await applier.apply(*numbered(1, 4, 5))
+    await deadline_passes(applier, db)
     assert await history(db) == [1, 4, 5]
     assert service.seen == [(1, 0), (4, 2), (5, 0)]
-    await desk.apply(*numbered(3))
+    await applier.apply(*numbered(3))
     assert await history(db) == [1, 4, 5], "too late"
 
 
-async def test_after_its_deadline_it_dies_and_the_next_one_waits_in_its_place(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_after_its_deadline_an_event_dies_and_the_next_one_waits(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    _, desk = await following(new_desk, then="die")
-    await desk.apply(*numbered(1, 4))
-    await deadline_passes(desk, db)
-    await desk.apply(*numbered(5))
-    await desk.work_off()
-    rows = [(row["sequence"], row["died_at"] is None) for row in await desk.backlog()]
+    _, applier = await following(new_applier, then="die")
+    await applier.apply(*numbered(1, 4))
+    await deadline_passes(applier, db)
+    await applier.apply(*numbered(5))
+    await applier.work_off()
+    rows = [(row["sequence"], row["died_at"] is None) for row in await applier.backlog()]
     assert rows == [(4, False), (5, True)]
-    assert {row["reason"] for row in await desk.backlog()} == {"sequence gap"}
-    await desk.apply(*numbered(2, 3))
-    await desk.work_off()
+    assert {row["reason"] for row in await applier.backlog()} == {"sequence gap"}
+    await applier.apply(*numbered(2, 3))
+    await applier.work_off()
     assert await history(db) == [1, 2, 3]
 
 
-async def test_after_its_deadline_it_holds_its_key_but_for_what_it_waits_for(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_after_its_deadline_an_event_holds_its_key_except_for_predecessors(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    _, desk = await following(new_desk, then="hold")
-    await desk.apply(*numbered(1, 3, 4))
-    await deadline_passes(desk, db)
-    (three, _) = await desk.backlog()
+    _, applier = await following(new_applier, then="hold")
+    await applier.apply(*numbered(1, 3, 4))
+    await deadline_passes(applier, db)
+    (three, _) = await applier.backlog()
     assert three["holds"]
-    await desk.apply(*numbered(2))
-    await desk.work_off()
+    await applier.apply(*numbered(2))
+    await applier.work_off()
     assert await history(db) == [1, 2]
-    async with autocommitting(desk.engine) as driver:
+    async with autocommitting(applier.engine) as driver:
         await dead_rows.redrive(driver, [three])
-    await desk.work_off()
+    await applier.work_off()
     assert await history(db) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("then", ["apply", "die", "hold"])
 async def test_one_whose_deadline_has_passed_still_waits_for_what_waits_before_it(
-    new_desk: NewDesk, db: asyncpg.Connection, then: str
+    new_applier: NewApplier, db: asyncpg.Connection, then: str
 ) -> None:
-    _, desk = await following(new_desk, then=then)
-    await desk.apply(*numbered(1, 5))
+    _, applier = await following(new_applier, then=then)
+    await applier.apply(*numbered(1, 5))
     await db.execute("UPDATE pipeline.backlog SET received_at = received_at - interval '1 day'")
-    await desk.apply(*numbered(4))
-    await desk.make_due()
-    await desk.work_off()
+    await applier.apply(*numbered(4))
+    await applier.make_due()
+    await applier.work_off()
     assert await history(db) == [1]
-    assert [(row["sequence"], row["died_at"]) for row in await desk.backlog()] == [
+    assert [(row["sequence"], row["died_at"]) for row in await applier.backlog()] == [
         (5, None),
         (4, None),
     ]
-    await desk.apply(*numbered(3, 2))
-    await desk.work_off()
+    await applier.apply(*numbered(3, 2))
+    await applier.work_off()
     assert await history(db) == [1, 2, 3, 4, 5]
 
 
-async def test_one_over_which_a_process_died_while_it_waited_is_not_applied_over_the_gap(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_process_death_lets_no_waiting_event_skip_its_gap(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    service, desk = await following(new_desk, then="hold")
-    await desk.apply(*numbered(1, 3))
+    service, applier = await following(new_applier, then="hold")
+    await applier.apply(*numbered(1, 3))
     await db.execute("UPDATE pipeline.backlog SET attempts = 1, reason = 'process died'")
-    await desk.make_due()
-    await desk.work_off()
-    (three,) = await desk.backlog()
+    await applier.make_due()
+    await applier.work_off()
+    (three,) = await applier.backlog()
     assert (three["reason"], three["attempts"], three["deaths"]) == ("sequence gap", 1, 1)
-    await deadline_passes(desk, db)
+    await deadline_passes(applier, db)
     assert await history(db) == [1]
-    (three,) = await desk.backlog()
+    (three,) = await applier.backlog()
     assert three["holds"]
     assert service.seen == [(1, 0)]
 
 
 async def test_one_that_waits_keeps_no_attempt_that_was_counted_beforehand(
-    new_desk: NewDesk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    new_applier: NewApplier, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, desk = await following(new_desk, policy=Policy(attempts=1, schedule=(0,)))
-    await desk.apply(*numbered(1, 3))
-    await desk.make_due()
+    _, applier = await following(new_applier, policy=Policy(attempts=1, schedule=(0,)))
+    await applier.apply(*numbered(1, 3))
+    await applier.make_due()
     await db.execute("UPDATE pipeline.backlog_lane SET starts = 1")  # somebody has died
-    apply = desk.lanes._apply
+    apply = applier.lanes._apply
     seen: list[asyncpg.Record] = []
 
     async def apply_and_look(
@@ -274,40 +276,42 @@ async def test_one_that_waits_keeps_no_attempt_that_was_counted_beforehand(
     ) -> Sequence[BatchOutcome]:
         results = await apply(consume, work)
         if is_note(work):
-            seen.extend(await desk.backlog())
+            seen.extend(await applier.backlog())
         return results
 
-    monkeypatch.setattr(desk.lanes, "_apply", apply_and_look)
-    await desk.lanes.work_off()
+    monkeypatch.setattr(applier.lanes, "_apply", apply_and_look)
+    await applier.lanes.work_off()
     assert [(row["reason"], row["attempts"]) for row in seen] == [("process died", 1)]
     monkeypatch.undo()
-    [row] = await desk.backlog()
+    [row] = await applier.backlog()
     assert (row["reason"], row["attempts"], row["deaths"]) == ("sequence gap", 0, 0)
-    await desk.apply(*numbered(2))
-    await desk.work_off()
+    await applier.apply(*numbered(2))
+    await applier.work_off()
     assert await history(db) == [1, 2, 3]
 
 
-async def following_over_a_gap(new_desk: NewDesk, db: asyncpg.Connection) -> tuple[Following, Desk]:
+async def following_over_a_gap(
+    new_applier: NewApplier, db: asyncpg.Connection
+) -> tuple[Following, Applier]:
     """Return a service that has applied number 1, and whose number 4 an operator has redriven."""
-    service, desk = await following(new_desk, then="die")
-    await desk.apply(*numbered(1, 4))
-    await deadline_passes(desk, db)
-    (four,) = await desk.backlog()
-    async with autocommitting(desk.engine) as driver:
+    service, applier = await following(new_applier, then="die")
+    await applier.apply(*numbered(1, 4))
+    await deadline_passes(applier, db)
+    (four,) = await applier.backlog()
+    async with autocommitting(applier.engine) as driver:
         await dead_rows.redrive(driver, [four])
-    return service, desk
+    return service, applier
 
 
-async def test_one_that_was_redriven_goes_on_without_what_is_missing_when_its_handler_parks_it(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_redriven_event_skips_its_gap_even_if_its_handler_parks_it(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    service, desk = await following_over_a_gap(new_desk, db)
+    service, applier = await following_over_a_gap(new_applier, db)
     service.parks = {4}
-    await desk.work_off()
-    assert [row["reason"] for row in await desk.backlog()] == ["parked by its handler"]
-    await desk.make_due()
-    await desk.work_off()
+    await applier.work_off()
+    assert [row["reason"] for row in await applier.backlog()] == ["parked by its handler"]
+    await applier.make_due()
+    await applier.work_off()
     assert await history(db) == [1, 4]
 
 
@@ -315,58 +319,58 @@ IN_ITS_WAY = [ENDS_ITS_CONNECTION, *map(RAISE.format, ("40P01", "55P03", "42P01"
 
 
 @pytest.mark.parametrize("statement", [*IN_ITS_WAY, None])
-async def test_one_that_was_redriven_goes_on_without_what_is_missing_whatever_was_in_its_way(
-    new_desk: NewDesk, db: asyncpg.Connection, statement: str | None
+async def test_a_redriven_event_skips_its_gap_despite_failures_or_process_death(
+    new_applier: NewApplier, db: asyncpg.Connection, statement: str | None
 ) -> None:
-    service, desk = await following_over_a_gap(new_desk, db)
+    service, applier = await following_over_a_gap(new_applier, db)
     if statement is None:  # the process has died over it
         await db.execute(
             "UPDATE pipeline.backlog SET reason = 'process died', deaths = 1, is_redriven = true"
         )
     else:
         service.statements = {4: statement}
-        await desk.work_off()
+        await applier.work_off()
     for _ in range(3):
-        await desk.make_due()
-        await desk.work_off()
+        await applier.make_due()
+        await applier.work_off()
     assert await history(db) == [1, 4]
 
 
 async def test_one_that_fails_lets_none_overtake_it(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    service, desk = await following(new_desk)
+    service, applier = await following(new_applier)
     service.failures = Counter({2: 2})
-    await desk.apply(*numbered(3, 2, 1))
-    await desk.apply(*numbered(4))
+    await applier.apply(*numbered(3, 2, 1))
+    await applier.apply(*numbered(4))
     for _ in range(3):
-        await desk.make_due()
-        await desk.work_off()
+        await applier.make_due()
+        await applier.work_off()
     assert await history(db) == [1, 2, 3, 4]
 
 
-async def test_one_that_comes_early_waits_for_its_predecessors_also_beside_one_that_fails(
-    new_desk: NewDesk,
+async def test_an_early_event_waits_for_predecessors_even_if_another_event_fails(
+    new_applier: NewApplier,
 ) -> None:
-    service, desk = await following(new_desk, wait=60)
+    service, applier = await following(new_applier, wait=60)
     service.failures[1] = 9
-    await desk.apply(*numbered(1, account="bob"))  # runs are undone from now on
-    await desk.apply(*numbered(2), *numbered(1, account="cid"))
-    assert [row["reason"] for row in await desk.backlog()] == ["failed", GAP, "failed"]
+    await applier.apply(*numbered(1, account="bob"))  # runs are undone from now on
+    await applier.apply(*numbered(2), *numbered(1, account="cid"))
+    assert [row["reason"] for row in await applier.backlog()] == ["failed", GAP, "failed"]
 
 
 async def test_an_event_without_a_sequence_is_a_dead_letter(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    _, desk = await following(new_desk)
+    _, applier = await following(new_applier)
     wrong = [b"two", b"0", b"-5", b"1_000", "٣".encode(), b"%d" % 2**63, b"9" * 5_000]
     deposits = [
         Deposit(number, f"of {number}", headers=(("ce_sequence", text),))
         for number, text in enumerate(wrong, 10)
     ]
-    await desk.apply(Deposit(1), *deposits, *numbered(1, account="bob"))
-    await desk.work_off()
-    rows = await desk.backlog()
+    await applier.apply(Deposit(1), *deposits, *numbered(1, account="bob"))
+    await applier.work_off()
+    rows = await applier.backlog()
     assert [row["reason"] for row in rows] == ["rejected"] * 8
     assert "goes by the CloudEvents attribute `sequence`" in rows[0]["error"]
     assert "'two'" in rows[1]["error"]
@@ -374,18 +378,18 @@ async def test_an_event_without_a_sequence_is_a_dead_letter(
 
 
 async def test_one_that_holds_its_key_lets_those_before_it_pass(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
-    service, desk = await following(new_desk, policy=Policy(attempts=1, after_death="hold"))
+    service, applier = await following(new_applier, policy=Policy(attempts=1, after_death="hold"))
     service.failures = Counter({2: 2})
-    await desk.apply(*numbered(2, 1, 3))
-    await desk.work_off()
+    await applier.apply(*numbered(2, 1, 3))
+    await applier.work_off()
     assert await history(db) == [1]
-    assert [row["sequence"] for row in await desk.backlog()] == [2, 3]
+    assert [row["sequence"] for row in await applier.backlog()] == [2, 3]
 
 
 async def test_the_latest_wins_in_whatever_order_they_come(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
 
@@ -395,12 +399,12 @@ async def test_the_latest_wins_in_whatever_order_they_come(
         if tx.overwrites(row):
             row.history = str(event.amount)
 
-    desk = await new_desk(handlers, topic=TOPIC)
+    applier = await new_applier(handlers, topic=TOPIC)
     noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
     times = [noon, noon + timedelta(seconds=1), noon + timedelta(seconds=1), noon]
     for number, order in enumerate(permutations(range(4))):
         account = f"of {number}"
-        await desk.apply(
+        await applier.apply(
             *(
                 Deposit(
                     place,
@@ -412,17 +416,17 @@ async def test_the_latest_wins_in_whatever_order_they_come(
             )
         )
         assert await history(db, account) == [2]
-    await desk.apply(Deposit(1, "eve"))
-    assert "attribute `time`, which is not there" in (await desk.backlog())[0]["error"]
+    await applier.apply(Deposit(1, "eve"))
+    assert "attribute `time`, which is not there" in (await applier.backlog())[0]["error"]
 
 
 async def test_what_is_superseded_is_logged_with_both_ids(
-    new_desk: NewDesk, caplog: pytest.LogCaptureFixture
+    new_applier: NewApplier, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "onceward.apply.outcome")
-    _, desk = await following(new_desk)
-    await desk.apply(*numbered(1, 2, 3))
-    await desk.apply(replace(numbered(2)[0], id="late"))
+    _, applier = await following(new_applier)
+    await applier.apply(*numbered(1, 2, 3))
+    await applier.apply(replace(numbered(2)[0], id="late"))
     (line,) = (record.getMessage() for record in caplog.records)
     assert "'late'" in line
     assert "superseded" in line
@@ -430,13 +434,13 @@ async def test_what_is_superseded_is_logged_with_both_ids(
 
 
 async def test_two_events_of_one_sequence_are_an_incident(
-    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+    new_applier: NewApplier, db: asyncpg.Connection, outcomes: Counter[str]
 ) -> None:
     """Their producer counts wrongly, and one of both would be lost in silence."""
-    _, desk = await following(new_desk)
-    await desk.apply(*numbered(1, 2))
-    await desk.apply(replace(numbered(2)[0], id="another"), *numbered(3))
-    (row,) = await desk.backlog()
+    _, applier = await following(new_applier)
+    await applier.apply(*numbered(1, 2))
+    await applier.apply(replace(numbered(2)[0], id="another"), *numbered(3))
+    (row,) = await applier.backlog()
     assert (row["reason"], row["offset"]) == ("sequence conflict", 2)
     assert row["died_at"] is not None
     assert "ada-2" in row["error"]
@@ -446,27 +450,27 @@ async def test_two_events_of_one_sequence_are_an_incident(
 
 @pytest.mark.parametrize("size", [1, 3])
 async def test_an_incident_may_hold_its_key(
-    new_desk: NewDesk, db: asyncpg.Connection, size: int
+    new_applier: NewApplier, db: asyncpg.Connection, size: int
 ) -> None:
-    _, desk = await following(new_desk, policy=Policy(after_death="hold"))
-    await desk.apply(*numbered(1, 2))
+    _, applier = await following(new_applier, policy=Policy(after_death="hold"))
+    await applier.apply(*numbered(1, 2))
     later = [replace(numbered(2)[0], id="another"), *numbered(3, 4)]
     for n in range(0, 3, size):
-        await desk.apply(*later[n : n + size])
+        await applier.apply(*later[n : n + size])
     assert await history(db) == [1, 2]
-    assert [row["reason"] for row in await desk.backlog()] == [
+    assert [row["reason"] for row in await applier.backlog()] == [
         "sequence conflict",
         *["follows another"] * 2,
     ]
 
 
 async def test_a_row_that_is_created_again_is_superseded_and_then_an_incident(
-    new_desk: NewDesk, db: asyncpg.Connection, outcomes: Counter[str]
+    new_applier: NewApplier, db: asyncpg.Connection, outcomes: Counter[str]
 ) -> None:
     """Its sequence begins anew, which looks like late events of the row that was deleted."""
-    _, desk = await following(new_desk)
-    await desk.apply(*numbered(1, 2, 3))
-    await desk.apply(*(replace(one, id=f"again {one.amount}") for one in numbered(1, 2, 3, 4)))
+    _, applier = await following(new_applier)
+    await applier.apply(*numbered(1, 2, 3))
+    await applier.apply(*(replace(one, id=f"again {one.amount}") for one in numbered(1, 2, 3, 4)))
     assert await history(db) == [1, 2, 3, 4]
     assert outcomes["superseded"] == 2
-    assert [row["reason"] for row in await desk.backlog()] == ["sequence conflict"]
+    assert [row["reason"] for row in await applier.backlog()] == ["sequence conflict"]

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from onceward import Transaction
 
-from .test_door import Habits, habits
+from .test_session import Habits, habits
 from .test_versions import Numbered, Sum
 
 __all__ = ["habits"]

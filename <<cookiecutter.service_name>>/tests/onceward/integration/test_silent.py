@@ -16,9 +16,9 @@ from onceward.servers import tasks
 from onceward.servers.database import create_engine
 from onceward.settings import Settings
 
+from .applier import NewApplier
 from .bank import Bank
-from .desk import NewDesk
-from .doors import Door
+from .tcp_proxy import TcpProxy
 from .test_backlog import QUICK
 from .test_lanes import claim
 from tests.conftest import Running
@@ -31,37 +31,37 @@ LATE = 30.0
 
 
 @asynccontextmanager
-async def behind_a_door(database_url: str) -> AsyncIterator[tuple[Door, str]]:
-    """Yield a door to the database's server, and the URL that leads through it."""
+async def behind_a_proxy(database_url: str) -> AsyncIterator[tuple[TcpProxy, str]]:
+    """Yield a proxy to the database's server, and the URL that leads through it."""
     url = make_url(database_url)
-    async with Door(url.host or "127.0.0.1", url.port or 5432).listening() as door:
-        yield door, url.set(port=door.port).render_as_string(hide_password=False)
+    async with TcpProxy(url.host or "127.0.0.1", url.port or 5432).listening() as proxy:
+        yield proxy, url.set(port=proxy.port).render_as_string(hide_password=False)
 
 
 @pytest.mark.parametrize("has_died", [False, True], ids=["together", "alone"])
 async def test_all_that_workers_send_after_the_stop_has_one_deadline(
-    new_desk: NewDesk, database_url: str, monkeypatch: pytest.MonkeyPatch, has_died: bool
+    new_applier: NewApplier, database_url: str, monkeypatch: pytest.MonkeyPatch, has_died: bool
 ) -> None:
     # These would end each statement, too, but one after the other.
     monkeypatch.setattr(workers, "_ANSWER_SECONDS", PATIENCE)
     monkeypatch.setattr(tasks, "_CANCEL_AGAIN_SECONDS", PATIENCE)
     bank = Bank(deposits="deposits", balances="balances", name="bank", options={"policy": QUICK})
-    async with behind_a_door(database_url) as (door, through):
-        desk = await new_desk(
+    async with behind_a_proxy(database_url) as (proxy, through):
+        applier = await new_applier(
             bank.handlers, topic=bank.deposits, database_url=through, shutdown_grace=GRACE
         )
         bank.refused = {1}
-        await desk.apply(Deposit(1))
+        await applier.apply(Deposit(1))
         bank.refused = set()
-        await desk.make_due()
+        await applier.make_due()
         if has_died:
-            await claim(desk, lease=0.0)  # and die
+            await claim(applier, lease=0.0)  # and die
         bank.calls.clear()
         bank.waits = {1: asyncio.Event().wait}  # type: ignore[dict-item]
         stopping = asyncio.Event()
-        ending = asyncio.create_task(_run_until(stopping, (), [(GRACE / 5, [desk.lanes])]))
+        ending = asyncio.create_task(_run_until(stopping, (), [(GRACE / 5, [applier.lanes])]))
         await eventually(lambda: bank.calls == [1])
-        door.hold()
+        proxy.hold()
         stopping.set()
         await asyncio.wait_for(ending, LATE)
 
@@ -80,7 +80,7 @@ async def test_idle_connections_do_not_delay_the_end_of_a_process(
         return engines[-1]
 
     monkeypatch.setattr(runtime, "create_engine", create)
-    async with behind_a_door(database_url) as (door, through):
+    async with behind_a_proxy(database_url) as (proxy, through):
         async with running(
             bank.service, Part.RELAY, database_url=through, shutdown_grace=GRACE
         ) as health:
@@ -88,9 +88,9 @@ async def test_idle_connections_do_not_delay_the_end_of_a_process(
             (engine,) = engines
             async with engine.connect(), engine.connect(), engine.connect():
                 pass
-            door.hold()
+            proxy.hold()
             begun = monotonic()
         assert monotonic() - begun < LATE
-        door.go_on()
+        proxy.restore()
         await engine.dispose()  # of what was left
     assert "closing connection" not in caplog.text

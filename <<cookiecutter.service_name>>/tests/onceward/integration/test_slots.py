@@ -6,37 +6,37 @@ from contextlib import AsyncExitStack
 import asyncpg
 import pytest
 
-from onceward.apply.limits import Slots
+from onceward.apply.limits import ConcurrencyLimit
 from onceward.consume.partition_source import PartitionBatch, PartitionSource
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 
+from .applier import NewApplier
 from .bank import Bank
-from .desk import NewDesk
 from .test_interrupted import Gate
 from tests.contract.bank import Deposit
 from tests.servers.waiting import eventually
 
 
-async def test_a_worker_waits_for_no_reader(new_desk: NewDesk) -> None:
+async def test_a_worker_waits_for_no_reader(new_applier: NewApplier) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank", options={"timeout": 300})
-    desk = await new_desk(bank.handlers, topic=bank.deposits, concurrency=1)
+    applier = await new_applier(bank.handlers, topic=bank.deposits, concurrency=1)
     bank.refused = {1}
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     bank.refused = set()
-    await desk.make_due()
+    await applier.make_due()
     gate = Gate()
     bank.waits = {2: gate.wait}
-    reading = asyncio.create_task(desk.apply(Deposit(2, account="bob")))
+    reading = asyncio.create_task(applier.apply(Deposit(2, account="bob")))
     await gate.reached.wait()
-    await desk.work_off()
-    assert await desk.backlog() == []
+    await applier.work_off()
+    assert await applier.backlog() == []
     assert not reading.done()
     gate.open.set()
     await reading
 
 
 async def test_what_runs_alone_waits_for_what_runs_and_not_for_what_waits() -> None:
-    slots = Slots(readers=2, workers=1)
+    slots = ConcurrencyLimit(readers=2, workers=1)
     running = asyncio.Event()
     began: list[str] = []
 
@@ -63,19 +63,19 @@ async def test_what_runs_alone_waits_for_what_runs_and_not_for_what_waits() -> N
 
 @pytest.mark.parametrize("deaths", [0, 1], ids=["beside one that is alone", "to be alone"])
 async def test_a_lease_lasts_while_its_worker_waits_for_others_of_its_process(
-    new_desk: NewDesk, db: asyncpg.Connection, deaths: int
+    new_applier: NewApplier, db: asyncpg.Connection, deaths: int
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank", options={"timeout": 300})
     limits = {"lock_timeout": 1, "transaction_timeout": 2, "backlog_lease": 3}
-    desk = await new_desk(bank.handlers, topic=bank.deposits, **limits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits, **limits)
     bank.refused = {1}
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     bank.refused = set()
     await db.execute("UPDATE pipeline.backlog SET deaths = $1, due_at = now()", deaths)
     async with AsyncExitStack() as running:
-        slots = desk.consume._slots
+        slots = applier.consume._slots
         await running.enter_async_context(slots.all() if not deaths else slots.one(waits=True))
-        working = asyncio.create_task(desk.work_off())
+        working = asyncio.create_task(applier.work_off())
         first = "SELECT lease_until FROM pipeline.backlog_lane WHERE owner IS NOT NULL"
         await eventually(lambda: _is_true(db, f"SELECT EXISTS ({first})"))
         claimed_until = await db.fetchval(first)
@@ -84,7 +84,7 @@ async def test_a_lease_lasts_while_its_worker_waits_for_others_of_its_process(
         assert not working.done()
     await working
     assert await db.fetchval("SELECT max(starts) FROM pipeline.backlog_lane") == 0
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def _is_true(db: asyncpg.Connection, question: str, *values: object) -> bool:
@@ -92,16 +92,18 @@ async def _is_true(db: asyncpg.Connection, question: str, *values: object) -> bo
 
 
 async def test_a_batch_that_waits_for_a_slot_has_not_begun(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk = await new_desk(bank.handlers, topic=bank.deposits, concurrency=1)
+    applier = await new_applier(bank.handlers, topic=bank.deposits, concurrency=1)
     begun: list[str] = []
-    batch = await desk.read(Deposit(1), start=await desk.position())
-    part = PartitionBatch(desk.slot, batch, begun=lambda: begun.append("it"))
-    attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
-    async with desk.consume._slots.one(waits=True):
-        applying = asyncio.create_task(desk.consume.apply(PartitionSource([part]), attempts))
+    batch = await applier.read(Deposit(1), start=await applier.position())
+    part = PartitionBatch(applier.slot, batch, begun=lambda: begun.append("it"))
+    attempts = Retrying(
+        "the test", "PostgreSQL", unless=lambda: False, report=applier.outages.append
+    )
+    async with applier.consume._slots.one(waits=True):
+        applying = asyncio.create_task(applier.consume.apply(PartitionSource([part]), attempts))
         for _ in range(100):
             await asyncio.sleep(0)
         assert not begun

@@ -8,9 +8,9 @@ import pytest
 
 from onceward.apply.positions import PositionMoved
 
+from .applier import NewApplier
 from .bank import Bank
 from .clusters import Cluster, private
-from .desk import NewDesk
 from .private_server import server_url, template, used_databases, way_in  # noqa: F401 (fixtures)
 from tests.contract.bank import Deposit, histories
 from tests.servers.waiting import eventually
@@ -18,7 +18,7 @@ from tests.servers.waiting import eventually
 pytestmark = pytest.mark.full
 
 _STALLED = """
-SELECT count(*) FROM pg_stat_activity WHERE application_name = 'desk' AND wait_event = 'SyncRep'
+SELECT count(*) FROM pg_stat_activity WHERE application_name = 'applier' AND wait_event = 'SyncRep'
 """
 _LOCKS = "SELECT count(*) FROM pg_locks JOIN pg_class ON oid = relation WHERE relname = 'account'"
 
@@ -31,7 +31,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 async def test_locks_end_with_the_time_limit_while_commits_wait_for_a_standby(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     async def wait_for_standby(name: str) -> None:
         await db.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{name}'")
@@ -42,11 +42,13 @@ async def test_locks_end_with_the_time_limit_while_commits_wait_for_a_standby(
         return bool(await db.fetchval(f"SELECT {condition}"))
 
     bank = Bank(deposits="deposits", balances="balances", name="bank")
-    desk = await new_desk(bank.handlers, topic="deposits", transaction_timeout=2, lock_timeout=1)
-    await desk.apply(Deposit(1))
-    batch = await desk.read(Deposit(2), Deposit(3), start=1)
+    applier = await new_applier(
+        bank.handlers, topic="deposits", transaction_timeout=2, lock_timeout=1
+    )
+    await applier.apply(Deposit(1))
+    batch = await applier.read(Deposit(2), Deposit(3), start=1)
     await wait_for_standby("missing")
-    applying = asyncio.create_task(desk.apply_batch(batch))
+    applying = asyncio.create_task(applier.apply_batch(batch))
     try:
         await eventually(lambda: is_one(f"({_STALLED}) = 1"))
         assert await is_one(f"({_LOCKS}) > 0")
@@ -56,5 +58,5 @@ async def test_locks_end_with_the_time_limit_while_commits_wait_for_a_standby(
         await wait_for_standby("")
     with pytest.raises(PositionMoved):  # it is committed, and nothing is applied again
         await applying
-    assert (bank.calls, await desk.backlog()) == ([1, 2, 3], [])
+    assert (bank.calls, await applier.backlog()) == ([1, 2, 3], [])
     assert await histories(db) == {"ada": [1, 2, 3]}

@@ -80,7 +80,7 @@ async def delete_group(kafka: str, group: str) -> int:
         await admin.close()
 
 
-async def test_a_second_database_of_a_group_is_refused_and_the_first_one_handles_all(
+async def test_a_groups_second_database_is_refused_and_the_first_continues(
     bank: Bank,
     running: Running,
     refusing: Refusing,
@@ -112,7 +112,7 @@ async def test_a_second_database_of_a_group_is_refused_and_the_first_one_handles
     assert await examine(database_url) == []
 
 
-async def test_a_database_that_takes_the_place_of_another_is_let_in_after_the_advice(
+async def test_a_replacing_database_is_accepted_after_the_advice_is_followed(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -165,7 +165,7 @@ async def test_a_copy_of_the_database_takes_its_place_when_it_is_adopted(
         assert await histories(copy) == {"ada": [1, 2]}
 
 
-async def test_the_first_brokers_are_stored_and_others_wait_until_the_database_is_adopted(
+async def test_the_first_brokers_are_stored_and_others_wait_for_adoption(
     bank: Bank, running: Running, db: asyncpg.Connection
 ) -> None:
     brokers = "SELECT kafka_cluster FROM pipeline.outbox_cluster"

@@ -14,8 +14,8 @@ from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricR
 from onceward import Handlers, Transaction
 from onceward.observe import buffer, statements
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from .outgoing import event, stage
 from .test_trace import SENDER, TRACE, parent_id, sent_in_a_trace, span_id, trace_id
 from .test_trace_of_attempts import Finished, finished  # noqa: F401 (a fixture)
@@ -52,15 +52,15 @@ def deposits(first: int) -> list[Deposit]:
 
 
 async def test_each_statement_of_a_batch_is_told_of_once(
-    ledger: tuple[Bank, Desk], counted: Counted
+    ledger: tuple[Bank, Applier], counted: Counted
 ) -> None:
     """SQLAlchemy's and asyncpg's own, and many at once."""
-    _, desk = ledger
-    await desk.apply(*deposits(0))
-    position = await desk.position()
+    _, applier = ledger
+    await applier.apply(*deposits(0))
+    position = await applier.position()
     await asyncio.sleep(0)  # asyncpg reports in the loop's next round
     before = counted()
-    await desk.apply(*deposits(20), start=position)
+    await applier.apply(*deposits(20), start=position)
     await asyncio.sleep(0)
     words = dict.fromkeys(("BEGIN", "UPDATE", "COMMIT"), 1)
     assert counted() - before == {"SELECT": 2, "INSERT": 2, "WITH": 2} | words
@@ -78,8 +78,8 @@ async def test_events_too_large_for_one_statement_take_several_in_their_order(
     assert [row["event_id"] for row in found] == [one.event_id for one in events]
 
 
-async def test_what_a_handler_asks_is_a_span_of_its_message_and_what_a_batch_does_is_none(
-    new_desk: NewDesk,
+async def test_only_a_handlers_own_queries_are_spans_of_its_message(
+    new_applier: NewApplier,
     finished: Finished,  # noqa: F811
 ) -> None:
     handlers = Handlers()
@@ -89,8 +89,8 @@ async def test_what_a_handler_asks_is_a_span_of_its_message_and_what_a_batch_doe
         await tx.session.execute(sa.select(sa.func.upper(sa.bindparam("name", "secret"))))
         await tx.session.execute(sa.text("SELECT 'in the text'"))
 
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1, headers=sent_in_a_trace("01")), Deposit(2, account="bob"))
+    applier = await new_applier(handlers, topic=TOPIC)
+    await applier.apply(Deposit(1, headers=sent_in_a_trace("01")), Deposit(2, account="bob"))
     asked = [one for one in finished() if one.kind is trace.SpanKind.CLIENT]
     processed = {span_id(one): one for one in finished() if one.kind is trace.SpanKind.CONSUMER}
     assert [parent_id(one) in processed for one in asked] == [True] * 4
@@ -103,7 +103,7 @@ async def test_what_a_handler_asks_is_a_span_of_its_message_and_what_a_batch_doe
 
 
 async def test_a_statement_that_fails_is_told_of_with_the_servers_code(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
     finished: Finished,  # noqa: F811
     counted: Counted,
 ) -> None:
@@ -113,8 +113,8 @@ async def test_a_statement_that_fails_is_told_of_with_the_servers_code(
     async def divide(event: Deposited, tx: Transaction) -> None:
         await tx.session.execute(sa.text("SELECT 1 / 0"))
 
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1))
+    applier = await new_applier(handlers, topic=TOPIC)
+    await applier.apply(Deposit(1))
     failed = next(one for one in finished() if one.kind is trace.SpanKind.CLIENT)
     assert (failed.attributes or {})["error.type"] == "22012"
     assert failed.status.status_code is trace.StatusCode.ERROR

@@ -106,7 +106,7 @@ async def test_a_static_member_that_restarts_keeps_its_partitions_and_disturbs_n
     assert len(assignments(leader)) == before
 
 
-async def test_a_leader_that_restarts_keeps_its_partitions_and_assigns_those_that_were_added(
+async def test_a_restarted_leader_keeps_its_partitions_and_assigns_added_ones(
     start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, kafka: str
 ) -> None:
     leader, follower = await leader_and_follower(start)
@@ -137,7 +137,7 @@ async def test_a_member_that_was_stopped_for_longer_than_its_session_reads_again
     await all_are_read(db, producer, bank.deposits, PARTITIONS)
 
 
-async def test_of_two_processes_with_one_id_the_later_one_serves_until_it_ends(
+async def test_with_one_instance_id_the_later_process_serves_until_it_ends(
     start: Start, bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection
 ) -> None:
     first = await start("run", kafka_group_instance_id="the-same")

@@ -402,7 +402,7 @@ async def test_without_a_terminal_nothing_is_cut_and_each_pause_has_its_line(
     assert ends == [f"{'x' * 90}\\n{n}" for n in range(1, 10)]
 
 
-async def test_a_screen_is_not_exceeded_by_many_consumers_and_without_one_all_are_told(
+async def test_many_consumers_fit_the_screen_and_without_one_all_are_shown(
     command: Command, bank: Bank, db: asyncpg.Connection
 ) -> None:
     await db.execute(

@@ -18,8 +18,8 @@ from aiokafka import AIOKafkaProducer
 
 from onceward import Policy, Transaction, errors
 from onceward.apply import throttles
-from onceward.apply.attempt import Memory
-from onceward.apply.limits import Slots
+from onceward.apply.attempt import Findings
+from onceward.apply.limits import ConcurrencyLimit
 from onceward.apply.positions import Slot
 from onceward.apply.statements import PAUSES
 from onceward.apply.throttles import Resting, Throttles
@@ -34,13 +34,13 @@ from onceward.operators.stopping import Subject
 from onceward.retry import lanes
 from onceward.runtime import Part
 from onceward.servers.database import create_engine
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 from onceward.servers.tasks import in_background
 from onceward.settings import Settings
 
+from .applier import Applier, NewApplier
 from .bank import Bank, Refused
 from .conftest import Command, position_of, position_reaches
-from .desk import Desk, NewDesk
 from .outgoing import all_is_written, event, numbered, stage, waits
 from .processes import starting
 from .test_backlog import bank_with
@@ -145,7 +145,7 @@ async def test_a_paused_topic_is_not_read_and_its_neighbour_is(
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
-async def test_what_comes_to_a_paused_topic_is_read_also_with_the_start_latest(
+async def test_start_latest_skips_no_records_sent_to_a_paused_topic(
     bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, running: Running
 ) -> None:
     await pause(db, "topic", bank.deposits)
@@ -157,7 +157,7 @@ async def test_what_comes_to_a_paused_topic_is_read_also_with_the_start_latest(
     assert await histories(db) == {"ada": [0, 1, 2]}
 
 
-async def test_a_topic_that_is_paused_while_it_is_read_goes_on_where_it_was(
+async def test_a_topic_paused_while_it_is_read_resumes_at_its_position(
     bank: Bank, other: str, producer: AIOKafkaProducer, db: asyncpg.Connection, running: Running
 ) -> None:
     async with running(bank.service) as health:
@@ -178,7 +178,7 @@ async def test_a_topic_that_is_paused_while_it_is_read_goes_on_where_it_was(
     assert await db.fetchval("SELECT count(*) FROM pipeline.backlog") == 0
 
 
-async def test_a_batch_that_fails_is_not_tried_in_parts_once_its_topic_is_paused(
+async def test_a_failed_batch_is_not_split_once_its_topic_is_paused(
     bank: Bank, other: str, producer: AIOKafkaProducer, db: asyncpg.Connection, running: Running
 ) -> None:
     async with running(bank.service) as health:
@@ -205,7 +205,7 @@ async def test_a_batch_that_fails_is_not_tried_in_parts_once_its_topic_is_paused
     assert await histories(db) == {"ada": [*range(5)]}
 
 
-async def test_batches_that_wait_for_a_slot_while_their_topic_is_paused_are_not_taken(
+async def test_a_paused_topics_batches_waiting_for_a_slot_are_not_taken(
     bank: Bank,
     new_topic: NewTopic,
     producer: AIOKafkaProducer,
@@ -243,31 +243,33 @@ async def test_batches_that_wait_for_a_slot_while_their_topic_is_paused_are_not_
     assert {*many.calls} == {*range(12)}
 
 
-def is_waited_for(slots: Slots) -> Callable[[], bool]:
+def is_waited_for(slots: ConcurrencyLimit) -> Callable[[], bool]:
     """Return the question whether a transaction waits for one that is alone."""
     return lambda: bool(slots._entrance._waiters)
 
 
 async def test_batches_that_share_a_transaction_look_when_it_begins(
-    ledger: tuple[Bank, Desk],
+    ledger: tuple[Bank, Applier],
 ) -> None:
-    bank, desk = ledger
-    limits = TopicLimits(desk.consume.throttles, bank.handlers.takers, bank.deposits)
+    bank, applier = ledger
+    limits = TopicLimits(applier.consume.throttles, bank.handlers.takers, bank.deposits)
     parts = []
     for number in range(2):
-        one = replace(desk, slot=replace(desk.slot, partition=number))
+        one = replace(applier, slot=replace(applier.slot, partition=number))
         batch = await one.read(Deposit(number, f"of {number}"), start=await one.position())
         parts.append(PartitionBatch(one.slot, batch, limits=limits))
-    gatherer, slots = Gatherer(desk.consume), desk.consume._slots
+    gatherer, slots = Gatherer(applier.consume), applier.consume._slots
     async with slots.all():
-        applying = [asyncio.create_task(gatherer.apply(part, Memory())) for part in parts]
+        applying = [asyncio.create_task(gatherer.apply(part, Findings())) for part in parts]
         await eventually(is_waited_for(slots))
-        desk.consume.throttles._rates = {("topic", bank.deposits): 0.0}
+        applier.consume.throttles._rates = {("topic", bank.deposits): 0.0}
     assert await asyncio.gather(*applying) == [False, False]
-    attempts = Attempts("the test", "PostgreSQL", unless=lambda: False, report=desk.outages.append)
+    attempts = Retrying(
+        "the test", "PostgreSQL", unless=lambda: False, report=applier.outages.append
+    )
     for part in parts:
         with pytest.raises(Resting):
-            await desk.consume.apply(PartitionSource([part]), attempts)
+            await applier.consume.apply(PartitionSource([part]), attempts)
     assert bank.calls == []
 
 
@@ -332,7 +334,7 @@ async def test_nothing_is_taken_while_it_is_not_known_what_is_paused(
 
 
 @pytest.mark.full
-async def test_a_pause_reaches_all_processes_in_two_seconds_and_nothing_is_taken_afterwards(
+async def test_a_pause_takes_effect_in_all_processes_within_two_seconds(
     bank: Bank,
     new_topic: NewTopic,
     producer: AIOKafkaProducer,
@@ -383,7 +385,7 @@ async def test_a_pause_reaches_all_processes_in_two_seconds_and_nothing_is_taken
 
 
 @pytest.mark.full
-async def test_a_process_that_starts_paused_takes_nothing_and_may_die_as_often_as_it_likes(
+async def test_a_process_started_paused_takes_nothing_and_counts_no_deaths(
     bank: Bank, producer: AIOKafkaProducer, db: asyncpg.Connection, start: Start
 ) -> None:
     await send(producer, bank.deposits, range(5))
@@ -492,56 +494,56 @@ async def resume_keys(db: asyncpg.Connection, account: str = "ada") -> None:
 
 
 async def test_a_paused_key_waits_and_others_of_its_partition_go_on(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
-    await desk.apply(Deposit(0, "ada"), Deposit(1, "bob"))
+    bank, applier = ledger
+    await applier.apply(Deposit(0, "ada"), Deposit(1, "bob"))
     await pause_key(db, bank)
-    await desk.apply(*(Deposit(n, ("ada", "bob")[n % 2]) for n in range(2, 12)))
-    await desk.work_off()
-    await desk.apply(*(Deposit(n, ("ada", "bob")[n % 2]) for n in range(12, 22)))
-    await desk.work_off()
+    await applier.apply(*(Deposit(n, ("ada", "bob")[n % 2]) for n in range(2, 12)))
+    await applier.work_off()
+    await applier.apply(*(Deposit(n, ("ada", "bob")[n % 2]) for n in range(12, 22)))
+    await applier.work_off()
     odd = [*range(1, 22, 2)]
     assert await histories(db) == {"ada": [0], "bob": odd}
-    rows = [row for row in await desk.backlog() if row["topic"] == bank.deposits]
+    rows = [row for row in await applier.backlog() if row["topic"] == bank.deposits]
     assert {row["reason"] for row in rows} == {"follows another"}
     assert {(row["attempts"], row["waited"]) for row in rows} == {(0, 0.0)}
     assert len(rows) == 10
     await resume_keys(db)
-    await desk.apply(Deposit(22, "ada"))
-    await desk.work_off()
+    await applier.apply(Deposit(22, "ada"))
+    await applier.work_off()
     assert await histories(db) == {"ada": [*range(0, 23, 2)], "bob": odd}
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def test_a_key_goes_on_when_its_time_is_over(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     await pause_key(db, bank, lasts=timedelta(hours=1))
-    await desk.apply(Deposit(1), Deposit(2))
-    await desk.work_off()
+    await applier.apply(Deposit(1), Deposit(2))
+    await applier.work_off()
     assert bank.calls == []
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1, 2]}
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def test_a_row_that_another_lane_demotes_as_a_pause_ends_goes_on(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
     db: asyncpg.Connection,
     connect: Callable[[], Awaitable[asyncpg.Connection]],
 ) -> None:
-    bank, desk = await bank_with(new_desk, mode="deferred")
+    bank, applier = await bank_with(new_applier, mode="deferred")
     await pause_key(db, bank, lasts=timedelta(0))
-    await desk.apply(Deposit(1))
-    (row,) = [row for row in await desk.backlog() if row["topic"] == bank.deposits]
+    await applier.apply(Deposit(1))
+    (row,) = [row for row in await applier.backlog() if row["topic"] == bank.deposits]
     other = await connect()
     async with other.transaction():  # of the worker that has the lane of deferred messages
         await dead_rows.lock_lane(other, row["lane"])
         await lanes.schedule_heads(other, [row["lane"]], [row["order_key"]])
-        ending = asyncio.create_task(desk.work_off())
+        ending = asyncio.create_task(applier.work_off())
 
         async def has_ended_or_waits() -> bool:
             return ending.done() or await somebody_waits(db, other.get_server_pid())
@@ -549,52 +551,52 @@ async def test_a_row_that_another_lane_demotes_as_a_pause_ends_goes_on(
         await eventually(has_ended_or_waits)
         assert bank.calls == []
     await ending
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
-async def test_a_key_that_a_process_has_died_with_is_not_tried_for_its_pause(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_pause_row_is_not_tried_after_a_process_death(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     await pause_key(db, bank)
-    await desk.apply(Deposit(1))
-    await desk.work_off()
+    await applier.apply(Deposit(1))
+    await applier.work_off()
     await resume_keys(db)
     await db.execute("UPDATE pipeline.backlog_lane SET starts = 1, lease_until = now()")
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def test_a_pause_that_is_prolonged_while_it_ends_stays(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     await pause_key(db, bank, lasts=timedelta(0))
-    await desk.apply(Deposit(1))
-    lease = await desk.lanes._claim()
+    await applier.apply(Deposit(1))
+    lease = await applier.lanes._claim()
     assert lease is not None
-    source = await desk.lanes._read(lease, await desk.lanes._due(lease, 10))
+    source = await applier.lanes._read(lease, await applier.lanes._due(lease, 10))
     assert len(source.ended) == 1
     await pause_key(db, bank)
-    await desk.lanes._apply(desk.consume, source)
-    await desk.lanes._release(lease, forgets_deaths=True)
-    await desk.work_off()
+    await applier.lanes._apply(applier.consume, source)
+    await applier.lanes._release(lease, forgets_deaths=True)
+    await applier.work_off()
     assert bank.calls == []
-    assert [row["waits"] for row in await desk.backlog() if row["topic"] == "(paused)"] == [True]
+    assert [row["waits"] for row in await applier.backlog() if row["topic"] == "(paused)"] == [True]
     await resume_keys(db)
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
 
 
-async def test_a_key_that_is_paused_while_its_head_is_tried_ends_with_that_try(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_key_paused_while_its_head_is_tried_is_not_retried(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.refused = {1}
-    await desk.apply(Deposit(1), Deposit(2))
+    await applier.apply(Deposit(1), Deposit(2))
     before = bank.calls.count(1)
 
     async def be_paused() -> None:
@@ -602,92 +604,92 @@ async def test_a_key_that_is_paused_while_its_head_is_tried_ends_with_that_try(
 
     bank.waits[1] = be_paused
     await db.execute(_MESSAGES_ARE_DUE)
-    await desk.work_off()
+    await applier.work_off()
     tried = bank.calls.count(1)
     assert tried > before
     bank.waits.clear()
     for _ in range(3):
         await db.execute(_MESSAGES_ARE_DUE)
-        await desk.work_off()
+        await applier.work_off()
     assert bank.calls.count(1) == tried
     bank.refused = set()
     await resume_keys(db)
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1, 2]}
 
 
 @asynccontextmanager
 async def a_suspect_that_is_not_tried(
-    bank: Bank, desk: Desk, db: asyncpg.Connection
+    bank: Bank, applier: Applier, db: asyncpg.Connection
 ) -> AsyncIterator[None]:
     """Let a message that may have killed a process wait to be tried alone, while the block runs.
 
     Fails the test if it is called then, or if that is stored.
     """
     bank.refused = {1}
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     bank.refused, calls = set(), len(bank.calls)
     await db.execute("UPDATE pipeline.backlog SET deaths = 1, due_at = now()")
-    (before,) = await desk.backlog()
-    slots = desk.consume._slots
+    (before,) = await applier.backlog()
+    slots = applier.consume._slots
     async with slots.one(waits=False):
-        working = asyncio.create_task(desk.work_off())
+        working = asyncio.create_task(applier.work_off())
         await eventually(slots._entrance.locked)
         yield
     await working
     assert len(bank.calls) == calls
-    (row,) = [row for row in await desk.backlog() if row["topic"] != PAUSES]
+    (row,) = [row for row in await applier.backlog() if row["topic"] != PAUSES]
     for column in ("attempts", "deaths", "reason"):
         assert row[column] == before[column]
 
 
-async def test_a_suspect_whose_key_is_paused_before_it_is_alone_is_not_tried(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_suspect_is_not_tried_alone_once_its_key_is_paused(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
-    async with a_suspect_that_is_not_tried(bank, desk, db):
+    bank, applier = ledger
+    async with a_suspect_that_is_not_tried(bank, applier, db):
         await pause_key(db, bank)
     await resume_keys(db)
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def test_what_was_read_before_its_key_was_paused_is_not_handled(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.refused = {1}
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     bank.refused, calls = set(), len(bank.calls)
     await db.execute(_MESSAGES_ARE_DUE)
-    lease = await desk.lanes._claim()
+    lease = await applier.lanes._claim()
     assert lease is not None
-    source = await desk.lanes._read(lease, await desk.lanes._due(lease, 10))
+    source = await applier.lanes._read(lease, await applier.lanes._due(lease, 10))
     await pause_key(db, bank)
-    await desk.lanes._apply(desk.consume, source)
-    await desk.lanes._release(lease, forgets_deaths=True)
+    await applier.lanes._apply(applier.consume, source)
+    await applier.lanes._release(lease, forgets_deaths=True)
     assert len(bank.calls) == calls
     await resume_keys(db)
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
 
 
 async def test_a_dead_letter_that_holds_its_key_still_does_after_a_pause(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     policy = Policy(attempts=1, after_death="hold")
     bank = Bank("deposits", "balances", "bank", options={"policy": policy})
-    desk = await new_desk(bank.handlers, topic=bank.deposits)
+    applier = await new_applier(bank.handlers, topic=bank.deposits)
     bank.refused = {1}
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     await pause_key(db, bank)
-    await desk.apply(Deposit(2))
+    await applier.apply(Deposit(2))
     await resume_keys(db)
-    await desk.work_off()
+    await applier.work_off()
     bank.refused = set()
-    await desk.apply(Deposit(3))
-    await desk.work_off()
+    await applier.apply(Deposit(3))
+    await applier.work_off()
     assert await histories(db) == {}
     assert [row["amount"] for row in await db.fetch(_WAITING)] == [2, 3]
 
@@ -698,7 +700,7 @@ SELECT (convert_from(value, 'UTF8')::json ->> 'amount')::integer AS amount
 """
 
 
-async def test_a_key_is_paused_by_a_command_wherever_it_is_handled_and_found_in_the_backlog(
+async def test_pausing_a_key_covers_all_consumers_and_appears_in_the_backlog(
     command: Command, bank: Bank, other: str, db: asyncpg.Connection
 ) -> None:
     because = "--because", "a dispute", "--operator", "ada", "--yes"
@@ -731,9 +733,9 @@ async def test_a_key_is_paused_by_a_command_wherever_it_is_handled_and_found_in_
     assert [row["action"] for row in actions] == ["pause", "pause", "resume", "resume"]
 
 
-def let_rest(desk: Desk, *consumers: str) -> None:
-    """Let a desk know that these consumers are paused, and no others."""
-    desk.consume.throttles._rates = {("consumer", one): 0.0 for one in consumers}
+def let_rest(applier: Applier, *consumers: str) -> None:
+    """Let an applier know that these consumers are paused, and no others."""
+    applier.consume.throttles._rates = {("consumer", one): 0.0 for one in consumers}
 
 
 @pytest.fixture
@@ -788,7 +790,7 @@ async def test_the_only_consumer_of_a_topic_stores_nothing_while_it_is_paused(
     assert await histories(db) == {"ada": [*range(10)]}
 
 
-async def test_a_consumer_that_is_paused_while_its_batch_fails_is_called_no_more(
+async def test_a_consumer_paused_while_its_batch_fails_is_not_called_again(
     bank: Bank,
     heard: list[int],
     producer: AIOKafkaProducer,
@@ -818,72 +820,74 @@ async def test_a_consumer_that_is_paused_while_its_batch_fails_is_called_no_more
 
 
 async def test_a_failed_message_of_a_paused_consumer_spends_nothing(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.refused = {1}
-    await desk.apply(Deposit(1))
-    let_rest(desk, "deposit")
+    await applier.apply(Deposit(1))
+    let_rest(applier, "deposit")
     await db.execute(_MESSAGES_ARE_DUE)
-    before, calls = await desk.backlog(), len(bank.calls)
+    before, calls = await applier.backlog(), len(bank.calls)
     for _ in range(3):
-        await desk.work_off()
+        await applier.work_off()
     assert len(bank.calls) == calls
-    assert [row["attempts"] for row in await desk.backlog()] == [row["attempts"] for row in before]
+    assert [row["attempts"] for row in await applier.backlog()] == [
+        row["attempts"] for row in before
+    ]
     bank.refused = set()
-    let_rest(desk)
-    await desk.work_off()
+    let_rest(applier)
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
 
 
-async def test_a_worker_that_waits_for_a_slot_while_its_consumer_is_paused_calls_nothing(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+async def test_a_paused_consumers_worker_that_waits_for_a_slot_calls_nothing(
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.refused = {1}
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     bank.refused, calls = set(), len(bank.calls)
-    (before,) = await desk.backlog()
+    (before,) = await applier.backlog()
     await db.execute(_MESSAGES_ARE_DUE)
-    async with desk.consume._slots.all():
-        working = asyncio.create_task(desk.work_off())
-        await eventually(is_waited_for(desk.consume._slots))
-        let_rest(desk, "deposit")
+    async with applier.consume._slots.all():
+        working = asyncio.create_task(applier.work_off())
+        await eventually(is_waited_for(applier.consume._slots))
+        let_rest(applier, "deposit")
     await working
     assert len(bank.calls) == calls
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert (row["attempts"], row["reason"]) == (before["attempts"], before["reason"])
-    let_rest(desk)
-    await desk.work_off()
+    let_rest(applier)
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
 
 
 async def test_a_suspect_whose_consumer_is_paused_before_its_try_spends_no_attempt(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.refused = {1}
-    await desk.apply(Deposit(1))
+    await applier.apply(Deposit(1))
     bank.refused = set()
-    (before,) = await desk.backlog()
+    (before,) = await applier.backlog()
     calls = len(bank.calls)
 
     async def end(self: Throttles, consumers: Collection[str]) -> None:
-        let_rest(desk, "deposit")
+        let_rest(applier, "deposit")
         raise Resting
 
     monkeypatch.setattr(Throttles, "end_if_paused", end)
     await db.execute("UPDATE pipeline.backlog_lane SET starts = 1, lease_until = now()")
     await db.execute(_MESSAGES_ARE_DUE)
-    await desk.work_off()
+    await applier.work_off()
     monkeypatch.undo()
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert (row["attempts"], row["deaths"]) == (before["attempts"], before["deaths"])
     assert row["reason"] == before["reason"]
     assert len(bank.calls) == calls
-    let_rest(desk)
+    let_rest(applier)
     await db.execute(_MESSAGES_ARE_DUE)
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
 
 
@@ -1048,7 +1052,7 @@ async def test_a_throttle_is_kept_by_all_that_take_together(
         await engine.dispose()
 
 
-async def test_an_answer_of_the_database_does_not_shorten_the_rest_of_later_takes(
+async def test_an_earlier_database_reply_does_not_shorten_a_throttles_later_wait(
     settings: Callable[..., Settings], db: asyncpg.Connection
 ) -> None:
     await slow_down(db, "topic", "scans", 10.0)
@@ -1086,15 +1090,15 @@ async def test_a_look_does_not_forget_what_is_being_noted(
 
 
 async def test_a_reader_notes_all_that_it_takes_before_others_ask(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     places = ("topic", bank.deposits), ("consumer", "deposit")
     for kind, name in places:
         await slow_down(db, kind, name, 0.01)
-    rates = Throttles(desk.engine)
+    rates = Throttles(applier.engine)
     limits = TopicLimits(rates, bank.handlers.takers, bank.deposits)
-    batch = await desk.read(Deposit(1), start=0)
+    batch = await applier.read(Deposit(1), start=0)
     await rates.look()
     assert [rates.left(*one) for one in places] == [0, 0]
     taking = asyncio.create_task(limits.take(batch))
@@ -1104,34 +1108,34 @@ async def test_a_reader_notes_all_that_it_takes_before_others_ask(
     await taking
 
 
-async def test_two_workers_of_a_process_do_not_both_take_what_may_be_taken(
-    new_desk: NewDesk,
+async def test_two_workers_of_a_process_use_an_allowance_only_once(
+    new_applier: NewApplier,
 ) -> None:
-    bank, desk = await bank_with(new_desk, mode="deferred")
-    await desk.apply(*(Deposit(n, f"of {n}") for n in range(40)))
-    desk.consume.throttles._rates = {("consumer", "deposit"): 0.01}
+    bank, applier = await bank_with(new_applier, mode="deferred")
+    await applier.apply(*(Deposit(n, f"of {n}") for n in range(40)))
+    applier.consume.throttles._rates = {("consumer", "deposit"): 0.01}
     sources = []
     for _ in range(2):
-        lease = await desk.lanes._claim(8)
+        lease = await applier.lanes._claim(8)
         assert lease is not None
-        sources.append(await desk.lanes._read(lease, await desk.lanes._due(lease, 100)))
-    await desk.lanes._try(desk.consume, sources[0])
+        sources.append(await applier.lanes._read(lease, await applier.lanes._due(lease, 100)))
+    await applier.lanes._try(applier.consume, sources[0])
     with pytest.raises(Resting):
-        await desk.lanes._try(desk.consume, sources[1])
+        await applier.lanes._try(applier.consume, sources[1])
     assert len(bank.calls) == 1
 
 
 async def test_a_suspect_that_the_rate_does_not_allow_spends_no_attempt(
-    ledger: tuple[Bank, Desk], db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
-    rates = desk.consume.throttles
-    async with a_suspect_that_is_not_tried(bank, desk, db):
+    bank, applier = ledger
+    rates = applier.consume.throttles
+    async with a_suspect_that_is_not_tried(bank, applier, db):
         rates._rates = {("consumer", "deposit"): 0.001}
         await rates.took({("consumer", "deposit"): 1})
     rates._rates = {}
     await db.execute(_MESSAGES_ARE_DUE)
-    await desk.work_off()
+    await applier.work_off()
     assert await histories(db) == {"ada": [1]}
 
 
@@ -1185,7 +1189,7 @@ async def test_a_throttled_topic_is_read_at_its_rate(
     assert actions == ["throttle to 20/s", "resume"]
 
 
-async def test_a_throttled_consumer_of_two_is_served_from_the_backlog_at_its_rate(
+async def test_a_throttled_consumer_of_two_uses_the_backlog_at_its_rate(
     bank: Bank,
     heard: list[int],
     producer: AIOKafkaProducer,

@@ -401,7 +401,7 @@ async def test_brokers_that_do_not_let_us_in_are_named_with_the_reason(
         "no TLS",
     ],
 )
-async def test_a_database_that_does_not_let_us_in_is_named_with_the_reason(
+async def test_a_refused_database_connection_is_reported_with_its_reason(
     known: Known,
     servers: Servers,
     start: Start,
@@ -438,7 +438,7 @@ def changed(
     return {**known, "database_url": url.render_as_string(hide_password=False)}
 
 
-async def test_the_service_waits_for_brokers_that_do_not_let_it_in_and_says_why(
+async def test_the_service_waits_for_brokers_that_refuse_it_and_says_why(
     servers: Servers, start: Start, by_password: Known
 ) -> None:
     service = await start("run", **by_password(kafka_password="guess"))

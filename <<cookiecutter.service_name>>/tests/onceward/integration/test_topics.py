@@ -3,6 +3,8 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from time import time as now
 
 import asyncpg
 import pytest
@@ -11,7 +13,9 @@ from aiokafka.admin import NewTopic
 from aiokafka.admin.records_to_delete import RecordsToDelete
 
 from onceward.observe.health import Health
+from onceward.redaction import HIDDEN
 from onceward.runtime import Part
+from onceward.testing.files import records_of
 
 from .bank import Bank
 from .conftest import position_of, position_reaches
@@ -257,7 +261,7 @@ async def test_who_skips_records_is_told_so(handled: Bank, start: Start) -> None
     ("value", "why"),
     [(b"{", "invalid payload"), (b'{"account": "ada", "amount": 2}', "failed")],
 )
-async def test_a_record_at_fault_behind_a_gap_is_set_aside_and_both_are_passed(
+async def test_a_faulty_record_is_set_aside_and_passed_with_its_preceding_gap(
     bank: Bank,
     running: Running,
     producer: AIOKafkaProducer,
@@ -418,3 +422,29 @@ async def test_a_topic_that_is_not_there_can_not_be_sought(
         assert await process.ended() == 1
     assert f"there is no topic {unborn.deposits}: create it" in process.output
     assert "Unclosed" not in process.output
+
+
+async def test_records_are_recorded_as_the_kit_reads_them(
+    bank: Bank, start: Start, producer: AIOKafkaProducer, tmp_path: Path
+) -> None:
+    old = round(1_000 * (now() - 7_200))
+    await Deposit(1, timestamp=old).send(producer, bank.deposits)
+    await send(producer, bank, 2)
+    await Deposit(3, account="correct-horse", value=b"\xff").send(producer, bank.deposits)
+    token = {"BANK_TOKEN": "correct-horse"}
+    process = await start(
+        "topics", "record", bank.deposits, "--last", "1h", more_variables=token, log_level="ERROR"
+    )
+    assert await process.ended() == 0, process.output
+    (file := tmp_path / "recorded").write_text(process.output, "utf-8")
+    first, second = records_of(file, bank.service.handlers, keeps_times=True)
+    assert (first.key, first.value) == (b"ada", b'{"account": "ada", "amount": 2}')
+    assert ("ce_id", b"2") in first.headers
+    assert abs(first.timestamp - 1_000 * now()) < 600_000
+    assert (second.key, second.value) == (HIDDEN.encode(), b"\xff")
+
+
+async def test_a_topic_that_is_not_there_can_not_be_recorded(unborn: Bank, start: Start) -> None:
+    process = await start("topics", "record", unborn.deposits)
+    assert await process.ended() == 1
+    assert f"there is no topic {unborn.deposits}" in process.output

@@ -184,10 +184,10 @@ async def test_a_service_that_has_nothing_to_do_records_nothing(
     monkeypatch.setattr(traces, "_tracer", provider.get_tracer("test"))
     polls = 0
 
-    async def polled(*args: Any, **options: Any) -> Page:
+    async def polled(*args: Any) -> Page:
         nonlocal polls
         polls += 1
-        return await fresh(*args, **options)
+        return await fresh(*args)
 
     monkeypatch.setattr("onceward.relay.relay.fresh", polled)
     async with running(bank.service) as health:

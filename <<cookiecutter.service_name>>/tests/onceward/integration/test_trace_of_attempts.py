@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from onceward import Event, EventBatch, Handlers, Reject, Transaction
 from onceward.observe import logs, metrics, traces
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from .test_dead import redrive
 from .test_scheduled import move_all
 from .test_trace import SENDER, TRACE, parent_id, sent_in_a_trace, span_id, trace_id
@@ -66,18 +66,18 @@ def check_attempts(spans: list[ReadableSpan], *, parent: str | None) -> None:
 
 
 async def test_the_lines_about_a_message_are_of_its_attempt(
-    ledger: tuple[Bank, Desk], finished: Finished, caplog: pytest.LogCaptureFixture
+    ledger: tuple[Bank, Applier], finished: Finished, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.errors = {1: Reject("no"), 2: ValueError("not yet")}
     caplog.handler.setFormatter(logs.JsonLines())
     caplog.set_level(logging.WARNING, "onceward.apply.outcome")
-    await desk.apply(
+    await applier.apply(
         Deposit(1, headers=IN_A_TRACE),
         Deposit(2, "bob"),
         Deposit(3, "carol", value=b"{}", headers=IN_A_TRACE),
     )
-    await desk.work_off()
+    await applier.work_off()
     told = {line["message_id"]: line for line in map(json.loads, caplog.text.splitlines())}
     assert {id: line["key"] for id, line in told.items()} == {"1": "ada", "2": "bob", "3": "carol"}
     spans = {(one.attributes or {})["messaging.message.id"]: one for one in finished()}
@@ -89,14 +89,14 @@ async def test_the_lines_about_a_message_are_of_its_attempt(
     assert (told["3"]["trace_id"], told["3"]["span_id"]) == (TRACE, SENDER)
 
 
-async def test_the_line_about_a_record_that_cannot_be_decoded_has_the_id_and_trace_of_its_headers(
-    ledger: tuple[Bank, Desk], caplog: pytest.LogCaptureFixture
+async def test_an_undecodable_records_log_line_has_its_headers_id_and_trace(
+    ledger: tuple[Bank, Applier], caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, desk = ledger
+    _, applier = ledger
     caplog.handler.setFormatter(logs.JsonLines())
     caplog.set_level(logging.WARNING, "onceward.apply.outcome")
     of_the_past = ("CE_SpecVersion", b"0.3")
-    await desk.apply(
+    await applier.apply(
         Deposit(1, headers=(*IN_A_TRACE, of_the_past)),
         Deposit(2, "bob", headers=(("ce_id", b"\xff"), ("traceparent", b"nonsense"))),
         Deposit(3, "carol", headers=(of_the_past, ("ce_id", b""), ("traceparent", TRACEPARENT))),
@@ -112,28 +112,28 @@ async def test_the_line_about_a_record_that_cannot_be_decoded_has_the_id_and_tra
 
 @pytest.mark.parametrize(("headers", "parent"), [(IN_A_TRACE, SENDER), (IN_NONE, None)])
 async def test_every_attempt_is_a_span_that_links_to_the_first(
-    ledger: tuple[Bank, Desk],
+    ledger: tuple[Bank, Applier],
     finished: Finished,
     headers: tuple[tuple[str, bytes], ...],
     parent: str | None,
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.refused.add(1)
-    await desk.apply(Deposit(1, headers=headers), Deposit(2, headers=headers))
+    await applier.apply(Deposit(1, headers=headers), Deposit(2, headers=headers))
     for _ in range(2):
-        await desk.make_due()
-        await desk.work_off()
+        await applier.make_due()
+        await applier.work_off()
     bank.refused.clear()
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     offset = "messaging.kafka.offset"
     attempts = [one for one in finished() if (one.attributes or {})[offset] == 0]
     assert bank.calls.count(1) == len(attempts) == 4
     check_attempts(attempts, parent=parent)
 
 
-async def test_an_attempt_that_the_database_refuses_only_when_it_is_written_is_linked_to_as_well(
-    new_desk: NewDesk, finished: Finished
+async def test_an_attempt_refused_only_at_flush_is_linked_as_well(
+    new_applier: NewApplier, finished: Finished
 ) -> None:
     handlers = Handlers()
 
@@ -141,12 +141,12 @@ async def test_an_attempt_that_the_database_refuses_only_when_it_is_written_is_l
     async def open_account(event: Deposited, tx: Transaction) -> None:
         tx.session.add(Account(event.account))
 
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1))
-    await desk.apply(Deposit(2))
+    applier = await new_applier(handlers, topic=TOPIC)
+    await applier.apply(Deposit(1))
+    await applier.apply(Deposit(2))
     before = finished()[1:]
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     later = finished()[1 + len(before) :]
     assert before
     assert later
@@ -156,7 +156,7 @@ async def test_an_attempt_that_the_database_refuses_only_when_it_is_written_is_l
 
 
 async def test_a_handler_of_batches_links_its_attempts_too(
-    new_desk: NewDesk, finished: Finished
+    new_applier: NewApplier, finished: Finished
 ) -> None:
     handlers = Handlers()
 
@@ -165,58 +165,58 @@ async def test_a_handler_of_batches_links_its_attempts_too(
         if any(event.amount == 1 for event, _ in events):
             raise LookupError("not yet")
 
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(Deposit(1))
-    await desk.make_due()
-    await desk.work_off()
+    applier = await new_applier(handlers, topic=TOPIC)
+    await applier.apply(Deposit(1))
+    await applier.make_due()
+    await applier.work_off()
     check_attempts(finished(), parent=None)
     assert len(finished()) == 2
 
 
 async def test_a_dead_letter_that_is_redriven_stays_in_its_trace(
-    ledger: tuple[Bank, Desk], finished: Finished
+    ledger: tuple[Bank, Applier], finished: Finished
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.errors[1] = Reject("no")
-    await desk.apply(Deposit(1))
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(1))
+    (row,) = await applier.backlog()
     assert row["died_at"] is not None
     bank.errors.clear()
-    await redrive(desk)
-    await desk.work_off()
+    await redrive(applier)
+    await applier.work_off()
     assert bank.calls == [1, 1]
     check_attempts(finished(), parent=None)
 
 
 async def test_what_was_never_attempted_links_to_nothing(
-    ledger: tuple[Bank, Desk], finished: Finished
+    ledger: tuple[Bank, Applier], finished: Finished
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.refused.add(1)
-    await desk.apply(Deposit(1), Deposit(2, headers=IN_A_TRACE))  # waits behind the first
+    await applier.apply(Deposit(1), Deposit(2, headers=IN_A_TRACE))  # waits behind the first
     bank.refused.clear()
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     *_, waited = finished()
     assert (trace_id(waited), parent_id(waited), linked(waited)) == (TRACE, SENDER, [])
 
 
 async def test_a_trace_that_is_not_recorded_is_handed_on_by_every_attempt(
-    ledger: tuple[Bank, Desk], finished: Finished, db: asyncpg.Connection
+    ledger: tuple[Bank, Applier], finished: Finished, db: asyncpg.Connection
 ) -> None:
-    bank, desk = ledger
+    bank, applier = ledger
     bank.refused.add(1)
-    await desk.apply(Deposit(1, headers=sent_in_a_trace("00")))
+    await applier.apply(Deposit(1, headers=sent_in_a_trace("00")))
     bank.refused.clear()
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     assert finished() == []
     handed_on = await db.fetchval("SELECT traceparent FROM pipeline.outbox")
     assert handed_on == f"00-{TRACE}-{SENDER}-00"
 
 
 async def test_a_scheduled_event_is_published_in_the_trace_of_what_staged_it(
-    new_desk: NewDesk, finished: Finished, db: asyncpg.Connection
+    new_applier: NewApplier, finished: Finished, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
 
@@ -224,9 +224,9 @@ async def test_a_scheduled_event_is_published_in_the_trace_of_what_staged_it(
     async def remind(event: Deposited, tx: Transaction) -> None:
         tx.publish(Answer(text="later"), after=timedelta(hours=1))
 
-    desk = await new_desk(handlers, topic=TOPIC)
+    applier = await new_applier(handlers, topic=TOPIC)
     headers = sent_in_a_trace("01", tracestate="vendor=1", baggage="tenant=7")
-    await desk.apply(Deposit(1, headers=headers))
+    await applier.apply(Deposit(1, headers=headers))
     await db.execute("UPDATE pipeline.scheduled SET due_at = now()")
     await move_all(db)
     (span,) = finished()

@@ -136,7 +136,7 @@ async def test_many_pages_in_transactions_of_their_own(
     assert tail.first_ids() == {key.encode(): [f"{key}/{n}" for n in range(50)] for key in keys}
 
 
-async def test_a_relay_that_can_not_be_fenced_keeps_nobody_from_its_own_shards(
+async def test_a_relay_publishes_its_own_shards_while_another_cannot_be_fenced(
     settings: Callable[..., Settings],
     db: asyncpg.Connection,
     kafka: str,

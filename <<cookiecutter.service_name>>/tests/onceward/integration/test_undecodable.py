@@ -11,8 +11,8 @@ from onceward.apply.item import StoredRecord
 from onceward.consume.partition_source import PartitionBatch
 from onceward.events.message import Record
 
+from .applier import Applier, NewApplier
 from .bank import Bank
-from .desk import Desk, NewDesk
 from .test_dead import became, discard, letters, redrive
 from tests.contract.bank import Deposit, Deposited
 
@@ -64,19 +64,19 @@ def shop() -> Shop:
 
 
 @pytest.fixture
-async def desk(shop: Shop, new_desk: NewDesk) -> Desk:
-    """Return the desk of its bank."""
-    return await new_desk(shop.bank.handlers, topic="deposits")
+async def applier(shop: Shop, new_applier: NewApplier) -> Applier:
+    """Return the applier of its bank."""
+    return await new_applier(shop.bank.handlers, topic="deposits")
 
 
 CAME = Deposit(1), Deposit(2, value=BAD), Deposit(3), Deposit(4, "bob")
 
 
-async def states(desk: Desk) -> Sequence[tuple[str, int, str, bool]]:
+async def states(applier: Applier) -> Sequence[tuple[str, int, str, bool]]:
     """Return consumer, offset and reason of each row, and whether it holds its key."""
     return [
         (row["consumer"], row["offset"], row["reason"], row["holds"])
-        for row in await desk.backlog()
+        for row in await applier.backlog()
     ]
 
 
@@ -90,132 +90,132 @@ HELD = [
 
 
 async def test_it_holds_its_key_for_each_consumer_and_no_other_key(
-    shop: Shop, desk: Desk, db: asyncpg.Connection
+    shop: Shop, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await desk.apply(*CAME)
-    await desk.work_off()
+    await applier.apply(*CAME)
+    await applier.work_off()
     assert (shop.bank.calls, sorted(shop.noted)) == ([1, 4], [1, 4])
-    assert await states(desk) == HELD
+    assert await states(applier) == HELD
     sources = "SELECT count(*) FROM pipeline.backlog WHERE source IS NULL"
     assert await db.fetchval(sources) == 3, "nothing is known of their events"
-    assert {one.source for one in await letters(desk)} == {None}
+    assert {one.source for one in await letters(applier)} == {None}
     # A replay stores none again.
     await db.execute("UPDATE pipeline.position SET next_offset = 0")
-    await desk.apply(*CAME)
-    assert await states(desk) == HELD
+    await applier.apply(*CAME)
+    assert await states(applier) == HELD
 
 
 async def test_it_is_redriven_before_what_it_held_when_it_can_be_decoded(
-    shop: Shop, desk: Desk
+    shop: Shop, applier: Applier
 ) -> None:
-    await desk.apply(*CAME)
-    await desk.work_off()
-    redriven = await redrive(desk)
-    await desk.work_off()
-    assert await became(desk, redriven) == {"dead": 3}, "nothing has changed"
-    assert await states(desk) == HELD
+    await applier.apply(*CAME)
+    await applier.work_off()
+    redriven = await redrive(applier)
+    await applier.work_off()
+    assert await became(applier, redriven) == {"dead": 3}, "nothing has changed"
+    assert await states(applier) == HELD
     shop.mend()
-    redriven = await redrive(desk)
-    assert await became(desk, redriven) == {"waiting": 3}
-    await desk.work_off()
-    assert await became(desk, redriven) == {"applied": 2, "gone": 1}
+    redriven = await redrive(applier)
+    assert await became(applier, redriven) == {"waiting": 3}
+    await applier.work_off()
+    assert await became(applier, redriven) == {"applied": 2, "gone": 1}
     assert shop.bank.calls == [1, 4, 2, 3]
     assert shop.noted[-2:] == [2, 3]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
     # Its event is known now.
-    await desk.apply(Deposit(2))
+    await applier.apply(Deposit(2))
     assert shop.bank.calls == [1, 4, 2, 3]
 
 
-async def test_what_it_held_goes_on_when_it_is_discarded(shop: Shop, desk: Desk) -> None:
-    await desk.apply(*CAME)
-    await desk.work_off()
-    assert await discard(desk) == 3
-    await desk.work_off()
+async def test_what_it_held_goes_on_when_it_is_discarded(shop: Shop, applier: Applier) -> None:
+    await applier.apply(*CAME)
+    await applier.work_off()
+    assert await discard(applier) == 3
+    await applier.work_off()
     assert shop.bank.calls == [1, 4, 3]
     assert sorted(shop.noted) == [1, 3, 4]
-    assert {row["discarded_by"] for row in await desk.backlog()} == {"ann"}
+    assert {row["discarded_by"] for row in await applier.backlog()} == {"ann"}
 
 
-async def test_it_follows_what_waits_of_its_key(shop: Shop, desk: Desk) -> None:
+async def test_it_follows_what_waits_of_its_key(shop: Shop, applier: Applier) -> None:
     shop.bank.refused = {1}
-    await desk.apply(CAME[0])
-    await desk.apply(*CAME[1:])
-    of_deposit = [one for one in await states(desk) if one[0] == "deposit"]
+    await applier.apply(CAME[0])
+    await applier.apply(*CAME[1:])
+    of_deposit = [one for one in await states(applier) if one[0] == "deposit"]
     assert [reason for _, _, reason, _ in of_deposit] == ["failed", *["follows another"] * 2]
     shop.bank.refused = set()
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     assert shop.bank.calls[-1] == 1
-    assert await states(desk) == HELD
+    assert await states(applier) == HELD
 
 
-async def test_a_record_without_a_key_holds_nothing(shop: Shop, desk: Desk) -> None:
-    await desk.apply(Deposit(2, key=None, value=BAD), Deposit(3, key=None))
-    await desk.work_off()
+async def test_a_record_without_a_key_holds_nothing(shop: Shop, applier: Applier) -> None:
+    await applier.apply(Deposit(2, key=None, value=BAD), Deposit(3, key=None))
+    await applier.work_off()
     assert shop.bank.calls == [3]
     assert shop.noted == [3]
 
 
 async def test_a_type_that_no_handler_takes_holds_where_types_are_demanded(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
 ) -> None:
     bank = Bank(deposits="deposits", balances="balances", name="bank")
     bank.handlers.topic("deposits", demands_types=True, undecodable="hold")
-    desk = await new_desk(bank.handlers, topic="deposits")
-    await desk.apply(Deposit(1, type="unknown"), Deposit(2))
-    assert await states(desk) == [
+    applier = await new_applier(bank.handlers, topic="deposits")
+    await applier.apply(Deposit(1, type="unknown"), Deposit(2))
+    assert await states(applier) == [
         ("deposit", 0, "unknown type", True),
         ("deposit", 1, "follows another", False),
     ]
 
 
 async def test_a_record_over_which_processes_have_died_is_dead_at_once(
-    shop: Shop, desk: Desk
+    shop: Shop, applier: Applier
 ) -> None:
-    batch = await desk.read(CAME[1], CAME[3], start=await desk.position())
-    await desk.apply_batch(batch, deaths=3)
-    dead = [(consumer, reason) for consumer, _, reason, holds in await states(desk) if holds]
+    batch = await applier.read(CAME[1], CAME[3], start=await applier.position())
+    await applier.apply_batch(batch, deaths=3)
+    dead = [(consumer, reason) for consumer, _, reason, holds in await states(applier) if holds]
     assert dead == [(one, "invalid envelope") for one in ("deposit", "note", "other")]
     assert (
-        PartitionBatch(desk.slot, batch, 3)
+        PartitionBatch(applier.slot, batch, 3)
         .decisions.keys()
         .isdisjoint(one.key for one in batch.items if one.undecoded)
     )
 
 
-async def test_one_over_which_processes_die_when_it_is_redriven_still_holds_its_key(
-    shop: Shop, desk: Desk, db: asyncpg.Connection
+async def test_a_record_that_kills_processes_when_redriven_still_holds_its_key(
+    shop: Shop, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await desk.apply(*CAME)
-    await desk.work_off()
-    await redrive(desk)
+    await applier.apply(*CAME)
+    await applier.work_off()
+    await redrive(applier)
     await db.execute("UPDATE pipeline.backlog SET attempts = 6, deaths = 1 WHERE source IS NULL")
-    await desk.work_off()
-    assert await states(desk) == [
+    await applier.work_off()
+    assert await states(applier) == [
         (consumer, offset, "attempts used up" if holds else reason, holds)
         for consumer, offset, reason, holds in HELD
     ]
     assert shop.bank.calls == [1, 4]
 
 
-async def test_elsewhere_it_holds_nothing(new_desk: NewDesk) -> None:
+async def test_elsewhere_it_holds_nothing(new_applier: NewApplier) -> None:
     shop = Shop("go on")
-    desk = await new_desk(shop.bank.handlers, topic="deposits")
-    await desk.apply(*CAME)
-    await desk.work_off()
+    applier = await new_applier(shop.bank.handlers, topic="deposits")
+    await applier.apply(*CAME)
+    await applier.work_off()
     assert shop.bank.calls == [1, 3, 4]
-    assert await states(desk) == [("", 1, "invalid envelope", False)]
+    assert await states(applier) == [("", 1, "invalid envelope", False)]
 
 
 async def test_a_letter_of_nobody_stays_one_where_records_hold_their_key_since(
-    new_desk: NewDesk,
+    new_applier: NewApplier,
 ) -> None:
-    desk = await new_desk(Shop("go on").bank.handlers, topic="deposits")
-    await desk.apply(*CAME)
-    await desk.work_off()
+    applier = await new_applier(Shop("go on").bank.handlers, topic="deposits")
+    await applier.apply(*CAME)
+    await applier.work_off()
     shop = Shop()
-    holding = await new_desk(shop.bank.handlers, topic="deposits")
+    holding = await new_applier(shop.bank.handlers, topic="deposits")
     await redrive(holding)
     await holding.work_off()
     assert await states(holding) == [("", 1, "invalid envelope", False)]

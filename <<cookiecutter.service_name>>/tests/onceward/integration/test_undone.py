@@ -9,9 +9,9 @@ import pytest
 
 from onceward import Handlers, Policy, Reject, Retry, Transaction
 
-from .desk import NewDesk
+from .applier import NewApplier
 from .test_careless import Boxed, Overdraft, Thing
-from .test_door import (
+from .test_session import (
     TOPIC,
     Changed,
     Habit,
@@ -25,7 +25,7 @@ from .test_door import (
     events_of,
     wallet_of,
 )
-from .test_door import habits as habits
+from .test_session import habits as habits
 from .test_versions import Watched
 from tests.contract.bank import Deposit, Deposited
 
@@ -166,7 +166,7 @@ async def test_nothing_is_left_of_a_message_that_is_rejected_between_others(
 
     habits.habits = {1: other, 2: failing(step), 3: later, 4: failing(step), 5: change}
     await habits.together(1, 2, 3, 4, 5)
-    assert set(await errors_of(habits.desk)) == {1, 3}
+    assert set(await errors_of(habits.applier)) == {1, 3}
     assert await events_of(db) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3)]
     assert (await wallet_of(db))["cents"] == 3
     assert await events_of(db, "ada later") == [(1, '{"cents":1}')]
@@ -180,13 +180,13 @@ async def test_each_message_is_called_once_however_many_are_rejected(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     habits.habits = {n: failing(add_and_publish) for n in range(0, 200, 2)}
-    await habits.desk.apply(*(Deposit(n, account=f"of {n % 5}") for n in range(200)))
+    await habits.applier.apply(*(Deposit(n, account=f"of {n % 5}") for n in range(200)))
     assert habits.calls == list(range(200))
-    assert len(await errors_of(habits.desk)) == 100
+    assert len(await errors_of(habits.applier)) == 100
     assert await db.fetchval("SELECT sum(cents) FROM wallet") == 100
 
 
-async def test_a_decision_on_what_another_message_has_made_of_a_row_goes_with_it(
+async def test_a_decision_based_on_another_messages_change_is_undone_with_it(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     async def overdraw(tx: Transaction, key: str) -> None:
@@ -200,15 +200,15 @@ async def test_a_decision_on_what_another_message_has_made_of_a_row_goes_with_it
         account.cents += 1
 
     habits.habits = {1: pay, 2: overdraw, 3: pay, 4: pay}
-    await habits.desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3, 4)))
-    assert set(await errors_of(habits.desk)) == {1}
+    await habits.applier.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3, 4)))
+    assert set(await errors_of(habits.applier)) == {1}
     assert await db.fetchval("SELECT cents FROM careless_overdraft") == 3
 
 
 @pytest.mark.parametrize("after_death", ["go on", "hold"])
 @pytest.mark.parametrize("is_dead", [False, True])
-async def test_later_messages_of_its_key_follow_a_failed_one_as_the_policy_says(
-    new_desk: NewDesk, db: asyncpg.Connection, after_death: str, *, is_dead: bool
+async def test_later_messages_of_the_key_follow_a_failed_one_by_policy(
+    new_applier: NewApplier, db: asyncpg.Connection, after_death: str, *, is_dead: bool
 ) -> None:
     handlers = Handlers()
     policy = Policy(schedule=(3_600,), after_death="hold" if after_death == "hold" else "go on")
@@ -219,13 +219,13 @@ async def test_later_messages_of_its_key_follow_a_failed_one_as_the_policy_says(
             raise Reject("no") if is_dead else Retry("later")
         await change(tx, event.account)
 
-    desk = await new_desk(handlers, topic=TOPIC)
+    applier = await new_applier(handlers, topic=TOPIC)
     keys = {1: "ada", 2: "ada", 3: "ada", 4: "bob"}
-    await desk.apply(*(Deposit(n, account=key) for n, key in keys.items()))
+    await applier.apply(*(Deposit(n, account=key) for n, key in keys.items()))
     goes_on = is_dead and after_death == "go on"
     assert (await wallet_of(db))["cents"] == (2 if goes_on else 1)
     assert (await wallet_of(db, "bob"))["cents"] == 1
-    reasons = {row["offset"]: row["reason"] for row in await desk.backlog()}
+    reasons = {row["offset"]: row["reason"] for row in await applier.backlog()}
     assert set(reasons) == ({1} if goes_on else {1, 2})
     if not goes_on:
         assert reasons[2] == "follows another"

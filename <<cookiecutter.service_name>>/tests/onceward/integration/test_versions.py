@@ -14,8 +14,9 @@ from sqlalchemy.orm import Mapped, mapped_column, validates
 from onceward import Aggregate, Handlers, Reject, Transaction
 from onceward.settings import Settings
 
-from .desk import NewDesk
-from .test_door import (
+from .applier import NewApplier
+from .test_round_trips import wiring
+from .test_session import (
     TOPIC,
     Changed,
     Habit,
@@ -29,7 +30,6 @@ from .test_door import (
     row_of,
     wallet_of,
 )
-from .test_round_trips import wiring
 from .wire import Wire
 from tests.contract.bank import Base, Deposit
 
@@ -57,14 +57,14 @@ CREATE TRIGGER rounded BEFORE INSERT OR UPDATE ON wallet FOR EACH ROW EXECUTE FU
 
 @pytest.fixture
 async def wired(
-    settings: Callable[..., Settings], new_desk: NewDesk
+    settings: Callable[..., Settings], new_applier: NewApplier
 ) -> AsyncIterator[tuple[Habits, Wire]]:
     """Return the same, and what passes between it and PostgreSQL."""
     wire, handlers = Wire(), Handlers()
     async with wiring(settings(), wire) as there:
-        desk = await new_desk(handlers, topic=TOPIC, database_url=there)
-        yield Habits(desk, handlers), wire
-        await desk.engine.dispose()
+        applier = await new_applier(handlers, topic=TOPIC, database_url=there)
+        yield Habits(applier, handlers), wire
+        await applier.engine.dispose()
 
 
 class Line(Base):
@@ -194,10 +194,10 @@ async def test_an_audit_trigger_sees_the_version_of_each_message(
     habits: Habits, db: asyncpg.Connection, *, is_known: bool
 ) -> None:
     if is_known:  # the row is not new
-        await habits.desk.apply(Deposit(1, account="ada", id="earlier"))
+        await habits.applier.apply(Deposit(1, account="ada", id="earlier"))
     await db.execute(AUDIT + ON_WALLET)
     await habits.apply(1, "ada", "bob", "ada", "bob", "ada", "bob")
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     first = 1 if is_known else 0
     expected = [("UPDATE" if is_known else "INSERT", "ada", first + 1), ("INSERT", "bob", 1)]
     for n in (2, 3):
@@ -258,7 +258,7 @@ async def test_a_trigger_that_comes_while_the_service_runs_sees_each_version(
     await db.execute(goes)
     await habits.apply(1, "ada", "ada", "ada")
     assert (await wallet_of(db))["cents"] == 15
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
 
 
 async def test_what_a_trigger_changes_is_seen_by_the_next_message(
@@ -272,7 +272,7 @@ async def test_what_a_trigger_changes_is_seen_by_the_next_message(
     ]
 
 
-async def test_a_trigger_is_seen_also_if_the_message_was_written_while_it_was_handled(
+async def test_a_triggers_effect_is_seen_even_after_an_early_flush(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     await db.execute(ROUND_UP)
@@ -305,13 +305,13 @@ async def test_a_row_that_is_loaded_by_two_classes_is_one_row(
         return add
 
     habits.habits = {1: adding_by(SubKind), 2: adding_by(Kind, SubKind), 3: adding_by(Kind)}
-    await habits.desk.apply(*(Deposit(n % 3 + 1, account=f"{n}", id=f"{n}") for n in range(9)))
-    assert await errors_of(habits.desk) == {}
+    await habits.applier.apply(*(Deposit(n % 3 + 1, account=f"{n}", id=f"{n}") for n in range(9)))
+    assert await errors_of(habits.applier) == {}
     assert seen == [(n, n) for n in range(1, 10)]
     assert await row_of(db, "versions_kind", "k") == {"kind": "sub", "cents": 9.0, "version": 9}
 
 
-async def test_what_one_class_has_made_of_a_row_is_judged_before_another_changes_it(
+async def test_a_row_changed_by_one_class_is_checked_before_another_changes_it(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     await db.execute("INSERT INTO versions_kind (id, kind, cents, version) VALUES ('k','sub',0,0)")
@@ -326,8 +326,8 @@ async def test_what_one_class_has_made_of_a_row_is_judged_before_another_changes
         return add
 
     habits.habits = {1: adding_by(Kind, -5), 2: adding_by(SubKind, 7)}
-    await habits.desk.apply(Deposit(1, account="a"), Deposit(2, account="b"))
-    assert {row["offset"] for row in await habits.desk.backlog()} == {0}
+    await habits.applier.apply(Deposit(1, account="a"), Deposit(2, account="b"))
+    assert {row["offset"] for row in await habits.applier.backlog()} == {0}
     assert (await row_of(db, "versions_kind", "k"))["cents"] == 7.0
 
 
@@ -345,11 +345,11 @@ async def test_defaults_of_a_new_row_call_no_validator(
         assert added.note is None
 
     habits.habits = {1: create, 2: find}
-    await habits.desk.apply(Deposit(1, account="1"), Deposit(2, account="2"))
-    assert await errors_of(habits.desk) == {}
+    await habits.applier.apply(Deposit(1, account="1"), Deposit(2, account="2"))
+    assert await errors_of(habits.applier) == {}
 
 
-async def test_a_row_that_a_trigger_of_another_table_inserts_or_changes_is_found(
+async def test_a_row_inserted_or_changed_by_another_tables_trigger_is_found(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     await db.execute("""
@@ -373,7 +373,7 @@ async def test_a_row_that_a_trigger_of_another_table_inserts_or_changes_is_found
     await habits.apply(1, "ada")
     seen.clear()
     await habits.apply(1, "ada", "ada", "ada", "bob", "bob", "bob")
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert seen == [1, 2, 3, None, 1, 2]
     assert (await row_of(db, "versions_sum", "bob"))["lines"] == 3
 
@@ -400,8 +400,8 @@ async def test_a_trigger_sees_what_earlier_messages_have_changed_in_other_tables
         tx.add(Line(wallet_id="ada"))
 
     habits.habits = {1: line, 2: spend, 3: line, 4: change}
-    await habits.desk.apply(*(Deposit(n, account=f"{n}") for n in (1, 2, 3, 4)))
-    assert {row["offset"] for row in await habits.desk.backlog()} == {2}
+    await habits.applier.apply(*(Deposit(n, account=f"{n}") for n in (1, 2, 3, 4)))
+    assert {row["offset"] for row in await habits.applier.backlog()} == {2}
     assert await db.fetchval("SELECT count(*) FROM versions_line") == 1
     assert (await wallet_of(db))["cents"] == 0
     assert (await wallet_of(db, "4"))["cents"] == 1
@@ -420,13 +420,13 @@ async def test_a_message_that_a_trigger_rejects_is_found_at_once(
         await add_cents(tx, key, 13)
 
     habits.habits = {5: lose}
-    await habits.desk.apply(*(Deposit(n, account=f"{n}") for n in range(10)))
-    assert {row["offset"] for row in await habits.desk.backlog()} == {5}
+    await habits.applier.apply(*(Deposit(n, account=f"{n}") for n in range(10)))
+    assert {row["offset"] for row in await habits.applier.backlog()} == {5}
     assert await db.fetchval("SELECT sum(cents) FROM wallet") == 9
     assert len(habits.calls) < 30
 
 
-async def test_a_row_with_a_new_key_is_found_by_that_and_not_by_the_old_one(
+async def test_a_row_with_a_new_key_is_found_by_it_alone(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     await db.execute("INSERT INTO wallet (id, cents, version) VALUES ('a', 7, 0)")
@@ -442,8 +442,8 @@ async def test_a_row_with_a_new_key_is_found_by_that_and_not_by_the_old_one(
         found.append([row.cents if row else None for row in rows])
 
     habits.habits = {1: rename, 2: look, 3: look}
-    await habits.desk.apply(*(Deposit(n, account=f"{n}") for n in (1, 2, 3)))
-    assert await errors_of(habits.desk) == {}
+    await habits.applier.apply(*(Deposit(n, account=f"{n}") for n in (1, 2, 3)))
+    assert await errors_of(habits.applier) == {}
     assert found == [[7, None], [7, None]]
 
 
@@ -474,8 +474,8 @@ async def test_a_constraint_that_the_model_does_not_know_judges_each_version(
     table, check = "wallet", check if "EXCLUDE" in check else f"{check} NOT VALID"
     await db.execute(f"ALTER TABLE {table} ADD {check}")
     habits.habits = {place: adding(one) for place, one in enumerate(cents)}
-    await habits.desk.apply(*(Deposit(n, account=f"{n}") for n in range(len(cents))))
-    assert {row["offset"] for row in await habits.desk.backlog()} == failed
+    await habits.applier.apply(*(Deposit(n, account=f"{n}") for n in range(len(cents))))
+    assert {row["offset"] for row in await habits.applier.backlog()} == failed
     right = sum(one for place, one in enumerate(cents) if place not in failed)
     assert (await wallet_of(db, "shared"))["cents"] == right
     assert len(await events_of(db, "shared")) == 2
@@ -489,8 +489,8 @@ async def test_a_domain_and_an_expression_in_an_index_judge_each_version(
         ALTER TABLE wallet ALTER owner TYPE owner;
         CREATE INDEX ON wallet ((100 / cents))""")
     habits.habits = {1: adding(1), 2: adding(1, "nobody"), 3: adding(-1), 4: adding(4, "bob")}
-    await habits.desk.apply(*(Deposit(n, account=f"{n}") for n in (1, 2, 3, 4)))
-    assert {row["offset"] for row in await habits.desk.backlog()} == {1, 2}
+    await habits.applier.apply(*(Deposit(n, account=f"{n}") for n in (1, 2, 3, 4)))
+    assert {row["offset"] for row in await habits.applier.backlog()} == {1, 2}
     assert await wallet_of(db, "shared") == {"cents": 5, "owner": "bob", "rate": None, "version": 2}
 
 
@@ -515,8 +515,8 @@ async def test_a_row_that_a_message_adds_is_found_by_the_next_ones(
         found.append(numbered.text if numbered else "none")
 
     habits.habits = {2: add, 3: find, 4: find}
-    await habits.desk.apply(Deposit(2), Deposit(3), Deposit(4))
-    assert await errors_of(habits.desk) == {}
+    await habits.applier.apply(Deposit(2), Deposit(3), Deposit(4))
+    assert await errors_of(habits.applier) == {}
     assert found == ["2 0", "numbered", "4 1", "numbered"]
     assert (await wallet_of(db, "new"))["cents"] == 4
 
@@ -536,7 +536,7 @@ async def test_rows_without_a_hash(
 
     habits.habits = {1: add}
     await habits.apply(1, "a", "a", "b")
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     rows = await db.fetch("SELECT id, cents FROM versions_equal WHERE id !~ 'new' ORDER BY id")
     assert [tuple(row) for row in rows] == [("a", 2), ("a again", 2), ("b", 1), ("b again", 1)]
 
@@ -556,7 +556,7 @@ async def round_trips_of(habits: Habits, wire: Wire, *counts: int) -> list[int]:
         before = wire.seen.total()
         await habits.apply(1, *("hot" if n % 2 else f"{n % 20}" for n in range(count)))
         taken.append(wire.seen.total() - before)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     return taken
 
 
@@ -592,7 +592,7 @@ async def test_a_default_is_each_rows_own(habits: Habits, db: asyncpg.Connection
         found.append({**(await tx.load_or_create(Labelled, key)).labels})
 
     habits.habits = {1: fail, 2: look}
-    await habits.desk.apply(Deposit(1, account="ada"), Deposit(2, account="bob"))
+    await habits.applier.apply(Deposit(1, account="ada"), Deposit(2, account="bob"))
     assert found == [{}]
     assert await db.fetchval("SELECT labels FROM versions_labelled") == "{}"
 
@@ -625,7 +625,7 @@ async def test_what_was_written_meanwhile_is_read_again(
         await habits.together(2, 4)
     else:
         await habits.together(1, 5, 4)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert found == [Decimal("1.01")]
 
 
@@ -642,8 +642,8 @@ async def test_a_new_row_that_gets_another_key_is_found_by_that(
         found.append([await tx.load(Wallet, one) is not None for one in ("a", "b")])
 
     habits.habits = {1: create, 2: look}
-    await habits.desk.apply(Deposit(1, account="a"), Deposit(2, account="b"))
-    assert await errors_of(habits.desk) == {}
+    await habits.applier.apply(Deposit(1, account="a"), Deposit(2, account="b"))
+    assert await errors_of(habits.applier) == {}
     assert found[-1] == [False, True]
 
 
@@ -658,8 +658,8 @@ async def test_a_time_with_a_zone_is_rejected_by_a_column_without(
 
     now = datetime(2026, 1, 1, tzinfo=UTC)
     habits.habits = {1: at(now), 2: at(now.replace(tzinfo=None))}
-    await habits.desk.apply(Deposit(1, account="a"), Deposit(2, account="b"))
-    assert {row["offset"] for row in await habits.desk.backlog()} == {0}
+    await habits.applier.apply(Deposit(1, account="a"), Deposit(2, account="b"))
+    assert {row["offset"] for row in await habits.applier.backlog()} == {0}
 
 
 async def test_a_table_with_a_trigger_can_be_read_without_further_statements(

@@ -55,7 +55,7 @@ async def blocks_of_a_poll(db: asyncpg.Connection, statement: str, progress: Pro
     return int(one["Plan"]["Shared Hit Blocks"] + one["Plan"]["Shared Read Blocks"])
 
 
-async def test_a_poll_costs_the_same_when_a_million_commits_lie_behind_an_open_transaction(
+async def test_a_million_commits_behind_an_open_transaction_do_not_slow_polls(
     connect: Connect, db: asyncpg.Connection
 ) -> None:
     """Trap 2."""
@@ -89,7 +89,7 @@ MILLION = 1_000_000
 
 
 @pytest.mark.timeout(900)
-async def test_a_transaction_of_a_million_events_is_published_in_order_and_page_by_page(
+async def test_a_transaction_of_a_million_events_is_published_in_ordered_pages(
     bank: Bank,
     db: asyncpg.Connection,
     database_url: str,

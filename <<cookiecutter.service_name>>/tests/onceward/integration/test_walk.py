@@ -30,7 +30,7 @@ CLIMBS = {
     ("apply", "consume"),  # the source says which messages there are, and stores what they need
     ("apply", "runtime"),  # which wakes the relay after the commit
     ("servers", "handlers"),  # the handler uses its `tx`
-    ("servers", "apply"),  # `Attempts` repeats a transaction
+    ("servers", "apply"),  # `Retrying` repeats a transaction
 }
 """From which room what runs climbs to which one above."""
 
@@ -103,7 +103,7 @@ async def walk(bank: Bank, running: Running, producer: AIOKafkaProducer, records
     return walk
 
 
-async def test_a_message_passes_through_few_files_and_climbs_back_where_it_is_known(
+async def test_processing_a_message_uses_few_files_and_only_known_upward_calls(
     walk: Walk,
 ) -> None:
     assert {room_of(file) for file in walk.files} == WALK

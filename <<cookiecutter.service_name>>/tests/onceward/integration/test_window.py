@@ -60,7 +60,7 @@ async def test_transactions_above_the_snapshots_xmax_are_not_passed_over(
         assert ids == [str(number)]
 
 
-async def test_what_a_savepoint_has_taken_back_is_not_published_and_the_rest_is(
+async def test_only_events_rolled_back_to_a_savepoint_are_not_published(
     connect: Connect, db: asyncpg.Connection
 ) -> None:
     progress = await start_of(db)
@@ -80,7 +80,7 @@ async def test_what_a_savepoint_has_taken_back_is_not_published_and_the_rest_is(
     assert (between, after) == ([], ["1", "2", "4"])
 
 
-async def test_a_row_that_commits_below_the_end_of_a_paged_window_comes_in_the_next_one(
+async def test_a_row_committed_during_a_paged_window_comes_in_the_next(
     connect: Connect, db: asyncpg.Connection
 ) -> None:
     progress = await start_of(db)
@@ -124,7 +124,7 @@ async def test_a_window_of_one_large_transaction_is_read_from_its_first_event(
     assert progress.target is None
 
 
-async def test_a_page_ends_with_the_event_that_fills_it_whatever_those_before_were_like(
+async def test_a_page_ends_with_the_event_that_fills_it(
     db: asyncpg.Connection,
 ) -> None:
     """Small ones, then large ones, and some without a payload: the cut leaves nothing out."""
@@ -327,7 +327,7 @@ async def faults_of(
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4))]
 )
-async def test_whatever_commits_in_whatever_order_is_read_once_in_the_order_of_its_key(
+async def test_events_are_read_once_in_key_order_whatever_the_commit_order(
     connect: Connect,
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
@@ -387,7 +387,7 @@ async def test_the_ids_of_the_outbox_are_handed_out_one_by_one(
     assert [row["event_id"] for row in rows] == list("012345")
 
 
-async def test_a_snapshot_of_a_transaction_that_writes_events_is_not_what_others_see(
+async def test_a_snapshot_in_a_writing_transaction_differs_from_what_others_see(
     connect: Connect, db: asyncpg.Connection
 ) -> None:
     """Trap 30: why the relay reads outside of any transaction that writes."""

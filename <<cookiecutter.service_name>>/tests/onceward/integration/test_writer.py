@@ -35,10 +35,10 @@ from onceward.servers.revisions import WrongDatabase
 from onceward.servers.service_code import CancelledItself
 from onceward.settings import Settings
 
+from .applier import NewApplier
 from .calling import take_calls
-from .desk import NewDesk
 from .test_blocked import Slow
-from .test_door import ENDED, ENDINGS, REFUSED, SAVEPOINTS
+from .test_session import ENDED, ENDINGS, REFUSED, SAVEPOINTS
 from tests.contract.bank import Base, Deposit, Deposited
 from tests.onceward.blocking import interrupting
 from tests.servers.pooler import POOLED
@@ -94,7 +94,7 @@ async def told(db: asyncpg.Connection) -> list[tuple[Any, ...]]:
     return [tuple(row) for row in rows]
 
 
-async def test_writers_that_race_lose_nothing_and_their_events_have_the_order_of_the_versions(
+async def test_concurrent_writers_lose_nothing_and_events_follow_the_row_versions(
     engine: AsyncEngine, db: asyncpg.Connection, conflicts: list[int]
 ) -> None:
     """Trap 3."""
@@ -135,7 +135,7 @@ async def test_who_always_comes_too_late_writes_nothing_and_is_told(
     assert len(await told(db)) == 1
 
 
-async def test_writers_that_have_met_pause_for_different_times_of_a_second_at_most(
+async def test_conflicting_writers_pause_for_random_times_of_at_most_a_second(
     engine: AsyncEngine, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Writer(engine, source="/api", max_event_bytes=100_000, attempts=10)
@@ -318,7 +318,7 @@ async def pay(writing: Writing) -> int:
 
 
 async def test_writers_and_handlers_share_an_aggregate_and_its_sequence(
-    writer: Writer, new_desk: NewDesk, db: asyncpg.Connection
+    writer: Writer, new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
 
@@ -328,11 +328,11 @@ async def test_writers_and_handlers_share_an_aggregate_and_its_sequence(
         purse.cents += 1
         tx.publish(PurseChanged(cents=purse.cents), of=purse)
 
-    desk = await new_desk(handlers, topic="deposits")
+    applier = await new_applier(handlers, topic="deposits")
     await writer.write(pay)
     await asyncio.gather(
         *(writer.write(pay) for _ in range(10)),
-        desk.apply(*(Deposit(n) for n in range(10))),
+        applier.apply(*(Deposit(n) for n in range(10))),
     )
     assert await told(db) == [(n, f'{{"cents":{n}}}', "ada") for n in range(1, 22)]
     assert await db.fetchval("SELECT version FROM purse") == 21
@@ -344,7 +344,7 @@ async def test_the_work_may_be_any_awaitable(writer: Writer, db: asyncpg.Connect
 
 
 async def test_a_handler_that_writes_by_a_writer_is_told_what_to_do(
-    writer: Writer, new_desk: NewDesk, db: asyncpg.Connection
+    writer: Writer, new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
 
@@ -352,9 +352,9 @@ async def test_a_handler_that_writes_by_a_writer_is_told_what_to_do(
     async def deposit(event: Deposited, tx: Transaction) -> None:
         await writer.write(pay)
 
-    desk = await new_desk(handlers, topic="deposits")
-    await desk.apply(Deposit(1))
-    (row,) = await desk.backlog()
+    applier = await new_applier(handlers, topic="deposits")
+    await applier.apply(Deposit(1))
+    (row,) = await applier.backlog()
     assert "use tx.session" in row["error"]
     assert await told(db) == []
 

@@ -32,9 +32,9 @@ from .processes import APP, environment
 from .wire import Wire
 from tests.contract.bank import Deposit, histories
 from tests.servers.databases import ADOPT, HOME, administer, drop_databases
+from tests.servers.fork_server import Forked, ForkServer
 from tests.servers.topics import Tail, following, id_of
 from tests.servers.waiting import eventually
-from tests.servers.zygote import Forked, Zygote
 
 PATIENCE = 300.0
 """Seconds: many worlds may have to share one core with others. A transaction that exceeds its time
@@ -147,7 +147,7 @@ class Servers:
     template: str
     kafka: str
     admin: AIOKafkaAdminClient
-    zygote: Zygote
+    fork_server: ForkServer
     logs: Path
     used_databases: list[str]
 
@@ -234,7 +234,7 @@ class World:
             database_url, kafka = self.database_url, self.servers.kafka
             if wire is not None:
                 database_url, kafka = await self._through(wire, stack)
-            process = self.servers.zygote.start(
+            process = self.servers.fork_server.start(
                 APP,
                 "run",
                 environment=environment(

@@ -16,9 +16,9 @@ from onceward.servers.database import create_engine
 from onceward.settings import Settings
 
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier, NewApplier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.conftest import bank, new_desk  # noqa: F401 (fixtures)
-from tests.onceward.integration.desk import Desk, NewDesk
+from tests.onceward.integration.conftest import bank, new_applier  # noqa: F401 (fixtures)
 from tests.onceward.integration.test_dead import bury
 
 TOKEN = "a token of the tests"
@@ -96,14 +96,14 @@ async def csrf(client: httpx2.AsyncClient, path: str = "/dead") -> str:
 
 
 @pytest.fixture
-async def desk(bank: Bank, new_desk: NewDesk) -> Desk:  # noqa: F811
-    """Return the desk of the bank."""
-    return await new_desk(bank.handlers, topic=bank.deposits)
+async def applier(bank: Bank, new_applier: NewApplier) -> Applier:  # noqa: F811
+    """Return the applier of the bank."""
+    return await new_applier(bank.handlers, topic=bank.deposits)
 
 
-async def buried(desk: Desk, db: asyncpg.Connection, *deposits: Deposit) -> str:
+async def buried(applier: Applier, db: asyncpg.Connection, *deposits: Deposit) -> str:
     """Store deposits as dead letters, and return the id of the first."""
-    await bury(desk, *deposits)
+    await bury(applier, *deposits)
     id: str = await db.fetchval(
         "SELECT left(encode(key, 'hex'), 16) FROM pipeline.backlog ORDER BY \"offset\" LIMIT 1"
     )

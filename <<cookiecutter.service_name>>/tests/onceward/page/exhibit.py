@@ -23,8 +23,8 @@ from onceward.settings import Settings
 
 from tests.contract.bank import Deposit
 from tests.onceward.integration.app import bank
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.conftest import build
-from tests.onceward.integration.desk import Desk
 from tests.onceward.integration.outgoing import event, stage
 from tests.onceward.integration.test_dead import bury
 from tests.servers.databases import HOME
@@ -62,10 +62,10 @@ async def furnish(settings: Settings) -> None:
     engine = create_engine(settings, name="exhibit")
     nobody: Any = None
     slot = Slot(bank.name, bank.deposits, 0)
-    desk = Desk(engine, nobody, nobody, nobody, bank.handlers, slot)
+    applier = Applier(engine, nobody, nobody, nobody, bank.handlers, slot)
     others = [Deposit(n, f"account {n % 7}") for n in range(2, 12)]
     dead = [Deposit(1, HOSTILE, id=HOSTILE), *others]
-    await bury(desk, *dead)
+    await bury(applier, *dead)
     await engine.dispose()
     db = await connect()
     await stage(db, [event(bank.balances, n) for n in range(3)])

@@ -13,8 +13,8 @@ from onceward.page.formatting import LONGEST, editable
 from .conftest import buried, csrf
 from .test_page import HOSTILE, assert_harmless
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.desk import Desk
 
 
 async def edit(
@@ -33,9 +33,9 @@ def offered(text: str) -> str | None:
 
 
 async def test_an_edited_copy_is_handled_in_the_place_of_its_letter(
-    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, bank: Bank, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    id = await buried(desk, db, Deposit(1, "ada"), Deposit(2, "ada"))
+    id = await buried(applier, db, Deposit(1, "ada"), Deposit(2, "ada"))
     payload = json.loads(offered((await ann.get(f"/dead/{id}")).text) or "")
     assert payload["amount"] == 1
     answer = await edit(ann, id, payload | {"amount": 7})
@@ -44,16 +44,16 @@ async def test_an_edited_copy_is_handled_in_the_place_of_its_letter(
         "SELECT left(encode(key, 'hex'), 16) FROM pipeline.backlog WHERE \"offset\" = 1"
     )
     await ann.post(f"/dead/{other}/redrive", data={"csrf": await csrf(ann)})
-    await desk.work_off()
+    await applier.work_off()
     assert bank.calls == [7, 2], "in the order of the key"
-    (letter,) = await desk.backlog()
+    (letter,) = await applier.backlog()
     new_id = await db.fetchval("SELECT id FROM pipeline.inbox WHERE id LIKE '1~%'")
     assert re.fullmatch("1~[0-9a-f]{12}", new_id)
     assert letter["discarded_by"] == "ann"
     assert letter["discarded_why"] == f"replaced by {new_id}: wrong amount"
     assert (await edit(ann, id, payload)).status_code == 409, "it was discarded"
     # The letter itself is known if it comes again, and so it is not applied.
-    await desk.apply(Deposit(1, "ada"))
+    await applier.apply(Deposit(1, "ada"))
     assert bank.calls == [7, 2]
 
 
@@ -67,31 +67,31 @@ async def test_an_edited_copy_is_handled_in_the_place_of_its_letter(
         ({"account": "**********", "amount": 1}, "secrets of the payload are hidden"),
     ],
 )
-async def test_a_payload_that_could_not_be_handled_is_refused_and_the_letter_stays(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection, payload: object, said: str
+async def test_an_edit_with_an_invalid_payload_is_refused_and_changes_nothing(
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection, payload: object, said: str
 ) -> None:
-    id = await buried(desk, db, Deposit(1))
+    id = await buried(applier, db, Deposit(1))
     answer = await edit(ann, id, payload)
     assert answer.status_code == 409
     assert said in answer.text
-    (row,) = await desk.backlog()
+    (row,) = await applier.backlog()
     assert row["died_at"]
     assert not row["discarded_at"]
 
 
 async def test_an_edit_needs_a_reason(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    id = await buried(desk, db, Deposit(1))
+    id = await buried(applier, db, Deposit(1))
     assert (await edit(ann, id, {"account": "ada", "amount": 2}, why=" ")).status_code == 409
-    assert len(await desk.backlog()) == 1
+    assert len(await applier.backlog()) == 1
 
 
 async def test_a_copy_whose_id_would_be_that_of_the_letter_is_refused(
-    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, bank: Bank, applier: Applier, db: asyncpg.Connection
 ) -> None:
     """As in structured mode, where the id is in the payload."""
-    id = await buried(desk, db, Deposit(1))
+    id = await buried(applier, db, Deposit(1))
     event = {
         "specversion": "1.0",
         "id": "1",
@@ -110,15 +110,15 @@ async def test_a_copy_whose_id_would_be_that_of_the_letter_is_refused(
     assert "change the id in the payload" in answer.text
     changed = event | {"id": "1, corrected", "data": {"account": "ada", "amount": 7}}
     assert (await edit(ann, id, changed)).status_code == 200
-    await desk.work_off()
+    await applier.work_off()
     assert bank.calls == [7]
 
 
-async def test_a_record_that_no_handler_has_seen_is_edited_for_all_of_them(
-    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+async def test_editing_a_record_without_a_consumer_redrives_it_for_all_consumers(
+    ann: httpx2.AsyncClient, bank: Bank, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await desk.apply(Deposit(1, type=""))
-    (row,) = await desk.backlog()
+    await applier.apply(Deposit(1, type=""))
+    (row,) = await applier.backlog()
     assert (row["reason"], row["consumer"]) == ("missing attribute", "")
     names = {"ce_specversion": "1.0", "ce_source": "/tests", "ce_type": "deposited"}
     await db.execute("UPDATE pipeline.backlog SET headers = $1", json.dumps([*names.items()]))
@@ -126,14 +126,14 @@ async def test_a_record_that_no_handler_has_seen_is_edited_for_all_of_them(
     assert "All consumers of the topic" in (await ann.get(f"/dead/{id}")).text
     answer = await edit(ann, id, {"account": "ada", "amount": 1})
     assert answer.status_code == 200, answer.text
-    await desk.work_off()
+    await applier.work_off()
     assert bank.calls == [1]
 
 
 async def test_a_hostile_payload_is_offered_as_text_with_the_same_meaning(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    id = await buried(desk, db, Deposit(1, account=HOSTILE))
+    id = await buried(applier, db, Deposit(1, account=HOSTILE))
     text = (await ann.get(f"/dead/{id}")).text
     assert_harmless(text)
     assert json.loads(offered(text) or "")["account"] == HOSTILE

@@ -5,7 +5,7 @@ import pytest
 from onceward.page.formatting import LONGEST, content, plain, ranges
 
 
-def test_json_is_laid_out_and_every_token_of_it_is_as_it_came() -> None:
+def test_json_is_indented_and_each_token_is_unchanged() -> None:
     payload = (
         '{"price":1.10, "exact":0.1000000000000000055,"huge" :1e400,"count":1E5,'
         '"many":123456789012345678901234567890,"twice":1,"twice":2,"none":[ ],"flags":[true,null],'
@@ -43,11 +43,11 @@ def test_json_is_laid_out_and_every_token_of_it_is_as_it_came() -> None:
         "[" * LONGEST,
     ],
 )
-def test_what_is_no_object_or_no_json_or_too_deep_is_shown_as_it_came(text: str) -> None:
+def test_json_scalars_invalid_json_and_deeply_nested_json_are_shown_unchanged(text: str) -> None:
     assert content({"text": text}) == text
 
 
-def test_what_would_be_cut_off_only_because_it_is_laid_out_is_shown_as_it_came() -> None:
+def test_json_that_exceeds_the_limit_only_when_indented_is_shown_unchanged() -> None:
     text = f"[{','.join(['1'] * (LONGEST // 2 - 1))}]"
     assert content({"text": text}) == text
 

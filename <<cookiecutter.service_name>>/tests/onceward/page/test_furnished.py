@@ -15,8 +15,8 @@ from onceward.page import reading
 
 from .conftest import buried
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.desk import Desk
 from tests.onceward.integration.outgoing import make_old_day
 
 _SCHEDULE = """
@@ -43,9 +43,9 @@ async def ids(client: httpx2.AsyncClient, **search: str) -> set[str]:
 
 
 async def test_the_overview_shows_plots_and_who_owns_the_shards(
-    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, applier: Applier
 ) -> None:
-    await buried(desk, db, Deposit(1), Deposit(2))
+    await buried(applier, db, Deposit(1), Deposit(2))
     await db.execute(_SCHEDULE)
     await db.execute(
         "UPDATE pipeline.outbox_cursor SET owner = 'relay ' || (shard / 4 % 2),"
@@ -67,10 +67,10 @@ async def test_the_overview_shows_plots_and_who_owns_the_shards(
     assert figures["Scheduled"] == ["1", "next 2030-01-02 03:04:05Z"]
 
 
-async def test_the_backlog_shows_how_many_of_a_key_wait_and_when_they_are_due(
-    ann: httpx2.AsyncClient, db: asyncpg.Connection, bank: Bank, desk: Desk
+async def test_the_backlog_page_shows_waiting_count_and_due_time_per_key(
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, bank: Bank, applier: Applier
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "ada"), Deposit(3, "bob"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "ada"), Deposit(3, "bob"))
     await db.execute(
         "UPDATE pipeline.backlog SET died_at = NULL, reason = 'transient', attempts = 3,"
         " due_at = CASE \"offset\" WHEN 0 THEN '2030-01-02 03:04:05+00'::timestamptz END"
@@ -83,9 +83,9 @@ async def test_the_backlog_shows_how_many_of_a_key_wait_and_when_they_are_due(
 
 
 async def test_a_key_of_the_backlog_leads_to_its_messages(
-    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, applier: Applier
 ) -> None:
-    await buried(desk, db, Deposit(1, "a & b"), Deposit(2, "a & b"), Deposit(3, "bob"))
+    await buried(applier, db, Deposit(1, "a & b"), Deposit(2, "a & b"), Deposit(3, "bob"))
     await db.execute("UPDATE pipeline.backlog SET died_at = NULL, due_at = now()")
     text = (await ann.get("/backlog")).text
     (link,) = re.findall('href="([^"]+)">a &amp; b', text)
@@ -143,9 +143,9 @@ async def test_retention_shows_each_partition_until_when_it_stays_and_what_holds
     ],
 )
 async def test_a_search_finds_by_each_of_its_fields_and_nothing_else(
-    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk, name: str, given: str
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, applier: Applier, name: str, given: str
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob", id="the second"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "bob", id="the second"))
     await db.execute(
         "UPDATE pipeline.backlog SET reason = 'too old', consumer = 'notice', type = 'withdrawn',"
         " topic = 'other' WHERE \"offset\" = 1"
@@ -156,9 +156,9 @@ async def test_a_search_finds_by_each_of_its_fields_and_nothing_else(
 
 
 async def test_a_search_finds_by_state(
-    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, applier: Applier
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
     change = 'UPDATE pipeline.backlog SET {} WHERE "offset" = {}'
     await db.execute(change.format("died_at = NULL, due_at = now()", 1))
     await db.execute(change.format("discarded_at = now()", 2))
@@ -183,7 +183,7 @@ async def pages(client: httpx2.AsyncClient, path: str, cell: str) -> AsyncIterat
 async def test_older_entries_are_found_page_by_page_each_once(
     ann: httpx2.AsyncClient,
     db: asyncpg.Connection,
-    desk: Desk,
+    applier: Applier,
     monkeypatch: pytest.MonkeyPatch,
     at_once: bool,
     are_discarded: bool,
@@ -192,7 +192,7 @@ async def test_older_entries_are_found_page_by_page_each_once(
     monkeypatch.setattr(reading, "_LISTED", 2)
     names = ["ada", "bob", "eve", "joe", "sue"]
     for number, name in enumerate(names):
-        await buried(desk, db, Deposit(number, name))
+        await buried(applier, db, Deposit(number, name))
     if at_once:
         await db.execute("UPDATE pipeline.backlog SET died_at = now()")
     found = list[list[str]]()
@@ -223,19 +223,19 @@ async def test_older_events_are_found_page_by_page_by_their_numbers(
 
 @pytest.mark.parametrize("given", ["", "x", "0", "-1", "é", "9" * 30])
 async def test_a_place_that_is_none_is_at_the_newest(
-    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk, given: str
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, applier: Applier, given: str
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"))
+    await buried(applier, db, Deposit(1, "ada"))
     wanted = {"until": "2100-01-01T00:00:00+00:00", "after": given}
     assert [cells[4] for cells in await rows(ann, "/dead", **wanted)] == ["ada"]
     assert (await ann.get("/events", params=wanted)).status_code == 200
 
 
 async def test_a_dead_letter_shows_its_headers_error_and_traceback(
-    ann: httpx2.AsyncClient, db: asyncpg.Connection, desk: Desk
+    ann: httpx2.AsyncClient, db: asyncpg.Connection, applier: Applier
 ) -> None:
     headers = (("tenant", b"north & south"), ("binary", b"\xff\x00"))
-    id = await buried(desk, db, Deposit(1, headers=headers))
+    id = await buried(applier, db, Deposit(1, headers=headers))
     await db.execute(
         "UPDATE pipeline.backlog SET error = 'Reject: no <money>',"
         " traceback = E'Traceback:\\n  deposit\\nReject: no'"

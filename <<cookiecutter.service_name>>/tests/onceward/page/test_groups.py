@@ -12,8 +12,8 @@ from onceward.page import actions
 from .conftest import buried
 from .test_many import hidden, preview
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.desk import Desk
 
 
 @pytest.fixture
@@ -28,10 +28,10 @@ def groups(text: str) -> dict[str, str]:
     return {name: html.unescape(path) for name, path in found}
 
 
-async def test_letters_are_grouped_by_reason_and_consumer_and_each_group_leads_to_its_preview(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+async def test_dead_letters_are_grouped_by_reason_and_consumer_with_preview_links(
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await buried(desk, db, *(Deposit(n, "ada") for n in range(1, 4)), Deposit(4, "bob"))
+    await buried(applier, db, *(Deposit(n, "ada") for n in range(1, 4)), Deposit(4, "bob"))
     assert groups((await ann.get("/dead")).text) == {}, "all have one reason"
     await db.execute(
         "UPDATE pipeline.backlog SET reason = 'too old', type = 'x' || \"offset\""
@@ -53,9 +53,9 @@ async def test_letters_are_grouped_by_reason_and_consumer_and_each_group_leads_t
 
 
 async def test_the_group_of_no_consumer_leads_to_a_preview_of_it_alone(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
     await db.execute("UPDATE pipeline.backlog SET consumer = '' WHERE \"offset\" = 1")
     found = groups((await ann.get("/dead")).text)
     assert list(found) == ["2 rejected, deposit", "1 rejected, (none)"]
@@ -68,9 +68,9 @@ async def test_the_group_of_no_consumer_leads_to_a_preview_of_it_alone(
 
 
 async def test_a_letter_says_whether_it_holds_its_key_and_how_many_messages(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    id = await buried(desk, db, Deposit(1, "ada"), Deposit(2, "ada"), Deposit(3, "bob"))
+    id = await buried(applier, db, Deposit(1, "ada"), Deposit(2, "ada"), Deposit(3, "bob"))
     await db.execute(
         'UPDATE pipeline.backlog SET holds = "offset" = 0,'
         ' died_at = CASE WHEN "offset" <> 1 THEN died_at END'
@@ -81,11 +81,14 @@ async def test_a_letter_says_whether_it_holds_its_key_and_how_many_messages(
 
 
 async def test_the_result_of_many_is_that_of_the_first(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection, monkeypatch: pytest.MonkeyPatch
+    ann: httpx2.AsyncClient,
+    applier: Applier,
+    db: asyncpg.Connection,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(actions, "_FOLLOWED", 2)
     monkeypatch.setattr(actions, "_REDRIVE_SECONDS", 0.0)
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
     text = (await ann.post("/dead/redrive", data=await preview(ann))).text
     assert "Redriven: 3. Result so far of the first 2: waiting: 2." in text
     audited = await db.fetch("SELECT who, action, why FROM pipeline.audit")

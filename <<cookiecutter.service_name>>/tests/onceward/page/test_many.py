@@ -14,8 +14,8 @@ from .conftest import TOKEN, Opened, buried, csrf, log_in
 from .test_furnished import rows
 from .test_page import HOSTILE, assert_harmless, recorded
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.desk import Desk
 
 _REJECTED = """
 INSERT INTO pipeline.outbox_rejected
@@ -39,9 +39,9 @@ async def preview(client: httpx2.AsyncClient, kind: str = "dead", **search: str)
 
 
 async def test_a_preview_counts_what_a_search_finds_and_changes_nothing(
-    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, bank: Bank, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "ada"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "ada"))
     await db.execute(
         "UPDATE pipeline.backlog SET consumer = 'gone' WHERE \"offset\" = 0;"
         "UPDATE pipeline.backlog SET reason = 'too old' WHERE \"offset\" = 1"
@@ -59,19 +59,19 @@ async def test_a_preview_counts_what_a_search_finds_and_changes_nothing(
         "redriven"
     ]
     assert "Nothing of this search is dead" in (await ann.get("/dead/preview?key=eve")).text
-    assert len([one for one in await desk.backlog() if one["died_at"]]) == 3
+    assert len([one for one in await applier.backlog() if one["died_at"]]) == 3
 
 
 async def test_what_is_discarded_is_what_the_preview_has_counted(
     ann: httpx2.AsyncClient,
-    desk: Desk,
+    applier: Applier,
     db: asyncpg.Connection,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "ada"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "ada"))
     caplog.set_level(logging.WARNING, "onceward.page")
     form = await preview(ann, key="ada")
-    await buried(desk, db, Deposit(4, "ada"))  # after the preview
+    await buried(applier, db, Deposit(4, "ada"))  # after the preview
     without = {**form, "why": " "}
     assert (await ann.post("/dead/discard", data=without)).status_code == 409
     answer = await ann.post("/dead/discard", data=form)
@@ -88,14 +88,14 @@ async def test_what_is_discarded_is_what_the_preview_has_counted(
 
 
 async def test_what_is_redriven_is_handled_in_order_and_the_rest_stays_dead(
-    ann: httpx2.AsyncClient, bank: Bank, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, bank: Bank, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "ada"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "ada"))
     answer = await ann.post("/dead/redrive", data=await preview(ann, key="ada"))
     assert "Redriven: 2." in answer.text
-    await desk.work_off()
+    await applier.work_off()
     assert bank.calls == [1, 3]
-    assert [one["record_key"] for one in await desk.backlog()] == [b"bob"]
+    assert [one["record_key"] for one in await applier.backlog()] == [b"bob"]
     assert (await ann.post("/dead/redrive", data=await preview(ann, key="ada"))).status_code == 409
 
 
@@ -104,9 +104,9 @@ async def test_what_is_redriven_is_handled_in_order_and_the_rest_stays_dead(
 )
 @pytest.mark.parametrize("what", ["redrive", "discard"])
 async def test_a_form_without_a_preview_changes_nothing(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection, until: str | None, what: str
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection, until: str | None, what: str
 ) -> None:
-    await buried(desk, db, Deposit(1))
+    await buried(applier, db, Deposit(1))
     form = await preview(ann)
     del form["until"]
     answer = await ann.post(
@@ -137,9 +137,9 @@ async def test_dead_events_are_searched_redriven_and_discarded_together(
 
 
 async def test_a_search_is_for_what_is_older_or_newer_than_a_time(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "bob"), Deposit(3, "eve"))
     await db.execute("UPDATE pipeline.backlog SET died_at = now() - \"offset\" * interval '2 h'")
     for search, keys in (
         ({"newer": "1h"}, {"ada"}),
@@ -157,7 +157,7 @@ async def test_a_search_is_for_what_is_older_or_newer_than_a_time(
 
 
 async def test_events_are_discarded_while_they_wait_and_letters_are_not(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
     await db.execute(_REJECTED)
     await db.execute("UPDATE pipeline.outbox_rejected SET died_at = NULL WHERE topic = 't1'")
@@ -169,16 +169,16 @@ async def test_events_are_discarded_while_they_wait_and_letters_are_not(
     assert "Discarded: 2." in (await ann.post("/events/discard", data=form)).text
     found = await db.fetch("SELECT topic, discarded_why FROM pipeline.outbox_rejected ORDER BY id")
     assert [tuple(one) for one in found] == [("t1", "no such topic"), ("t0", None)] * 2
-    await buried(desk, db, Deposit(1))
+    await buried(applier, db, Deposit(1))
     await db.execute("UPDATE pipeline.backlog SET died_at = NULL")
     sent = await preview(ann, "events") | {"state": "waiting"}
     assert "Discarded: 0." in (await ann.post("/dead/discard", data=sent)).text
 
 
 async def test_what_is_hostile_in_a_preview_is_shown_as_text(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await buried(desk, db, Deposit(1, account=HOSTILE, id=HOSTILE))
+    await buried(applier, db, Deposit(1, account=HOSTILE, id=HOSTILE))
     await db.execute("UPDATE pipeline.backlog SET consumer = $1, topic = $1, type = $1", HOSTILE)
     assert_harmless((await ann.get("/dead/preview")).text)
     for name in ("type", "key", "event", "topic", "consumer"):
@@ -219,10 +219,10 @@ async def test_the_doctor_makes_the_other_checks_if_postgresql_is_away(opened: O
     ],
     ids=["of another service", "a copy"],
 )
-async def test_the_page_shows_and_changes_nothing_of_a_database_that_is_not_the_services(
-    opened: Opened, db: asyncpg.Connection, desk: Desk, change: str, told: str
+async def test_the_page_refuses_to_show_or_change_another_services_database(
+    opened: Opened, db: asyncpg.Connection, applier: Applier, change: str, told: str
 ) -> None:
-    await buried(desk, db, Deposit(1))
+    await buried(applier, db, Deposit(1))
     await db.execute(change)
     async with opened() as client:
         await log_in(client)
@@ -252,9 +252,9 @@ async def test_every_figure_of_the_overview_and_every_reason_is_explained(
 
 
 async def test_a_preview_needs_a_session_and_its_forms_the_sessions_secret(
-    opened: Opened, ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    opened: Opened, ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await buried(desk, db, Deposit(1))
+    await buried(applier, db, Deposit(1))
     form = await preview(ann)
     for path in ("/dead/discard", "/dead/redrive"):
         forged = {**form, "csrf": "x" * len(await csrf(ann))}

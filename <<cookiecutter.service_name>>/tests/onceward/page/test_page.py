@@ -10,8 +10,8 @@ import pytest
 
 from .conftest import TOKEN, Opened, buried, csrf, log_in
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.desk import Desk
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\u202egnp.exe"
 
@@ -37,10 +37,10 @@ def recorded(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, str]]:
 
 
 async def test_what_is_hostile_is_shown_as_text(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
     headers = ((HOSTILE, HOSTILE.encode()), (HOSTILE * 5_000, b"x" * 100_000))
-    id = await buried(desk, db, Deposit(1, account=HOSTILE, id=HOSTILE, headers=headers))
+    id = await buried(applier, db, Deposit(1, account=HOSTILE, id=HOSTILE, headers=headers))
     await db.execute(
         "UPDATE pipeline.backlog SET error = $1, traceback = $2, consumer = $1, topic = $1,"
         " type = $1, source = $1, traceparent = $1",
@@ -76,9 +76,9 @@ async def test_what_is_hostile_in_events_is_shown_as_text(
 
 
 async def test_a_trace_is_linked_to_where_the_setting_says_and_nowhere_else(
-    opened: Opened, desk: Desk, db: asyncpg.Connection
+    opened: Opened, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    id = await buried(desk, db, Deposit(1))
+    id = await buried(applier, db, Deposit(1))
     async with opened(token=TOKEN, trace_url="https://traces.test/{trace_id}") as client:
         await log_in(client)
         for trace, link in (
@@ -115,9 +115,9 @@ async def test_what_is_not_there_is_told_so(ann: httpx2.AsyncClient, id: str) ->
 
 
 async def test_a_search_finds_what_it_asks_for(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    await buried(desk, db, Deposit(1, "ada"), Deposit(2, "bob"))
+    await buried(applier, db, Deposit(1, "ada"), Deposit(2, "bob"))
     text = (await ann.get("/dead", params={"key": "bob"})).text
     assert ">bob</td>" in text
     assert ">ada</td>" not in text
@@ -128,13 +128,13 @@ async def test_a_search_finds_what_it_asks_for(
     assert '<input name="release" value="1.4.2">' in text
 
 
-async def test_a_dead_letter_is_discarded_as_by_the_command_and_it_is_logged_who_did_it(
+async def test_discarding_a_dead_letter_stores_the_reason_and_logs_the_user(
     ann: httpx2.AsyncClient,
-    desk: Desk,
+    applier: Applier,
     db: asyncpg.Connection,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    id = await buried(desk, db, Deposit(1))
+    id = await buried(applier, db, Deposit(1))
     caplog.set_level(logging.WARNING, "onceward.page")
     answer = await ann.post(
         f"/dead/{id}/discard",
@@ -156,11 +156,11 @@ async def test_a_dead_letter_is_discarded_as_by_the_command_and_it_is_logged_who
 async def test_a_dead_letter_is_redriven_and_handled(
     ann: httpx2.AsyncClient,
     bank: Bank,
-    desk: Desk,
+    applier: Applier,
     db: asyncpg.Connection,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    id = await buried(desk, db, Deposit(1))
+    id = await buried(applier, db, Deposit(1))
     caplog.set_level(logging.WARNING, "onceward.page")
     answer = await ann.post(f"/dead/{id}/redrive", data={"csrf": await csrf(ann)})
     assert answer.status_code == 200
@@ -169,15 +169,15 @@ async def test_a_dead_letter_is_redriven_and_handled(
         ("requested on the page: redrive dead letters", "ann", id),
         ("done on the page: redrive dead letters", "ann", id),
     ]
-    await desk.work_off()
+    await applier.work_off()
     assert bank.calls == [1]
-    assert await desk.backlog() == []
+    assert await applier.backlog() == []
 
 
 async def test_an_identity_mismatch_is_shown_with_both_hashes(
-    ann: httpx2.AsyncClient, desk: Desk, db: asyncpg.Connection
+    ann: httpx2.AsyncClient, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    id = await buried(desk, db, Deposit(1))
+    id = await buried(applier, db, Deposit(1))
     assert "is stored for this id" not in (await ann.get(f"/dead/{id}")).text
     await db.execute("UPDATE pipeline.backlog SET hash = '\\xab01', remembered_hash = '\\xcd02'")
     text = (await ann.get(f"/dead/{id}")).text
@@ -240,7 +240,7 @@ async def test_dead_events_are_shown_discarded_and_redriven(
 
 
 @pytest.mark.parametrize("what", ["redrive", "discard"])
-async def test_a_dead_event_is_changed_within_a_third_of_the_relays_lease_or_not_at_all(
+async def test_changing_dead_events_times_out_after_a_third_of_the_lease(
     opened: Opened, db: asyncpg.Connection, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     """So that no relay waits for longer than its own lease on a page that has been stopped."""

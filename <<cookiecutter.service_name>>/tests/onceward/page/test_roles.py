@@ -11,9 +11,9 @@ from sqlalchemy import make_url
 from onceward.page import errors
 from onceward.settings import Settings
 
-from .conftest import PAGES, Opened, buried, csrf, log_in
+from .conftest import PAGES, TOKEN, Opened, buried, csrf, log_in
 from tests.contract.bank import Deposit
-from tests.onceward.integration.desk import Desk
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.grantees import DIRECTLY, Roles, splitting
 
 
@@ -26,9 +26,9 @@ async def granted(server_url: str, direct_url: str, db: asyncpg.Connection) -> A
 
 @DIRECTLY
 async def test_the_operators_role_is_enough(
-    opened: Opened, granted: Roles, desk: Desk, db: asyncpg.Connection
+    opened: Opened, granted: Roles, applier: Applier, db: asyncpg.Connection
 ) -> None:
-    id = await buried(desk, db, Deposit(1), Deposit(2), Deposit(3), Deposit(4, "bob"))
+    id = await buried(applier, db, Deposit(1), Deposit(2), Deposit(3), Deposit(4, "bob"))
     _, other, edited, _ = await db.fetchval(
         "SELECT array_agg(encode(key, 'hex') ORDER BY \"offset\") FROM pipeline.backlog"
     )
@@ -42,9 +42,9 @@ async def test_the_operators_role_is_enough(
         " SELECT n, now(), 't', n, '/s', 'x', 'y', now(), 'too large'"
         " FROM generate_series(1, 2) AS n"
     )
-    async with opened(url=granted.of("operator")) as client:
+    async with opened(url=granted.of("operator"), token=TOKEN, send=True) as client:
         await log_in(client)
-        for path in (*PAGES, "/dead/preview", f"/dead/{id}", "/events/1"):
+        for path in (*PAGES, "/send", "/dead/preview", f"/dead/{id}", "/events/1"):
             answer = await client.get(path)
             assert answer.status_code == 200, answer.text
             assert "Not known" not in answer.text
@@ -55,7 +55,7 @@ async def test_the_operators_role_is_enough(
             "payload": '{"account": "ada", "amount": 5}',
             "until": "2100-01-01T00:00:00+00:00",
             "key": "bob",
-            "what": f"topic {desk.slot.topic}",
+            "what": f"topic {applier.slot.topic}",
         }
         for path, status in (
             (f"/dead/{edited}/copy", 200),
@@ -70,7 +70,10 @@ async def test_the_operators_role_is_enough(
             assert answer.status_code == status, answer.text
         answer = await client.post("/stops/pause", data=form | {"key": ""})
         assert answer.status_code == 303, answer.text
-        position = {"what": "seek", "topic": desk.slot.topic, "to": "earliest", "shown": "0:0"}
+        message = {"what": f"{applier.slot.topic} deposited", "payload.account": "ada"}
+        answer = await client.post("/send/message", data=form | message | {"payload.amount": "1"})
+        assert answer.status_code == 200, answer.text
+        position = {"what": "seek", "topic": applier.slot.topic, "to": "earliest", "shown": "0:0"}
         for path, given, role in (
             ("/positions/move", position, "service"),
             ("/retention/skip-archive", {"day": "2020-01-01"}, "retention"),

@@ -23,8 +23,8 @@ from onceward.settings import Settings
 from .conftest import TOKEN, assert_guarded, csrf, log_in
 from tests.contract.bank import Deposit
 from tests.onceward.integration import processes
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.bank import Bank
-from tests.onceward.integration.desk import Desk
 from tests.onceward.integration.test_dead import bury
 from tests.servers.processes import Process, Start
 from tests.servers.waiting import PATIENCE, eventually
@@ -113,7 +113,7 @@ def serving(bank: Bank, settings: Callable[..., Settings]) -> Serving:
 
 
 async def test_it_is_live_and_ends_by_sigterm_while_somebody_looks(
-    served: Process, browser: httpx2.AsyncClient, desk: Desk
+    served: Process, browser: httpx2.AsyncClient, applier: Applier
 ) -> None:
     await log_in(browser)
     async with browser.stream("GET", "/live") as stream:
@@ -123,7 +123,7 @@ async def test_it_is_live_and_ends_by_sigterm_while_somebody_looks(
         async for line in lines:
             if "data: <div class" in line:
                 break
-        await bury(desk, Deposit(1))
+        await bury(applier, Deposit(1))
         async for line in lines:
             if "need a decision" in line:
                 break
@@ -265,7 +265,7 @@ async def test_a_page_that_nobody_could_log_in_to_is_not_served(start: Start) ->
     assert "PIPELINE_PAGE_TOKEN" in refused.output
 
 
-async def test_what_is_wrong_with_the_service_and_with_the_page_is_told_at_once(
+async def test_mistakes_in_settings_of_service_and_page_are_reported_together(
     start: Start,
 ) -> None:
     refused = await start("page", batch_size=0, page_port="x", page_token="short", page_prot=1)

@@ -8,5 +8,5 @@ from .clinic import Clinic
 
 if __name__ == "__main__":
     personal = PersonalData()
-    clinic = Clinic(visits="visits", letters="letters", name="desk")
+    clinic = Clinic(visits="visits", letters="letters", name="applier")
     command_line(clinic.service(personal), personal=group(personal))()

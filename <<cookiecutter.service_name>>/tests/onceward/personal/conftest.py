@@ -1,4 +1,4 @@
-"""A database with the package's tables, master keys, and desks that encrypt."""
+"""A database with the package's tables, master keys, and appliers that encrypt."""
 
 import base64
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,8 +11,8 @@ from onceward.servers.database import autocommitting
 
 from .clinic import Clinic
 from tests.contract.bank import Base
-from tests.onceward.integration.conftest import commands, new_desk  # noqa: F401 (fixtures)
-from tests.onceward.integration.desk import Desk, NewDesk
+from tests.onceward.integration.applier import Applier, NewApplier
+from tests.onceward.integration.conftest import commands, new_applier  # noqa: F401 (fixtures)
 from tests.servers.databases import built, migrations_of_the_engine
 
 KEYS = [base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)]
@@ -47,18 +47,18 @@ def personal() -> PersonalData:
     return PersonalData()
 
 
-NewClinic = Callable[..., Awaitable[tuple[Clinic, Desk]]]
+NewClinic = Callable[..., Awaitable[tuple[Clinic, Applier]]]
 
 
 @pytest.fixture
-def new_clinic(new_desk: NewDesk, personal: PersonalData) -> NewClinic:  # noqa: F811
+def new_clinic(new_applier: NewApplier, personal: PersonalData) -> NewClinic:  # noqa: F811
     """Open clinics whose messages the test applies itself."""
 
-    async def make(**changes: object) -> tuple[Clinic, Desk]:
-        clinic = Clinic(visits="visits", letters="letters", name="desk")
-        desk = await new_desk(clinic.handlers, topic="visits", **changes)
-        desk.consume.encryption = personal
-        return clinic, desk
+    async def make(**changes: object) -> tuple[Clinic, Applier]:
+        clinic = Clinic(visits="visits", letters="letters", name="applier")
+        applier = await new_applier(clinic.handlers, topic="visits", **changes)
+        applier.consume.encryption = personal
+        return clinic, applier
 
     return make
 
@@ -84,8 +84,8 @@ def search(db: asyncpg.Connection) -> Search:
     return find
 
 
-async def rows(desk: Desk, statement: str, *arguments: object) -> list[asyncpg.Record]:
+async def rows(applier: Applier, statement: str, *arguments: object) -> list[asyncpg.Record]:
     """Return what a statement reads."""
-    async with autocommitting(desk.engine) as driver:
+    async with autocommitting(applier.engine) as driver:
         found: list[asyncpg.Record] = await driver.fetch(statement, *arguments)
     return found

@@ -11,33 +11,33 @@ from onceward.servers.database import autocommitting
 
 from .clinic import SECRET, Clinic, Visited, visit
 from .conftest import Search
-from tests.onceward.integration.desk import NewDesk
+from tests.onceward.integration.applier import NewApplier
 
 pytestmark = pytest.mark.integration
 
 
 async def test_a_correction_has_its_payload_encrypted_and_fails_for_a_forgotten_subject(
-    new_desk: NewDesk, personal: PersonalData, db: asyncpg.Connection, search: Search
+    new_applier: NewApplier, personal: PersonalData, db: asyncpg.Connection, search: Search
 ) -> None:
-    clinic = Clinic(visits="visits", letters="letters", name="desk")
+    clinic = Clinic(visits="visits", letters="letters", name="applier")
     made: list[tuple[int, str]] = []
 
     @clinic.handlers.correct(Visited, topic="visits", of="visit", consumer="again")
     async def again(event: Visited, tx: Transaction) -> None:
         made.append((event.number, event.email))
 
-    desk = await new_desk(clinic.handlers, topic="visits")
-    desk.consume.encryption = personal
+    applier = await new_applier(clinic.handlers, topic="visits")
+    applier.consume.encryption = personal
     visits = visit(1), visit(2, patient="p2")
-    await desk.apply(*visits)
+    await applier.apply(*visits)
     records = [one.record("visits", offset) for offset, one in enumerate(visits)]
     found = [corrections.item_of(clinic.handlers, "again", one) for one in records]
     items = [one for one in found if one is not None]
-    async with autocommitting(desk.engine) as driver, driver.transaction():
+    async with autocommitting(applier.engine) as driver, driver.transaction():
         assert len(await corrections.hand(driver, items, 0.0, personal)) == 2
     assert await search(SECRET) == set()
     await forget_now(db, "p1", by="ada", wait=5)
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     assert made == [(2, SECRET)]
-    assert await desk.park() == {("again", 0): "subject forgotten"}
+    assert await applier.park() == {("again", 0): "subject forgotten"}

@@ -21,63 +21,63 @@ from onceward.service import Misconfigured
 from .clinic import SECRET, Noted, Visited, fails, parks, rejects, visit
 from .conftest import KEYS, NewClinic, rows
 from tests.contract.bank import Deposit
+from tests.onceward.integration.applier import Applier
 from tests.onceward.integration.conftest import Command
-from tests.onceward.integration.desk import Desk
 from tests.servers.waiting import eventually
 
 pytestmark = pytest.mark.integration
 
 
-async def test_a_message_that_needs_the_value_becomes_a_dead_letter_and_others_go_on(
+async def test_a_message_needing_a_forgotten_value_becomes_dead_and_others_continue(
     new_clinic: NewClinic, db: asyncpg.Connection
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = dict.fromkeys((1, 2), parks)
-    await desk.apply(visit(1), visit(2, patient="p2"), visit(3))
+    await applier.apply(visit(1), visit(2, patient="p2"), visit(3))
     done = await forget_now(db, "p1", by="ada", wait=5)
     assert (done.keys, done.waiting, done.dead_letters, done.are_all_done) == (1, 2, 0, True)
     clinic.does = {}
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     assert [one.number for one in clinic.handled if isinstance(one, Visited)] == [2]
-    assert set((await desk.park()).values()) == {"subject forgotten"}
-    (row, _) = await desk.backlog()
+    assert set((await applier.park()).values()) == {"subject forgotten"}
+    (row, _) = await applier.backlog()
     assert "its subject was forgotten" in row["error"]
-    await desk.apply(visit(4))
+    await applier.apply(visit(4))
     assert len(clinic.handled) == 2, "its key is not blocked"
 
 
 async def test_a_message_that_does_not_need_the_value_gets_null(
     new_clinic: NewClinic, db: asyncpg.Connection
 ) -> None:
-    clinic, desk = await new_clinic()
-    await desk.apply(visit(1, type="noted", note=SECRET))
+    clinic, applier = await new_clinic()
+    await applier.apply(visit(1, type="noted", note=SECRET))
     await forget_now(db, "p1", by="ada", wait=5)
-    await desk.work_off()
+    await applier.work_off()
     assert clinic.handled == [Noted(patient="p1", note=None, number=1)]
-    assert await desk.park() == {}
-    again = await desk.apply(visit(1, type="noted", note=SECRET))
+    assert await applier.park() == {}
+    again = await applier.apply(visit(1, type="noted", note=SECRET))
     assert [one.is_new for one in again] == [False], "it is a duplicate of what was received"
 
 
 async def test_the_keys_of_other_subjects_stay(
     new_clinic: NewClinic, db: asyncpg.Connection
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = dict.fromkeys((1, 2), parks)
-    await desk.apply(visit(1), visit(2, patient="p2"))
+    await applier.apply(visit(1), visit(2, patient="p2"))
     await forget_now(db, "p1", by="ada", wait=5)
-    left = await rows(desk, "SELECT subject FROM pipeline.personal_key")
+    left = await rows(applier, "SELECT subject FROM pipeline.personal_key")
     assert [row["subject"] for row in left] == ["p2"]
 
 
 async def test_no_process_decrypts_after_that_whatever_it_has_in_memory(
     new_clinic: NewClinic, db: asyncpg.Connection, personal: PersonalData
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = {1: parks}
-    await desk.apply(visit(1))
-    (row,) = await desk.backlog()
+    await applier.apply(visit(1))
+    (row,) = await applier.backlog()
     other = PersonalData()
     for process in (personal, other):
         (plain,) = await process.decrypt(db, [row], "value")
@@ -94,30 +94,30 @@ async def test_the_key_in_memory_is_gone_after_its_time(
 ) -> None:
     monkeypatch.setenv("PIPELINE_PERSONAL_CACHE_AGE", "0.01")
     monkeypatch.setenv("PIPELINE_PERSONAL_CACHE", "3")
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = dict.fromkeys(range(1, 9), parks)
-    await desk.apply(*(visit(n, patient=f"p{n}") for n in range(1, 9)))
-    encryption = desk.consume.encryption
+    await applier.apply(*(visit(n, patient=f"p{n}") for n in range(1, 9)))
+    encryption = applier.consume.encryption
     assert isinstance(encryption, PersonalData)
     assert len(encryption.keys._kept) <= 3
     await asyncio.sleep(0.02)
-    await desk.apply(visit(9, patient="p9"))
+    await applier.apply(visit(9, patient="p9"))
     clinic.does = {10: parks}
-    await desk.apply(visit(10, patient="p10"))
+    await applier.apply(visit(10, patient="p10"))
     assert len(encryption.keys._kept) == 1
 
 
 async def test_data_that_comes_after_forgetting_has_a_key_of_its_own(
     new_clinic: NewClinic, db: asyncpg.Connection
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = dict.fromkeys((1, 2), parks)
-    await desk.apply(visit(1))
+    await applier.apply(visit(1))
     await forget_now(db, "p1", by="ada", wait=5)
-    await desk.apply(visit(2))
+    await applier.apply(visit(2))
     clinic.does = {}
-    await desk.make_due()
-    await desk.work_off()
+    await applier.make_due()
+    await applier.work_off()
     assert [one.number for one in clinic.handled if isinstance(one, Visited)] == [2]
 
 
@@ -149,16 +149,16 @@ async def test_a_transaction_under_way_can_not_keep_a_key(
 async def test_a_handler_forgets_in_its_transaction(
     new_clinic: NewClinic, db: asyncpg.Connection
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = {1: parks}
-    await desk.apply(visit(1))
+    await applier.apply(visit(1))
 
     @clinic.handlers.on(Noted, topic="orders", consumer="eraser")
     async def erase(event: Noted, tx: Transaction) -> None:
         await forget(tx.session, event.patient, by="clerk")
 
-    desk.slot = type(desk.slot)(desk.slot.group, "orders", 0)
-    await desk.apply(visit(2, type="noted", note=None))
+    applier.slot = type(applier.slot)(applier.slot.group, "orders", 0)
+    await applier.apply(visit(2, type="noted", note=None))
     assert await db.fetchval("SELECT count(*) FROM pipeline.personal_key") == 0
     assert await db.fetchval("SELECT forgotten_by FROM pipeline.personal_forgotten") == "clerk"
 
@@ -174,18 +174,18 @@ class Driven(Event, type="driven"):
 
 async def _driven(
     new_clinic: NewClinic, *, customer: str = "driver:17", driver: str = "17"
-) -> tuple[Desk, PersonalData]:
+) -> tuple[Applier, PersonalData]:
     """Store a message about a customer and a driver."""
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
 
     @clinic.handlers.on(Driven, topic="visits", consumer="bill")
     async def bill(event: Driven, tx: Transaction) -> None:
         raise Park("later", after=3600)
 
     value = {"customer": customer, "driver": driver, "mail": SECRET, "plate": "B-17"}
-    await desk.apply(Deposit(1, type="driven", value=json.dumps(value).encode()))
-    assert isinstance(desk.consume.encryption, PersonalData)
-    return desk, desk.consume.encryption
+    await applier.apply(Deposit(1, type="driven", value=json.dumps(value).encode()))
+    assert isinstance(applier.consume.encryption, PersonalData)
+    return applier, applier.consume.encryption
 
 
 async def _kinds(db: asyncpg.Connection) -> set[tuple[str, str | None]]:
@@ -213,9 +213,9 @@ async def test_a_name_of_two_subjects_is_refused_without_a_kind(
 ) -> None:
     """Also if the customer has no key, and the driver of this name has."""
     clinic, _ = await new_clinic()
-    desk, _ = await _driven(new_clinic, customer=customer)
+    applier, _ = await _driven(new_clinic, customer=customer)
     before = await _kinds(db)
-    async with AsyncSession(desk.consume.engine) as session:
+    async with AsyncSession(applier.consume.engine) as session:
         with pytest.raises(NoSubject, match="by the kind 'driver' and the id '17'"):
             await forget(session, "driver:17", by="ada")
     refused = await service(clinic)("personal", "forget", "driver:17", "--yes")
@@ -230,8 +230,8 @@ async def test_a_name_of_two_subjects_is_refused_without_a_kind(
 async def test_an_id_with_a_colon_needs_no_kind(
     new_clinic: NewClinic, db: asyncpg.Connection
 ) -> None:
-    desk, _ = await _driven(new_clinic, customer="urn:customer:9")
-    async with AsyncSession(desk.consume.engine) as session:
+    applier, _ = await _driven(new_clinic, customer="urn:customer:9")
+    async with AsyncSession(applier.consume.engine) as session:
         assert await forget(session, "urn:customer:9", by="ada") == 1
         await session.commit()
     assert await _kinds(db) == {("driver:17", "driver")}
@@ -241,9 +241,9 @@ async def test_keys_without_a_kind_decrypt_and_are_forgotten_by_either_name(
     new_clinic: NewClinic, db: asyncpg.Connection
 ) -> None:
     """Version 1.0.0 has stored no kind, and given both subjects one key."""
-    desk, personal = await _driven(new_clinic, customer="9")
+    applier, personal = await _driven(new_clinic, customer="9")
     await db.execute("UPDATE pipeline.personal_key SET kind = NULL")
-    (row,) = await personal.decrypt(db, await desk.backlog(), "value")
+    (row,) = await personal.decrypt(db, await applier.backlog(), "value")
     assert b"B-17" in row["value"]
     await personal.keys.of_subjects(db, [Subject.of("17", "driver"), Subject.of("driver:17")])
     assert await _kinds(db) == {("9", None), ("driver:17", None), *_BOTH}
@@ -270,10 +270,10 @@ def service(
 async def test_the_command_says_what_is_unreadable_and_what_is_not_erased(
     new_clinic: NewClinic, service: Callable[..., Command], db: asyncpg.Connection
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = {1: rejects, 2: fails, 3: parks, 4: clinic.schedules}
-    await desk.apply(*(visit(n) for n in clinic.does))
-    await desk.apply(visit(5, type="unknown"))
+    await applier.apply(*(visit(n) for n in clinic.does))
+    await applier.apply(visit(5, type="unknown"))
     command = service(clinic)
     done = await command("personal", "forget", "p1", "--by", "ada", input="y\n")
     assert done.exit_code == 0, done.output
@@ -295,13 +295,13 @@ async def test_the_command_says_what_is_unreadable_and_what_is_not_erased(
     ]
 
 
-async def test_a_dead_letter_that_can_not_be_read_is_not_redriven_and_can_be_discarded(
+async def test_an_unreadable_dead_letter_is_not_redriven_and_can_be_discarded(
     new_clinic: NewClinic, service: Callable[..., Command], db: asyncpg.Connection
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = {1: rejects, 2: rejects}
-    await desk.apply(visit(1))
-    await desk.apply(visit(2, patient="p2"))
+    await applier.apply(visit(1))
+    await applier.apply(visit(2, patient="p2"))
     command = service(clinic)
     shown = json.loads((await command("dead", "list", "--json")).stdout.splitlines()[0])
     plain = await command("personal", "show", shown["id"])
@@ -321,7 +321,7 @@ async def test_a_dead_letter_that_can_not_be_read_is_not_redriven_and_can_be_dis
     assert "nothing can decrypt them any more" in redriven.stderr
     discarded = await command("dead", "discard", one["id"], "--because", "forgotten", "--yes")
     assert discarded.exit_code == 0, discarded.output
-    assert [one["reason"] for one in await desk.backlog() if not one["discarded_at"]] == [
+    assert [one["reason"] for one in await applier.backlog() if not one["discarded_at"]] == [
         "rejected"
     ]
 
@@ -332,10 +332,10 @@ async def test_master_keys_are_rotated(
     db: asyncpg.Connection,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = {1: parks}
-    await desk.apply(visit(1))
-    (row,) = await desk.backlog()
+    await applier.apply(visit(1))
+    (row,) = await applier.backlog()
     monkeypatch.setenv("PIPELINE_PERSONAL_KEYS", KEYS[1])
     with pytest.raises(StoreUnavailable, match="not in PIPELINE_PERSONAL_KEYS"):
         await PersonalData().decrypt(db, [row], "value")
@@ -351,21 +351,21 @@ async def test_master_keys_are_rotated(
 async def test_messages_wait_while_a_master_key_is_missing(
     new_clinic: NewClinic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = {1: parks}
-    await desk.apply(visit(1))
+    await applier.apply(visit(1))
     clinic.does = {}
-    await desk.make_due()
-    complete = desk.consume.encryption
+    await applier.make_due()
+    complete = applier.consume.encryption
     monkeypatch.setenv("PIPELINE_PERSONAL_KEYS", KEYS[1])
-    desk.consume.encryption = PersonalData()
-    working = asyncio.create_task(desk.work_off())
-    await eventually(lambda: "PIPELINE_PERSONAL_KEYS" in str(desk.health.reasons))
+    applier.consume.encryption = PersonalData()
+    working = asyncio.create_task(applier.work_off())
+    await eventually(lambda: "PIPELINE_PERSONAL_KEYS" in str(applier.health.reasons))
     assert clinic.handled == []
-    desk.consume.encryption = complete
+    applier.consume.encryption = complete
     working.cancel()
     await asyncio.wait({working})
-    assert [row["attempts"] for row in await desk.backlog()] == [0]
+    assert [row["attempts"] for row in await applier.backlog()] == [0]
 
 
 @pytest.mark.parametrize("keys", [None, "short", f"{KEYS[0]},not-base64"])

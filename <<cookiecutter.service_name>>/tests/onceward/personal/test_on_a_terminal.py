@@ -17,14 +17,14 @@ HOSTILE = "\x9b2J\u202egnp.exe"
 """What JSON may contain as it is: clears the screen, and shows the rest from right to left."""
 
 
-async def test_a_hostile_payload_is_shown_as_text_and_written_to_a_file_as_it_is(
+async def test_a_hostile_payload_is_shown_escaped_and_written_to_files_unchanged(
     new_clinic: NewClinic, database_url: str, kafka: str
 ) -> None:
-    clinic, desk = await new_clinic()
+    clinic, applier = await new_clinic()
     clinic.does = {1: rejects}
     value = json.dumps({"patient": "p1", "email": HOSTILE, "number": 1}, ensure_ascii=False)
-    await desk.apply(replace(visit(1), value=value.encode()))
-    (row,) = await desk.backlog()
+    await applier.apply(replace(visit(1), value=value.encode()))
+    (row,) = await applier.backlog()
     show = "personal", "show", row["key"].hex()[:16]
     settings = {
         "database_url": database_url,

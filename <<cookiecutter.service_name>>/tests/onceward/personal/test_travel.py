@@ -54,7 +54,7 @@ async def test_what_is_published_is_plain_and_in_order(
     assert await search(SECRET) == set()
 
 
-async def test_events_of_a_forgotten_subject_are_published_with_null_or_are_dead_events(
+async def test_events_of_forgotten_subjects_have_null_values_or_are_dead_events(
     clinic: Clinic,
     running: Running,
     producer: AIOKafkaProducer,

@@ -310,7 +310,7 @@ async def test_tombstones_are_named_by_the_rule_of_the_topic(proxy: Proxy) -> No
     assert (message.type, message.id) == ("tombstone", "0-7")
 
 
-async def test_the_hash_of_a_record_is_the_same_whatever_the_services_own_schema_is(
+async def test_a_records_hash_does_not_depend_on_the_services_schema(
     client: SchemaRegistryClient, topic: str, proxy: Proxy
 ) -> None:
     class Seen(Event, type="seen"):
@@ -337,7 +337,7 @@ async def test_the_hash_of_a_record_is_the_same_whatever_the_services_own_schema
     assert one.decode(other).hash != found[0][0]
 
 
-async def test_a_writer_that_is_newer_than_the_reader_is_read_by_the_readers_schema(
+async def test_data_of_a_newer_writer_is_read_by_the_readers_schema(
     client: SchemaRegistryClient, topic: str, proxy: Proxy
 ) -> None:
     class Old(Event, type="old"):
@@ -386,7 +386,7 @@ async def test_schemas_refer_to_others(
     assert (message.type, json.loads(message.data or b"")) == ("M", {"r": {"it": 5}})
 
 
-async def test_an_unknown_id_is_a_dead_letter_with_the_id_and_is_not_requested_again_and_again(
+async def test_an_unknown_id_makes_a_dead_letter_without_repeated_requests(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = codec()
@@ -404,7 +404,7 @@ async def test_an_unknown_id_is_a_dead_letter_with_the_id_and_is_not_requested_a
     assert len(proxy.paths) == requests + 2
 
 
-async def test_an_unknown_id_is_requested_at_once_for_a_record_that_was_redriven(
+async def test_an_unknown_id_is_requested_immediately_for_a_redriven_record(
     client: SchemaRegistryClient, topic: str, proxy: Proxy
 ) -> None:
     id = client.register_schema(f"{topic}-value", record("shop.A", {"name": "it", "type": "long"}))
@@ -472,7 +472,7 @@ async def test_no_id_that_a_record_may_have_makes_the_registry_unavailable(
 
 
 @pytest.mark.parametrize("knows_guids", [True, False])
-async def test_an_unknown_guid_is_a_dead_letter_also_where_a_registry_has_no_guids(
+async def test_an_unknown_guid_is_a_dead_letter_even_without_registry_guids(
     proxy: Proxy, knows_guids: bool
 ) -> None:
     proxy.knows_guids = knows_guids
@@ -491,7 +491,7 @@ async def test_a_stream_of_unknown_ids_makes_few_requests_at_once(proxy: Proxy) 
     assert len(proxy.paths) <= 80
 
 
-async def test_a_payload_that_does_not_fit_is_a_dead_letter_with_the_reason(
+async def test_a_misfitting_payload_is_a_dead_letter_with_the_reason(
     produced: Producer, proxy: Proxy
 ) -> None:
     body = produced.body("AVRO", ORDER)

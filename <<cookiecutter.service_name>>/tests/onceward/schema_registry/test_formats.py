@@ -167,7 +167,7 @@ LIST = {"name": "next", "type": ["null", "L"]}
     ("number", "found"),
     [(123456789, "1234567.89"), (-(2**63), "-92233720368547758.08"), (5, "0.05")],
 )
-def test_decimals_are_read_with_all_digits_also_beyond_the_precision_of_the_schema(
+def test_decimals_beyond_the_precision_of_the_schema_keep_all_digits(
     more: list[dict[str, Any]], number: int, found: str
 ) -> None:
     raw, end = number.to_bytes(8, signed=True), b"\0" * len(more)
@@ -332,7 +332,7 @@ def _dialect(schema: dict[str, Any]) -> dict[str, Any]:
     return {name: schema.pop(name) for name in ("$schema", "$defs") if name in schema}
 
 
-def test_a_number_of_json_with_a_point_is_an_integer_where_the_draft_says_so() -> None:
+def test_json_numbers_with_a_point_are_integers_if_the_draft_says_so() -> None:
     for draft, fits in (("draft-04", False), ("draft-07", True)):
         dialect = {"$schema": f"http://json-schema.org/{draft}/schema#"}
         schema = json.dumps({**dialect, "properties": {"it": {"type": "integer"}}})
@@ -386,7 +386,7 @@ def test_records_that_name_no_schema_are_unframed(value: bytes) -> None:
         key_of(kafka_record(b"x", [(HEADER, value or b"\0")]))
 
 
-def test_no_more_of_a_record_than_the_longest_frame_is_parsed_for_indexes() -> None:
+def test_record_indexes_are_parsed_only_up_to_the_longest_frame() -> None:
     indexes = b"\x02" * 120  # as many as there are: -1, in zigzag
     assert (
         parse(kafka_record(b"\0\0\0\0\7\xf0\1" + indexes + b"x"), "PROTOBUF").indexes == [1] * 120

@@ -244,7 +244,7 @@ def _register_again(shop: Shop, apicurio: Apicurio, newer: Schema, id: int | Non
         assert client.get_latest_version(f"{shop.payments}-0").schema_id == id
 
 
-async def test_a_service_waits_for_a_registry_that_is_not_there_when_it_starts(
+async def test_a_service_waits_for_an_unavailable_registry_at_its_start(
     shop: Shop,
     client: SchemaRegistryClient,
     proxy: Proxy,

@@ -83,7 +83,7 @@ def taken(batch: Batch) -> list[tuple[int, str]]:
     return [(item.message.offset, item.handler.consumer) for item in batch.items]
 
 
-async def test_a_record_becomes_an_item_of_each_of_its_consumers_in_the_order_of_registration(
+async def test_a_record_becomes_one_item_per_consumer_in_registration_order(
     handlers: Handlers,
 ) -> None:
     batch = await read(handlers, 5, [record(5), record(6)])
@@ -114,7 +114,7 @@ async def test_the_end_is_behind_the_last_record_whatever_gaps_there_are(
     assert (batch.start, batch.end) == (5, 21)
 
 
-async def test_types_that_nobody_takes_and_tombstones_are_skipped_and_the_end_passes_them(
+async def test_unhandled_types_and_tombstones_are_skipped_and_the_end_passes_them(
     handlers: Handlers,
 ) -> None:
     records = [record(0, type="other", value=b"no JSON"), record(1), record(2, value=None)]
@@ -123,7 +123,7 @@ async def test_types_that_nobody_takes_and_tombstones_are_skipped_and_the_end_pa
     assert (batch.skipped, batch.end, batch.undecoded) == ([0, 2], 3, [])
 
 
-async def test_a_type_that_no_handler_takes_is_logged_once_and_not_without_limit(
+async def test_unhandled_types_are_logged_once_each_and_in_limited_number(
     handlers: Handlers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "_logged_types", set())
@@ -135,7 +135,7 @@ async def test_a_type_that_no_handler_takes_is_logged_once_and_not_without_limit
     assert len({first, *others}) == len(caplog.records) == 100
 
 
-async def test_a_row_of_the_backlog_that_waits_for_its_handler_is_not_logged_as_skipped(
+async def test_a_backlog_row_without_its_handler_is_not_logged_as_skipped(
     handlers: Handlers, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "_logged_types", set())
@@ -153,7 +153,7 @@ async def test_a_tombstone_without_headers_is_skipped_where_nobody_asks_for_it(
     assert (batch.skipped, batch.end, batch.undecoded) == ([0], 1, [])
 
 
-async def test_a_tombstone_is_an_event_with_the_records_key_where_somebody_asks_for_it(
+async def test_a_tombstone_becomes_an_event_with_the_record_key_if_handled(
     handlers: Handlers,
 ) -> None:
     handlers.on(Tombstone, topic=TOPIC, consumer="forget")(ignore)
@@ -205,7 +205,7 @@ async def test_a_type_that_nobody_takes_is_quarantined_where_types_are_demanded(
     ],
     ids=["no JSON", "a wrong type", "no UTF-8", "a validator that breaks"],
 )
-async def test_an_invalid_payload_is_an_item_of_each_consumer_with_its_fault_and_without_an_event(
+async def test_an_invalid_payload_is_an_item_per_consumer_with_its_fault(
     handlers: Handlers, bad: ConsumerRecord[bytes, bytes], consumers: list[str]
 ) -> None:
     """Trap 14."""
@@ -275,21 +275,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", FRAMED)
-@pytest.mark.parametrize("door", REFUSED)
-async def test_the_error_of_data_that_begins_as_no_json_does_shows_how_it_begins(
-    handlers: Handlers, name: str, door: str
+@pytest.mark.parametrize("framing", REFUSED)
+async def test_the_error_of_non_json_data_shows_its_first_bytes(
+    handlers: Handlers, name: str, framing: str
 ) -> None:
-    framed = record(0, value=FRAMED[name], type="placed" if door == "binary" else None)
-    if door == "structured":
+    framed = record(0, value=FRAMED[name], type="placed" if framing == "binary" else None)
+    if framing == "structured":
         framed.headers = (("content-type", b"application/cloudevents+json"),)
-    if door == "plain":
+    if framing == "plain":
         handlers.topic(TOPIC, codec=Plain("placed", PayloadFields("order")))
     batch = await read(handlers, 0, [framed])
     faults = [("invalid payload", item.fault) for item in batch.items]
     refused = [*faults, *((one.reason, one.error) for one in batch.undecoded)]
-    assert len(refused) == (2 if door == "binary" else 1)
+    assert len(refused) == (2 if framing == "binary" else 1)
     for reason, error in refused:
-        assert reason == REFUSED[door]
+        assert reason == REFUSED[framing]
         assert FRAMED[name][:2].hex(" ") in str(error)
         assert "handlers.topic(…, codec=Confluent(…)), option schema_registry" in str(error)
 
@@ -318,7 +318,7 @@ async def test_what_begins_as_json_is_described_by_the_model(
     assert isinstance(item.fault, ValidationError)
 
 
-async def test_the_fault_of_an_invalid_payload_names_the_field_and_hides_its_value(
+async def test_an_invalid_payloads_error_names_the_field_without_its_value(
     handlers: Handlers,
 ) -> None:
     item, _ = (await read(handlers, 0, [record(0, value=b'{"order": "secret"}')])).items
@@ -335,7 +335,7 @@ async def test_a_plain_topic_is_read_as_it_was_told(handlers: Handlers) -> None:
     assert len({item.key for item in batch.items}) == 2
 
 
-async def test_the_parts_of_a_batch_have_every_record_between_their_ends_and_no_other(
+async def test_a_batch_part_has_exactly_the_records_between_its_ends(
     handlers: Handlers,
 ) -> None:
     records = [record(0), record(2, type="other"), record(3), record(5, type=None), record(9)]
@@ -355,7 +355,7 @@ async def test_an_empty_read_moves_nothing(handlers: Handlers) -> None:
     assert (batch.start, batch.end, batch.items) == (3, 3, [])
 
 
-async def test_others_have_their_turn_while_a_batch_is_read_that_takes_long_to_validate() -> None:
+async def test_other_tasks_run_while_a_batch_with_slow_validation_is_read() -> None:
     validated, seen = 0, [0]
 
     class Slow(Event, type="placed"):

@@ -27,7 +27,7 @@ def let_fail(one: Breaker, *failures: FailedMessage) -> None:
         one.observe(failures)
 
 
-def test_retries_open_it_by_no_error_and_spend_no_attempt_while_it_is_open(
+def test_failed_retries_neither_open_the_breaker_nor_spend_attempts_while_open(
     of_three: Breaker,
 ) -> None:
     of_three.observe([failed(n, KeyError(n), is_repeated=True) for n in range(9)])
@@ -116,7 +116,7 @@ def test_a_consumer_rests_for_as_long_after_a_probe_that_took_long(
     assert of_three.throttles.resting("consumer") == {"ask"}
 
 
-def test_a_batch_in_which_nothing_has_failed_leaves_the_probe_to_the_next(
+def test_a_batch_without_failures_leaves_the_probe_to_the_next_batch(
     of_three: Breaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_fail(of_three, *(failed(n, ValueError(n)) for n in range(3)))

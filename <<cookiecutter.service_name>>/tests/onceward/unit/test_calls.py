@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from aiokafka import ConsumerRecord
 
-from onceward.apply.attempt import Attempt, Memory
+from onceward.apply.attempt import Attempt, Findings
 from onceward.apply.batch import read
 from onceward.apply.calls import call_handlers
 from onceward.apply.failures import NeedsOwnSession
@@ -45,7 +45,7 @@ async def call(handlers: Handlers) -> None:
         own=(),
         limits="",
         time_limit=60.0,
-        memory=Memory(),
+        findings=Findings(),
         handlers=handlers,
         catalog=Catalog(),
         claims=None,
@@ -83,7 +83,7 @@ async def test_a_cancellation_is_not_replaced_by_the_need_for_a_session(is_cance
             await task
 
 
-async def test_the_line_of_a_message_has_a_bound_whatever_its_id_type_and_key(
+async def test_the_log_line_of_a_message_has_a_bounded_length(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     handlers = Handlers()

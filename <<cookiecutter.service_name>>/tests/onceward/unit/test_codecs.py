@@ -213,7 +213,7 @@ def test_a_row_change_is_read_by_the_codec_of_its_page(
     assert change == {"before": json.loads(before), "after": json.loads(after)}
 
 
-def test_the_tombstone_after_a_deleted_row_is_of_no_type_of_its_topic() -> None:
+def test_a_deleted_rows_tombstone_has_none_of_its_topics_types() -> None:
     codec = Plain(PayloadFields("op"), Position(), types={"d": TYPE})
 
     message = codec.decode(Record(None, []))
@@ -398,7 +398,7 @@ def test_a_codec_without_sense_is_refused() -> None:
         Plain(Header("id"), Header("ID"))
 
 
-def test_an_id_stays_the_same_when_a_name_is_mapped_to_an_event_type() -> None:
+def test_mapping_a_name_to_an_event_type_keeps_the_id() -> None:
     record = Record(DATA, [("t", b"Placed"), ("id", b"7")])
     before = Plain(Header("t"), Header("id")).decode(record)
     after = Plain(Header("t"), Header("id"), types={"Placed": TYPE}).decode(record)
@@ -522,7 +522,7 @@ STRUCTURED = {"specversion": "1.0", "id": "1", "source": "/shop", "type": TYPE, 
 
 
 @pytest.mark.parametrize("content_type", [None, b"application/json"])
-def test_a_structured_event_without_its_content_type_is_read_where_the_topic_says_so(
+def test_the_topic_can_allow_structured_events_without_their_content_type(
     content_type: bytes | None,
 ) -> None:
     record = Record(json.dumps(STRUCTURED).encode(), [("content-type", content_type)])

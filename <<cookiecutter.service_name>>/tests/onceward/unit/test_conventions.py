@@ -187,7 +187,7 @@ def test_the_namespace_for_what_has_no_convention_is_ours() -> None:
     assert [name for name in CONVENTIONS if name.startswith(OURS)] == []
 
 
-def test_a_name_without_a_constant_is_listed_only_as_long_as_there_is_none() -> None:
+def test_names_without_constants_are_listed_only_while_no_constant_exists() -> None:
     assert [name for name in NOT_IN_THE_PACKAGE if name in CONVENTIONS] == []
 
 

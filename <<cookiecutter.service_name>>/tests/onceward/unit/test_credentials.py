@@ -92,7 +92,7 @@ async def test_a_function_that_ends_its_thread_ends_no_process(
         await provider(leave).token()
 
 
-async def test_a_function_that_hangs_has_one_thread_and_its_late_answer_is_used(
+async def test_a_hanging_function_has_one_thread_and_its_late_answer_counts(
     provider: Callable[[Callable[[], object]], Credentials], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = provider(hang)

@@ -27,7 +27,7 @@ async def test_a_call_that_takes_too_long_ends_with_a_time_out() -> None:
     assert task.cancelling() == 0, "the task itself was not cancelled"
 
 
-async def test_a_shorter_call_after_a_longer_one_is_ended_at_its_own_time() -> None:
+async def test_a_shorter_call_after_a_longer_one_ends_in_time() -> None:
     deadline = Deadline()
     with deadline.within(LONG):
         pass
@@ -52,7 +52,7 @@ async def test_the_timer_of_an_earlier_call_ends_no_later_one() -> None:
         await rest()
 
 
-async def test_an_answer_that_came_while_others_kept_the_event_loop_is_in_time() -> None:
+async def test_a_reply_received_while_the_loop_was_busy_is_in_time() -> None:
     loop, deadline = asyncio.get_running_loop(), Deadline()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
@@ -67,7 +67,7 @@ async def test_an_answer_that_came_while_others_kept_the_event_loop_is_in_time()
     assert not deadline.is_over
 
 
-async def test_who_goes_on_after_the_end_is_overdue_and_its_own_error_passes() -> None:
+async def test_an_overdue_call_that_continues_keeps_its_own_error() -> None:
     deadline, seen = Deadline(), list[float]()
     with pytest.raises(ValueError, match="mine"), deadline.within(0.01):
         try:

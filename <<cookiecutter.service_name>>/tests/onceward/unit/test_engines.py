@@ -54,7 +54,7 @@ class Answering:
         return COCKROACH
 
 
-def test_the_error_of_sqlalchemy_for_a_version_that_it_can_not_read_is_understood() -> None:
+def test_an_engine_is_recognized_by_sqlalchemys_error_for_an_unreadable_version() -> None:
     dialect: Any = asyncpg.dialect
     with pytest.raises(AssertionError) as unread:
         dialect()._get_server_version_info(Answering())

@@ -113,7 +113,7 @@ def test_a_tombstone_has_the_records_key() -> None:
     assert Tombstone.__event_topic__ is None
 
 
-def test_a_field_may_have_any_name_and_does_not_choose_type_or_topic() -> None:
+def test_a_field_of_any_name_does_not_choose_type_or_topic() -> None:
     class Logged(Event, type="logged", topic="logs"):
         event_type: str
         event_topic: str

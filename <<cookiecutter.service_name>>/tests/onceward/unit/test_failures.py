@@ -31,7 +31,7 @@ from onceward.errors import (
     leaves,
     summarize_error,
 )
-from onceward.servers.retrying import Attempts, pause
+from onceward.servers.retrying import Retrying, pause
 
 
 def wrapped(cause: BaseException) -> sqlalchemy.exc.DBAPIError:
@@ -140,7 +140,7 @@ def interface_errors() -> set[str]:
     return found
 
 
-def test_of_all_misuses_of_asyncpg_only_that_of_a_lost_connection_is_an_outage() -> None:
+def test_of_asyncpgs_misuse_errors_only_a_lost_connection_is_an_outage() -> None:
     texts = interface_errors()
     assert len(texts) > 30
     assert {text for text in texts if is_infrastructure(asyncpg.InterfaceError(text))} == {
@@ -167,7 +167,7 @@ def test_an_exception_group_is_what_it_contains() -> None:
     assert [*leaves(ExceptionGroup("all", [bug, outage]))][:2] == [bug, lost]
 
 
-def test_an_exception_group_tells_of_each_error_in_it_and_of_no_values() -> None:
+def test_an_exception_group_is_summarized_with_each_error_and_without_values() -> None:
     class Amount(BaseModel):
         cents: int
 
@@ -182,7 +182,7 @@ def test_an_exception_group_tells_of_each_error_in_it_and_of_no_values() -> None
     )
 
 
-def test_the_text_of_an_exception_group_has_an_end_and_shows_more_than_its_first_error() -> None:
+def test_an_exception_groups_summary_is_bounded_and_shows_later_errors() -> None:
     group = ExceptionGroup("all", [ValueError("x" * 10_000), KeyError("second")] * 1_000)
     for _ in range(2_000):
         group = ExceptionGroup("nested", [group])
@@ -190,7 +190,7 @@ def test_the_text_of_an_exception_group_has_an_end_and_shows_more_than_its_first
     assert "KeyError: 'second'" in summarize_error(group)
 
 
-def test_a_row_without_a_partition_is_the_engines_fault_and_no_other_tables() -> None:
+def test_a_missing_partition_is_infrastructure_only_for_the_engines_own_tables() -> None:
     error = asyncpg.CheckViolationError('no partition of relation "outbox" found for row')
     error.schema_name, error.constraint_name = "pipeline", None
     assert is_infrastructure(error)
@@ -205,7 +205,7 @@ def test_what_sqlalchemy_raises_may_belong_to_an_earlier_record() -> None:
     assert not is_infrastructure(sqlalchemy.exc.PendingRollbackError())
 
 
-async def work(attempts: Attempts, *errors: Exception) -> int:
+async def work(attempts: Retrying, *errors: Exception) -> int:
     """Raise the errors one after the other, then succeed; returns the number of tries."""
     left = list(errors)
 
@@ -229,7 +229,7 @@ async def test_attempts_go_on_while_infrastructure_fails_and_tell_why(
 
     monkeypatch.setattr(asyncio, "sleep", note)
     reasons: list[str] = []
-    attempts = Attempts(
+    attempts = Retrying(
         "the work", "PostgreSQL at db:5432", unless=lambda: False, report=reasons.append
     )
     errors = [ConnectionResetError(f"try {n}") for n in range(1, 21)]
@@ -243,7 +243,7 @@ async def test_attempts_go_on_while_infrastructure_fails_and_tell_why(
     assert [line.getMessage() for line in warnings] == [f"the work failed, trying again: {said} 1"]
 
 
-def test_a_server_that_was_away_briefly_is_asked_soon_and_one_away_for_long_seldom() -> None:
+def test_retries_are_frequent_after_short_outages_and_rare_in_long_ones() -> None:
     assert all(0.1 <= pause(1) <= 0.2 for _ in range(100))
     assert all(2.5 <= pause(failures) <= 5 for failures in (10, 10_000) for _ in range(100))
     assert len({pause(10) for _ in range(10)}) == 10
@@ -253,7 +253,7 @@ async def test_attempts_leave_nothing_to_the_collector() -> None:
     async def succeed() -> int:
         return 1
 
-    attempts = Attempts("it", "a server", unless=lambda: False, report=lambda _: None)
+    attempts = Retrying("it", "a server", unless=lambda: False, report=lambda _: None)
     freed = weakref.ref(attempts)
     gc.disable()
     try:
@@ -279,11 +279,11 @@ async def test_attempts_leave_nothing_to_the_collector() -> None:
         (OSError(errno.EMFILE, "Too many open files"), "OSError"),
     ],
 )
-async def test_only_errors_of_a_server_and_of_the_way_to_it_get_its_name(
+async def test_only_server_and_connection_errors_are_reported_with_the_servers_name(
     error: Exception, reason: str
 ) -> None:
     reasons: list[str] = []
-    attempts = Attempts(
+    attempts = Retrying(
         "working", "PostgreSQL at db", unless=lambda: bool(reasons), report=reasons.append
     )
 
@@ -298,7 +298,7 @@ async def test_only_errors_of_a_server_and_of_the_way_to_it_get_its_name(
 
 async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:
     reasons: list[str] = []
-    attempts = Attempts(
+    attempts = Retrying(
         "the work", "PostgreSQL at db:5432", unless=lambda: False, report=reasons.append
     )
     with pytest.raises(asyncpg.UniqueViolationError):
@@ -307,7 +307,7 @@ async def test_a_fault_is_raised_at_once_and_tells_nobody() -> None:
 
 
 async def test_an_outage_is_raised_when_there_is_no_more_reason_to_wait() -> None:
-    attempts = Attempts(
+    attempts = Retrying(
         "the work", "PostgreSQL at db:5432", unless=lambda: True, report=lambda reason: None
     )
     with pytest.raises(ConnectionResetError):
@@ -320,7 +320,7 @@ def test_what_a_database_adds_to_its_message_is_not_told() -> None:
     assert summarize_error(ValueError("one\ntwo")) == "one\ntwo"
 
 
-def test_what_a_database_quotes_is_left_out_and_it_is_seen_that_something_is() -> None:
+def test_values_quoted_by_a_database_are_visibly_left_out() -> None:
     unreadable = asyncpg.CharacterNotInRepertoireError(
         'invalid byte sequence for encoding "UTF8": 0x00'
     )

@@ -94,7 +94,7 @@ async def note_too(event: Event, tx: Transaction) -> None:
     """Take an event."""
 
 
-def test_the_handlers_of_a_type_are_found_by_topic_in_the_order_of_registration() -> None:
+def test_handlers_of_a_type_are_found_by_topic_in_registration_order() -> None:
     handlers = Handlers()
     handlers.on(Booked, topic="a", consumer="z")(note)
     handlers.on(Booked, topic="a", consumer="b")(note_too)
@@ -145,7 +145,7 @@ def test_what_declares_no_row_is_refused(loads: Any) -> None:
         Handlers().on(Booked, topic="a", consumer="b", loads=loads)
 
 
-def test_the_declared_key_is_read_from_the_event_in_the_order_of_the_columns() -> None:
+def test_the_declared_key_is_read_from_the_event_in_column_order() -> None:
     loads = Seat.by("flight", "seat")
     loads.check(Booked)
     assert loads.key_of(Booked(flight="LH1", seat=7)) == ("LH1", 7)
@@ -216,7 +216,7 @@ def test_types_are_demanded_topic_by_topic() -> None:
     assert handlers.demanding == {"a"}
 
 
-def test_topics_are_renamed_with_all_that_is_said_of_them_and_never_become_one() -> None:
+def test_renaming_topics_keeps_their_options_and_never_merges_two() -> None:
     handlers = Handlers()
     handlers.on(Booked, topic="bookings", consumer="note")(note)
     handlers.on(Freed, topic="seats", consumer="note")(note)
@@ -287,7 +287,7 @@ def test_a_correction_that_could_never_be_made_is_refused() -> None:
         handlers.on(Applied, topic="a", consumer="recall")(recalling)
 
 
-def test_a_handler_has_the_options_that_it_was_registered_with_and_sound_ones_otherwise() -> None:
+def test_a_handler_has_its_registered_options_and_sensible_defaults_otherwise() -> None:
     handlers = Handlers()
     patient = Policy(attempts=2, schedule=(1,))
     handlers.on(Booked, topic="a", consumer="plain")(note)
@@ -316,7 +316,7 @@ def test_a_time_out_that_is_none_is_refused(timeout: float) -> None:
         Handlers().on(Booked, topic="a", consumer="b", timeout=timeout)
 
 
-def test_a_service_knows_the_topics_that_it_reads_and_those_it_declares_events_for() -> None:
+def test_a_service_knows_its_input_topics_and_declared_event_topics() -> None:
     class Told(Event, type="told", topic="told-by-a-test"):
         pass
 
@@ -361,7 +361,7 @@ def test_each_type_that_a_field_may_have_must_match_the_key(annotation: Any) -> 
 
 
 @pytest.mark.parametrize("annotation", [int | None, Annotated[int, "a"] | None, Price])
-def test_a_field_that_may_be_none_or_is_of_any_type_is_taken(annotation: Any) -> None:
+def test_an_optional_field_or_one_of_any_type_is_accepted(annotation: Any) -> None:
     seen = create_model("Seen", __base__=Booked, __cls_kwargs__={"type": "seen"}, seat=annotation)
     Handlers().on(seen, topic="a", consumer="b", loads=Seat.by("flight", "seat"))(note)
 
@@ -382,7 +382,7 @@ def test_keys_whose_time_the_database_rounds_are_refused(kind: Any) -> None:
         Handlers().on(Booked, topic="a", consumer="b", loads=Timed.by("flight"))
 
 
-def test_classes_whose_rows_can_not_be_locked_are_all_refused_at_the_start() -> None:
+def test_all_classes_whose_rows_cannot_be_locked_are_refused_at_startup() -> None:
     class Local(DeclarativeBase):
         """Tables of this test."""
 
@@ -500,7 +500,7 @@ def test_gaps_that_make_no_sense_are_refused() -> None:
         Gaps(then="skip")  # type: ignore[arg-type]
 
 
-def test_the_handlers_of_a_consumer_and_a_topic_go_by_the_sequence_or_none_does() -> None:
+def test_all_or_no_handlers_of_a_consumer_and_topic_use_sequences() -> None:
     handlers = Handlers()
     by_flight = Row.by("flight")
     handlers.on(Freed, topic="a", consumer="b", loads=by_flight, gaps=Gaps())(note)
@@ -549,8 +549,9 @@ class Changed(Event, Generic[T], type="changed"):
 
 async def nothing() -> None: ...
 async def event_only(event: Booked) -> None: ...
-async def too_much(event: Booked, tx: Transaction, more: int) -> None: ...
-async def by_name(event: Booked, tx: Transaction, *, more: int) -> None: ...
+async def too_much(event: Booked, tx: Transaction, more) -> None: ...  # type: ignore[no-untyped-def]
+async def by_name(event: Booked, tx: Transaction, *, more) -> None: ...  # type: ignore[no-untyped-def]
+async def by_place(event: Booked, tx: Transaction, more: int, /) -> None: ...
 async def swapped(tx: Transaction, event: Booked) -> None: ...
 async def of_another(event: Freed, tx: Transaction) -> None: ...
 async def of_others(event: "Freed | BookedToo", tx: Transaction) -> None: ...
@@ -568,10 +569,13 @@ async def of_a_kind(event: E, tx: Transaction) -> None: ...
 
 @pytest.mark.parametrize(
     "function",
-    [nothing, event_only, too_much, by_name, swapped, of_another, of_others, of_something_else],
+    [
+        *(nothing, event_only, too_much, by_name, by_place),
+        *(swapped, of_another, of_others, of_something_else),
+    ],
     ids=lambda function: function.__name__,
 )
-def test_a_function_that_can_not_take_the_event_is_refused_with_what_to_write(
+def test_an_unsuitable_handler_function_is_refused_with_the_signature_to_write(
     function: Any,
 ) -> None:
     with pytest.raises(
@@ -678,7 +682,7 @@ HANDLERS.on(Booked, topic="a", consumer="by call")(wrapping(note))
 SETTINGS = Settings(database_url="postgresql+asyncpg://u:p@h:1/d", kafka_bootstrap_servers="k:1")
 
 
-def test_a_service_with_a_decorator_that_would_never_be_used_does_not_start() -> None:
+def test_a_service_with_an_ineffective_decorator_does_not_start() -> None:
     assert HANDLERS.replaced == ["decorated_above", "decorated_above_too"]
     service = Service("tests", handlers=HANDLERS, metadata=Base.metadata)
     with pytest.raises(Misconfigured, match=r"a decorator above that of decorated_above would"):
@@ -695,7 +699,7 @@ def test_a_service_whose_calls_would_never_be_made_does_not_start() -> None:
         service.check(SETTINGS)
 
 
-def test_a_handler_that_may_take_longer_than_its_transaction_is_refused_at_the_start() -> None:
+def test_a_handler_timeout_longer_than_the_transactions_is_refused_at_startup() -> None:
     handlers = Handlers()
     handlers.on(Booked, topic="a", consumer="hasty", timeout=8.0)(note)
     handlers.add(Handler(Freed, CALLS, "tell", (), note, Policy(), "call", timeout=60.0))
@@ -713,4 +717,16 @@ def test_consumers_of_a_topic_that_load_one_class_are_found() -> None:
     handlers.on(Freed, topic="b", consumer="two", loads=Row.by("flight"))(note)
     assert list(handlers.rivals()) == []
     handlers.on(Booked, topic="a", consumer="three", loads=[Row.by("flight")])(note)
-    assert list(handlers.rivals()) == [("a", "Row", ["one", "three"])]
+    [(found, advice)] = handlers.rivals()
+    assert found.startswith("the consumers one, three of topic a load Row: events of one key keep")
+    assert advice.endswith("or write Row.by(…, unordered=True) where no order is needed")
+
+
+def test_a_consumer_that_needs_no_order_with_others_is_not_named() -> None:
+    handlers = Handlers()
+    handlers.on(Booked, topic="a", consumer="one", loads=Row.by("flight"))(note)
+    handlers.on(Booked, topic="a", consumer="two", loads=Row.by("flight", unordered=True))(note)
+    assert list(handlers.rivals()) == []
+    handlers.on(Booked, topic="a", consumer="three", loads=Row.by("flight"))(note)
+    [(found, _)] = handlers.rivals()
+    assert "the consumers one, three of topic a" in found

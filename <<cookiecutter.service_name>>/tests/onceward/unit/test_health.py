@@ -108,7 +108,7 @@ def test_a_part_that_is_forgotten_is_not_waited_for(health: Health) -> None:
     assert health.is_ready
 
 
-def test_a_process_whose_loop_hangs_is_not_alive_until_the_loop_turns_again(clock: Clock) -> None:
+def test_a_process_is_not_alive_while_its_event_loop_is_blocked(clock: Clock) -> None:
     health = Health(stall_after=10)
     health.ready("consumer")
     with serving(health, host=HOST, port=0) as port:
@@ -370,7 +370,7 @@ def test_an_outage_is_told_when_it_begins_and_when_it_has_ended(
     assert announced() == ["not ready: relay: PostgreSQL at db:5432: refused"]
 
 
-def test_a_reason_is_logged_once_however_many_parts_have_it_and_whatever_its_numbers(
+def test_a_reason_is_logged_once_for_many_parts_and_changing_numbers(
     health: Health, announced: Announced
 ) -> None:
     health.not_ready("partition scans/0", "refused")
@@ -469,7 +469,7 @@ def test_a_process_whose_loop_hangs_says_why_it_ends(how: str) -> None:
     assert "in block_the_loop" in line["stack"]
 
 
-def test_a_process_in_which_no_thread_runs_any_more_ends_all_the_same() -> None:
+def test_a_process_in_which_no_thread_runs_still_ends() -> None:
     done = hang("sum(itertools.repeat(0))")
     assert done.returncode == -signal.SIGALRM
     assert "in block_the_loop" in done.stderr
@@ -494,7 +494,7 @@ def test_the_last_resort_is_postponed_once_a_beat(monkeypatch: pytest.MonkeyPatc
     assert postponed == [math.inf]
 
 
-def test_a_process_that_is_stopped_for_longer_than_the_last_resort_goes_on() -> None:
+def test_a_process_stopped_for_longer_than_the_last_resort_continues() -> None:
     # Signals are due after 7 s and every 5 s from then on.
     done = hang(f"{CONTINUE.format(seconds=18)}; {STOP}", then="print('to the end')")
     assert (done.returncode, done.stdout) == (0, "to the end\n"), done.stderr
@@ -528,7 +528,7 @@ def test_a_process_that_hangs_ends_even_if_nothing_reads_its_log(how: str, code:
             process.kill()
 
 
-def test_a_process_whose_loop_turns_lives_and_what_it_does_after_the_loop_is_not_watched() -> None:
+def test_a_running_loop_keeps_its_process_alive_and_later_work_is_unwatched() -> None:
     done = hang("pass", then="time.sleep(2.8)")
     assert done.returncode == 0, done.stderr
 

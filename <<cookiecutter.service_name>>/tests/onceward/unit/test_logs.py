@@ -312,7 +312,7 @@ def test_libraries_are_heard_from_warnings_on(stderr: io.StringIO) -> None:
     assert only_line(stderr)["message"] == "this"
 
 
-def test_the_service_what_is_beside_the_engine_and_what_is_named_is_heard_from_the_level_on(
+def test_the_log_level_applies_to_service_engine_packages_and_named_loggers(
     stderr: io.StringIO,
 ) -> None:
     logs.configure(level="DEBUG", json=True, loggers=["parcels", "sqlalchemy.engine"])
@@ -358,7 +358,7 @@ def test_no_part_of_a_line_holds_a_secret(
 
 
 @pytest.mark.parametrize("json", [True, False])
-def test_an_error_in_a_message_is_told_without_the_values_that_it_quotes(
+def test_an_error_in_a_message_is_logged_without_quoted_values(
     stderr: io.StringIO, json: bool
 ) -> None:
     logs.configure(level="INFO", json=json)
@@ -509,7 +509,7 @@ def test_what_the_service_says_itself_is_always_told(
     assert len(lines(stderr)) == 3
 
 
-def test_what_ends_a_process_is_logged_as_the_variable_says_however_it_is_spelt(
+def test_at_process_end_the_log_form_follows_the_variable_however_spelt(
     stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PIPELINE_LOG_JSON", raising=False)
@@ -529,7 +529,7 @@ def test_what_ends_a_process_that_serves_is_logged_whatever_it_is(
     assert type(error).__name__ in only_line(stderr)["exception"]
 
 
-def test_an_error_of_the_system_that_ends_a_process_is_told_with_its_place(
+def test_a_system_error_that_ends_a_process_is_logged_with_place(
     stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail() -> None:
@@ -582,7 +582,7 @@ def test_an_interrupted_thread_leaves_no_lock_that_others_wait_for() -> None:
 
 
 @pytest.mark.parametrize(("lines", "is_any_dropped"), [(1_000, False), (30_000, True)])
-def test_a_pipe_that_nothing_reads_blocks_nothing_and_what_is_dropped_is_counted(
+def test_an_unread_pipe_blocks_nothing_and_dropped_lines_are_counted(
     lines: int, is_any_dropped: bool
 ) -> None:
     with subprocess.Popen(

@@ -186,7 +186,7 @@ class TestBinaryMode:
         assert message.tracestate is None
         assert message.baggage is None
 
-    def test_a_message_can_t_be_changed_and_keeps_its_payload_out_of_logs(self) -> None:
+    def test_a_message_is_immutable_and_keeps_its_payload_out_of_logs(self) -> None:
         message = binary(b'{"secret":7}')
 
         with pytest.raises(AttributeError):
@@ -271,7 +271,7 @@ class TestBinaryMode:
             ("text/plain", envelope(), "another"),
         ],
     )
-    def test_an_undecodable_record_is_named_by_its_event_and_by_no_header_of_another_mode(
+    def test_an_undecodable_record_is_named_only_from_its_own_content_mode(
         self, media_type: str, event: object, id: str | None
     ) -> None:
         headers = {"content-type": media_type.encode(), "ce_id": b"another"}
@@ -786,7 +786,7 @@ class TestPlainTopics:
             b'{"n": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         ],
     )
-    def test_a_payload_that_is_not_json_is_refused_where_its_fields_are_needed(
+    def test_payloads_that_are_not_json_are_refused_if_fields_are_needed(
         self, payload: bytes
     ) -> None:
         error = refusal(record({}, payload), Plain("order.placed", PayloadFields("n")))

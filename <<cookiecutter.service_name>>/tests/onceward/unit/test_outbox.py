@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -32,8 +32,9 @@ from pydantic import (
 from pydantic_core import core_schema
 
 import onceward
-from onceward import Event
-from onceward.events.cloudevents import event_headers
+from onceward import CloudEvents, Codec, Event
+from onceward.events.cloudevents import sent_headers
+from onceward.events.codec import Encoded, Outgoing
 from onceward.events.event import Unpublishable
 from onceward.handlers.staged import StagedEvent
 from onceward.handlers.staging import Due, Outbox, event_id
@@ -53,10 +54,17 @@ class ToldAtLength(Told, type="com.example." + "x" * 2_000, topic="told"):
     """An event whose type takes more room than its payload."""
 
 
-def staged(event: Event, *, key: str | None = None, limit: int = LIMIT) -> StagedEvent:
+def staged(
+    event: Event,
+    *,
+    key: str | None = None,
+    limit: int = LIMIT,
+    headers: Mapping[str, str] = {},
+    codecs: Mapping[str, Codec] = {},
+) -> StagedEvent:
     """Stage one event and return its row."""
-    outbox = Outbox("/bank", limit)
-    outbox.stage(event, id="0" * 32, key=key, sequence=7)
+    outbox = Outbox("/bank", limit, codecs=codecs)
+    outbox.stage(event, id="0" * 32, key=key, sequence=7, headers=headers)
     assert len(outbox) == 1
     return outbox._staged[0]
 
@@ -68,7 +76,7 @@ def size_in_kafka(row: StagedEvent) -> int:
         producer_id=2**62, producer_epoch=2**14, base_sequence=2**30, batch_size=10 * LIMIT,
     )  # fmt: skip
     time = datetime(2026, 12, 31, 23, 59, 59, 999_999, UTC)
-    headers = event_headers(row._asdict() | {"created_at": time})
+    headers = sent_headers(row._asdict() | {"created_at": time})
     builder.append(0, 2**42, row.key, row.payload, headers=headers)
     return len(builder.build())
 
@@ -86,7 +94,7 @@ def traced() -> Iterator[None]:
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("key", [None, "k", "ключ" * 200], ids=["no key", "short key", "long key"])
 @pytest.mark.parametrize("kind", [Told, ToldAtLength])
-def test_an_event_that_is_staged_takes_no_more_room_in_kafka_than_is_allowed(
+def test_a_staged_event_takes_no_more_space_in_kafka_than_allowed(
     kind: type[Told], key: str | None
 ) -> None:
     """Trap 6: the largest text that staging lets pass, with all that goes beside it."""
@@ -103,6 +111,67 @@ def test_an_event_that_is_staged_takes_no_more_room_in_kafka_than_is_allowed(
     assert row.baggage is not None
     assert row.tracestate is not None
     assert fits > LIMIT / 10
+
+
+def sent(row: StagedEvent) -> dict[str, bytes | None]:
+    """Return the headers of the row's record."""
+    return dict(sent_headers(row._asdict() | {"created_at": datetime.now(UTC)}))
+
+
+def test_headers_of_an_event_are_sent_beside_those_of_cloudevents() -> None:
+    bare = sent(staged(Told()))
+    own = {"tenant": "a", "Größe": "ü\x00"}
+    found = sent(staged(Told(), headers=own))
+    assert found == {**bare, "ce_time": found["ce_time"], "tenant": b"a", "Größe": "ü\x00".encode()}
+
+
+def test_headers_of_an_event_are_sent_beside_those_of_its_codec() -> None:
+    class InFrame(CloudEvents):
+        """A codec with a header."""
+
+        def encode(self, event: Outgoing) -> Encoded:
+            return Encoded(event.payload, "application/x-frame", [("frame", b"\x00\xff")])
+
+    codecs = {"told": InFrame()}
+    row = staged(Told(), headers={"tenant": "ü"}, codecs=codecs)
+    assert sent(row) == {"frame": b"\x00\xff", "tenant": "ü".encode()}
+    with pytest.raises(Unpublishable, match="the codec of told sets the header 'frame'"):
+        staged(Told(), headers={"frame": "1"}, codecs=codecs)
+
+
+@pytest.mark.parametrize("text", ["x", "ü", "\x00", "€", "🚚"])
+def test_headers_of_an_event_count_in_its_size(text: str) -> None:
+    fits, too_large = 0, LIMIT
+    while too_large - fits > 1:
+        size = (fits + too_large) // 2
+        try:
+            row = staged(Told(), headers={"note": text * size})
+        except Unpublishable:
+            too_large = size
+        else:
+            fits = size
+            assert size_in_kafka(row) <= LIMIT
+    assert fits > LIMIT / 20
+
+
+@pytest.mark.parametrize("name", ["", "ce_id", "CE_tenant", "Content-Type", "traceparent"])
+def test_a_header_that_the_engine_writes_is_refused(name: str) -> None:
+    with pytest.raises(Unpublishable, match=f"the header '{name}' is not for you to set"):
+        staged(Told(), headers={name: "a"})
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({"tenant": b"a"}, "headers are texts by their names, not 'tenant': b'a'"),
+        ({1: "a"}, "headers are texts by their names, not 1: 'a'"),
+        ({"tenant": "\ud800"}, "the header 'tenant' is not UTF-8"),
+        ({"\ud800": "a"}, "is not UTF-8"),
+    ],
+)
+def test_a_header_that_is_no_text_is_refused(headers: Any, reason: str) -> None:
+    with pytest.raises(Unpublishable, match=reason):
+        staged(Told(), headers=headers)
 
 
 def test_an_event_that_is_too_large_is_refused_with_both_sizes() -> None:
@@ -208,7 +277,7 @@ TWICE = datetime(2026, 10, 25, 2, 30, tzinfo=BERLIN)
     ],
 )
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-def test_an_event_that_its_own_class_does_not_read_as_it_was_is_refused(
+def test_an_event_that_its_class_reads_back_changed_is_refused(
     event: Callable[[], Event],
 ) -> None:
     with pytest.raises(Unpublishable, match=r"(Told|Holding|Sum).* its own JSON") as info:
@@ -323,7 +392,7 @@ def test_each_event_has_the_context_that_it_was_staged_in() -> None:
     assert found == ["n=1", "n=2", "n=1", "n=2", "n=2", "n=current", None, "n=current"]
 
 
-def test_an_event_that_a_thread_stages_between_has_its_own_context_and_so_have_the_others(
+def test_events_staged_concurrently_by_threads_have_their_own_contexts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     outbox = Outbox("source", LIMIT)
@@ -372,7 +441,7 @@ def test_the_engine_neither_notifies_nor_listens() -> None:
         assert not re.search(r"\b(NOTIFY|LISTEN|pg_notify|add_listener)\b", source.read_text())
 
 
-def test_an_event_that_is_due_in_a_thousand_years_is_refused_where_it_is_published() -> None:
+def test_an_event_due_in_a_thousand_years_is_refused_when_published() -> None:
     assert Due.check(None, timedelta(days=36_525), None).name is None
     with pytest.raises(Unpublishable, match="100 years at most"):
         Due.check(None, timedelta(days=365_250), None)

@@ -47,7 +47,7 @@ def test_slow_handlers_get_as_many_as_fit(pace: Pace) -> None:
     assert pace.limit == 40
 
 
-def test_few_messages_of_a_quick_handler_are_no_reason_to_give_a_slow_one_more(pace: Pace) -> None:
+def test_few_quick_messages_do_not_enlarge_the_batches_of_slow_handlers(pace: Pace) -> None:
     pace.learn([done(100, 100 * 0.05)], 100)
     for _ in range(3):
         pace.learn([done(1, 0.004)], 1)

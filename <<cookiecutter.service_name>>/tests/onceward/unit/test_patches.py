@@ -50,7 +50,7 @@ class Reset:
     ("kind", "error"),
     [(conn.AIOKafkaConnection, RuntimeError), (patches.Connection, KafkaConnectionError)],
 )
-async def test_a_write_to_a_connection_that_was_reset_is_no_error_of_kafkas_without_the_patch(
+async def test_without_the_patch_writes_to_reset_connections_raise_no_kafka_error(
     kind: Any, error: type[Exception]
 ) -> None:
     connection = kind("127.0.0.1", 9)
@@ -100,7 +100,7 @@ async def test_a_request_of_a_closed_client_never_ends_without_the_patch() -> No
         update.cancel()
 
 
-async def test_a_client_that_knows_no_broker_fails_by_an_assertion_without_the_patch() -> None:
+async def test_without_the_patch_a_client_without_brokers_fails_an_assertion() -> None:
     kinds = ((AIOKafkaClient, AssertionError), (patches.Client, errors.NodeNotReadyError))
     for kind, error in kinds:
         client = kind(bootstrap_servers="127.0.0.1:9")
@@ -111,7 +111,7 @@ async def test_a_client_that_knows_no_broker_fails_by_an_assertion_without_the_p
     assert errors.NodeNotReadyError.retriable
 
 
-async def test_a_broker_waits_for_replicas_as_long_as_the_client_without_the_patch() -> None:
+async def test_without_the_patch_brokers_wait_for_replicas_until_the_request_timeout() -> None:
     producer = AIOKafkaProducer(bootstrap_servers="127.0.0.1:9", request_timeout_ms=40_000)
     handler: Any = sender.SendProduceReqHandler(producer._sender, {})
     assert handler.create_request()._timeout == 40_000  # of the broker
@@ -125,7 +125,7 @@ def test_a_batch_is_unpacked_without_a_limit_without_the_patch() -> None:
     assert len(record.value) == LARGE
 
 
-def test_a_name_of_a_header_that_is_not_utf8_cannot_be_read_without_the_patch() -> None:
+def test_without_the_patch_a_non_utf8_header_name_cannot_be_read() -> None:
     data = batch("none", b"v", headers=[("name", b"x")]).replace(b"name", b"n\xffme")
     with pytest.raises((UnicodeDecodeError, CorruptRecordException)):
         list(MemoryRecords(data).next_batch())
@@ -140,14 +140,14 @@ def test_errors_that_are_added_are_unknown_without_the_patch() -> None:
 @pytest.mark.parametrize(
     ("requests", "since"), [(group.HeartbeatRequestStruct, 3), (group.JoinGroupRequestStruct, 9)]
 )
-def test_a_static_member_does_not_learn_that_it_is_fenced_or_leads_without_the_patch(
+def test_without_the_patch_a_static_member_misses_fencing_and_leadership(
     requests: Any, since: int
 ) -> None:
     """The versions of requests since which brokers say so."""
     assert max(one.API_VERSION for one in get_args(requests)) < since
 
 
-def test_a_consumer_does_not_learn_that_a_leader_has_lost_records_without_the_patch() -> None:
+def test_without_the_patch_a_consumer_misses_records_lost_by_a_leader() -> None:
     """It would ask where the leader epoch ends that it has read, by requests of this kind."""
     of_leader_epochs = 23
     kinds = {one.API_KEY for one in Request.__subclasses__()}
@@ -230,7 +230,7 @@ async def test_a_fetch_is_sent_at_once_at_any_rate_without_the_patch(
     assert rested == ([pytest.approx(0.9 * consumer._GATHER_SECONDS)] if rests else [])
 
 
-async def test_what_is_known_of_a_partition_ends_with_an_error_and_with_a_silence(
+async def test_knowledge_of_a_partition_expires_after_an_error_or_a_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, state, partition = [100.0], SimpleNamespace(timestamp=None), TopicPartition("t", 0)

@@ -31,7 +31,7 @@ OUTAGE = asyncpg.ConnectionDoesNotExistError("connection was closed in the middl
         ((ValueError("a"),), ExceptionGroup),
     ],
 )
-def test_a_group_is_worth_the_strongest_decision_in_it_if_nothing_in_it_has_failed(
+def test_a_group_without_failures_has_the_strongest_of_its_decisions(
     errors: Sequence[Exception], worth: type[BaseException]
 ) -> None:
     assert type(as_decision(group(*errors))) is worth
@@ -48,7 +48,7 @@ def fate_of(error: BaseException) -> Decision:
 
 
 @pytest.mark.parametrize("waited", [0.0, 100.0, 10_000.0])
-def test_a_missing_column_spends_no_attempt_and_is_tried_less_and_less_often(waited: float) -> None:
+def test_a_missing_column_spends_no_attempt_and_is_retried_less_often(waited: float) -> None:
     error = group(asyncpg.UndefinedColumnError("column x does not exist"))
     policy = Policy(attempts=1, schedule=(0,), max_age=1e6)
     decision = policy.after_failure(error, NEW._replace(waited=waited), reason="failed")
@@ -69,7 +69,7 @@ async def test_a_decision_out_of_a_group_of_tasks_is_a_decision() -> None:
     assert fate_of(group(Reject("never"))).reason == "rejected"
 
 
-def test_a_failure_in_a_group_is_told_with_all_that_is_in_it() -> None:
+def test_a_failure_in_a_group_is_reported_with_the_whole_group() -> None:
     decision = fate_of(group(Reject("never"), ValueError("a bug")))
     assert (decision.reason, decision.attempts) == ("failed", 1)
     assert decision.error is not None

@@ -63,7 +63,7 @@ def test_the_anchor_is_there_or_compaction_may_have_removed_it(
         (WHOLE, [ANCHOR, BETWEEN, NEXT]),
     ],
 )
-def test_another_record_or_none_in_a_batch_that_is_complete_is_an_incident(
+def test_another_or_no_record_in_a_complete_batch_is_an_incident(
     data: bytes, records: Sequence[ConsumerRecord]
 ) -> None:
     with pytest.raises(Blocked, match=r"read at 9 \(created anew, or its end lost\)"):
@@ -99,7 +99,7 @@ def test_records_are_in_doubt_behind_each_other_epoch_and_each_gap() -> None:
     assert not one.may_have_lost(None)
 
 
-def test_the_anchor_itself_is_not_in_doubt_and_what_follows_it_only_once() -> None:
+def test_the_anchor_is_not_in_doubt_and_its_followers_only_once() -> None:
     links = ["first"]
     one = position()
     one._client = cast(Any, SimpleNamespace(link=lambda _: links[-1], seek=lambda *_: None))

@@ -73,8 +73,7 @@ TABLE = [
     Names(
         AIOKafkaClient,
         "_get_conn _metadata_update",
-        "integration/test_clients.py::"
-        "test_a_client_whose_brokers_have_moved_does_not_find_them_without_the_patch",
+        "integration/test_clients.py::test_without_the_patch_a_client_does_not_find_moved_brokers",
     ),
     Names(
         AIOKafkaConnection,
@@ -86,13 +85,12 @@ TABLE = [
         AIOKafkaConnection,
         "_sasl_oauth_token_provider",
         "integration/test_expiring.py::"
-        "test_a_service_goes_on_while_its_tokens_expire_and_loses_and_repeats_nothing",
+        "test_a_service_continues_without_loss_or_repetition_while_its_tokens_expire",
     ),
     Names(
         ClusterMetadata,
         "_brokers",
-        "integration/test_clients.py::"
-        "test_a_client_whose_brokers_have_moved_does_not_find_them_without_the_patch",
+        "integration/test_clients.py::test_without_the_patch_a_client_does_not_find_moved_brokers",
     ),
     Names(
         ClusterMetadata,
@@ -103,7 +101,7 @@ TABLE = [
         AIOKafkaConsumer,
         "_client _closed _coordinator _fetcher _subscription",
         "integration/test_clients.py::"
-        "test_a_partition_that_rests_takes_no_memory_and_goes_on_where_it_was",
+        "test_a_resting_partition_takes_no_memory_and_resumes_at_its_position",
     ),
     Names(
         AIOKafkaConsumer,
@@ -125,7 +123,7 @@ TABLE = [
         Fetcher,
         "_max_partition_fetch_bytes _wait_consume_future",
         "integration/test_clients.py::"
-        "test_a_partition_that_rests_takes_no_memory_and_goes_on_where_it_was",
+        "test_a_resting_partition_takes_no_memory_and_resumes_at_its_position",
     ),
     Names(
         Fetcher,
@@ -137,13 +135,13 @@ TABLE = [
         FetchResult,
         "_partition_records",
         "integration/test_clients.py::"
-        "test_a_partition_that_rests_takes_no_memory_and_goes_on_where_it_was",
+        "test_a_resting_partition_takes_no_memory_and_resumes_at_its_position",
     ),
     Names(
         PartitionRecords,
         "_records _unpack_records",
         "unit/test_record_batches.py::"
-        "test_what_is_unpacked_goes_with_its_records_also_if_some_are_not_taken",
+        "test_unpacked_data_is_released_with_its_records_even_if_unread",
     ),
     Names(
         codec,
@@ -154,37 +152,36 @@ TABLE = [
         default_records,
         "_DefaultRecordBatchPy",
         "integration/test_nasty_records.py::"
-        "test_records_before_and_behind_a_name_that_is_not_utf8_come_once_each",
+        "test_records_around_a_non_utf8_header_name_arrive_once_each",
     ),
     Names(
         default_records._DefaultRecordBatchPy,
         "_buffer _maybe_uncompress",
         "integration/test_nasty_records.py::"
-        "test_records_before_and_behind_a_name_that_is_not_utf8_come_once_each",
+        "test_records_around_a_non_utf8_header_name_arrive_once_each",
     ),
     Names(
         GroupCoordinator,
         "_group_instance_id _heartbeat_task",
         "integration/test_static_membership.py::"
-        "test_of_two_processes_with_one_id_the_later_one_serves_until_it_ends",
+        "test_with_one_instance_id_the_later_process_serves_until_it_ends",
     ),
     Names(
         GroupCoordinator,
         "_do_rejoin_group _group_subscription _on_join_complete",
         "integration/test_static_membership.py::"
-        "test_a_leader_that_restarts_keeps_its_partitions_and_assigns_those_that_were_added",
+        "test_a_restarted_leader_keeps_its_partitions_and_assigns_added_ones",
     ),
     Names(
         GroupCoordinator,
         "_coordination_task",
-        "integration/test_broker.py::"
-        "test_a_member_that_its_group_rejects_says_why_and_joins_once_it_is_accepted",
+        "integration/test_broker.py::test_a_rejected_group_member_says_why_and_joins_once_accepted",
     ),
     Names(
         GroupCoordinator,
         "_send_req",
         "integration/test_stamps.py::"
-        "test_a_second_database_of_a_group_is_refused_and_the_first_one_handles_all",
+        "test_a_groups_second_database_is_refused_and_the_first_continues",
     ),
     Names(
         AIOKafkaProducer,
@@ -202,13 +199,13 @@ TABLE = [
         AIOKafkaProducer,
         "_sender",
         "unit/test_patches.py::"
-        "test_a_broker_waits_for_replicas_as_long_as_the_client_without_the_patch",
+        "test_without_the_patch_brokers_wait_for_replicas_until_the_request_timeout",
     ),
     Names(
         Sender,
         "_request_timeout_ms",
         "unit/test_patches.py::"
-        "test_a_broker_waits_for_replicas_as_long_as_the_client_without_the_patch",
+        "test_without_the_patch_brokers_wait_for_replicas_until_the_request_timeout",
     ),
     Names(
         AIOKafkaAdminClient,
@@ -223,14 +220,13 @@ TABLE = [
     Names(
         Session,
         "_before_attach _merge",
-        "integration/test_careless.py::test_a_row_that_is_kept_from_another_message_of_the_batch_"
-        "is_refused",
+        "integration/test_careless.py::test_a_row_kept_from_another_message_of_the_batch_is_refused",
     ),
     Names(
         Session,
         "_expire_state _expunge_states _new",
         "integration/test_careless.py::"
-        "test_a_row_whose_event_is_published_is_not_dropped_before_it_is_written",
+        "test_a_row_with_a_published_event_is_not_dropped_before_flush",
     ),
     Names(
         IdentityMap,
@@ -241,7 +237,7 @@ TABLE = [
     Names(
         Connection,
         "_execution_options",
-        "integration/test_door.py::test_options_of_the_connection_end_with_their_message",
+        "integration/test_session.py::test_options_of_the_connection_end_with_their_message",
     ),
     Names(
         NestedTransaction,
@@ -269,8 +265,7 @@ TABLE = [
     Names(
         ReadableSpan,
         "_attributes _events _name _status",
-        "unit/test_redaction.py::"
-        "test_no_part_of_a_span_that_is_sent_holds_a_secret_and_all_else_is_as_it_was",
+        "unit/test_redaction.py::test_exported_spans_contain_no_secret_and_are_otherwise_unchanged",
     ),
     Names(
         semconv,

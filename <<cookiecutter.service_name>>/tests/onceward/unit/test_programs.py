@@ -20,7 +20,7 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_test_whose_program_is_missing_is_skipped_and_says_what_to_install() -> None:
+def test_a_test_without_its_program_is_skipped_with_what_to_install() -> None:
     with pytest.raises(pytest.skip.Exception, match=r"no-such-program .* such-package"):
         program("no-such-program")
 

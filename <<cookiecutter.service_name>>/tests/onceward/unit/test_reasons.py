@@ -86,7 +86,7 @@ def test_every_reason_that_the_engine_gives_is_explained_and_no_other() -> None:
     assert given == set(dead_letters.REASONS)
 
 
-def test_every_reason_for_which_an_event_is_not_sent_is_explained_and_no_other() -> None:
+def test_exactly_the_reasons_for_unsent_events_are_explained() -> None:
     rooms = "operators/statements.py", "relay/statements.py"
     files = CLI / "dead_events.py", *(ENGINE / one for one in rooms)
     source = "".join(file.read_text() for file in files)

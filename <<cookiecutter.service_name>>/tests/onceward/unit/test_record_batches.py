@@ -70,7 +70,7 @@ def values(records: Sequence[Any]) -> list[bytes]:
     return [one.value for one in records]
 
 
-def test_a_batch_shows_its_leader_epoch_and_whether_compaction_may_have_shortened_it() -> None:
+def test_a_batch_shows_its_leader_epoch_and_whether_compaction_shortened_it() -> None:
     made = batch("gzip", b"a", b"b", b"c", first=7)
     made = made[:12] + (5).to_bytes(4) + made[16:]
     found = FetchedBatches(made + batch("none", b"d", first=10))
@@ -91,7 +91,7 @@ def test_batches_of_each_codec_are_read_from_any_offset(codec: str) -> None:
     assert values(list(fetched(data, 37))) == sent[37:]
 
 
-def test_a_batch_for_which_there_is_room_is_read_and_a_larger_one_is_named(codec: str) -> None:
+def test_a_batch_that_fits_is_read_and_larger_ones_are_named(codec: str) -> None:
     fits = bytes(LIMIT - 100)
     assert values(list(fetched(batch(codec, fits), room=LIMIT))) == [fits]
     data = batch(codec, b"a", bytes(LARGE), b"c", first=7)
@@ -113,7 +113,7 @@ def test_batches_share_the_room_and_what_does_not_fit_is_fetched_again(codec: st
     assert len(list(fetched(b"".join(sent[2:]), 2, room=LIMIT))) == 2
 
 
-def test_the_rest_of_a_batch_that_is_unpacked_needs_no_room_in_the_next_call(codec: str) -> None:
+def test_the_rest_of_an_unpacked_batch_needs_no_further_room(codec: str) -> None:
     large = batch(codec, bytes(LIMIT // 2), bytes(LIMIT // 3))
     found = fetched(large + batch(codec, b"c", first=2), room=LIMIT)
     next(found)
@@ -146,7 +146,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ref[mmap]]]:
     gc.enable()
 
 
-def test_what_is_unpacked_goes_with_its_records_also_if_some_are_not_taken(
+def test_unpacked_data_is_released_with_its_records_even_if_unread(
     unpacked: list[ref[mmap]],
 ) -> None:
     records = fetched(batch("gzip", b"a", b"b"))

@@ -55,9 +55,7 @@ def test_a_secret_of_the_environment_is_known_by_its_variable(
         "/services/T02/B3 and",
     ],
 )
-def test_of_a_secret_url_path_and_query_are_secret_and_its_host_is_not(
-    redactor: Redactor, shown: str
-) -> None:
+def test_a_secret_url_is_hidden_except_for_its_host(redactor: Redactor, shown: str) -> None:
     redactor.learn(
         {"DELAY_WEBHOOK": "https://hooks.example.org/services/T02/B3?via=x1"}, {"DELAY_WEBHOOK"}
     )
@@ -183,7 +181,15 @@ def test_values_of_secret_fields_are_left_out_wherever_a_payload_is_quoted(
     assert "o-1" in text
 
 
-def test_a_value_that_ends_with_a_backslash_hides_no_end_of_its_own_and_no_other_secret(
+def test_where_fields_are_shown_known_secrets_are_not(redactor: Redactor) -> None:
+    redactor.mark(Card)
+    redactor.learn({"A_TOKEN": "correct-horse"})
+    text = '{"pin": "1234", "text": "correct-horse"}'
+    assert redactor.redact_known(text) == text.replace("correct-horse", HIDDEN)
+    assert "1234" not in redactor.redact(text)
+
+
+def test_secrets_are_hidden_even_if_one_ends_with_a_backslash(
     redactor: Redactor,
 ) -> None:
     redactor.mark(Paid)
@@ -230,7 +236,7 @@ def test_values_that_errors_quote_are_left_out_of_texts_made_of_them(redactor: R
     assert text.endswith("more")
 
 
-def test_an_event_that_would_be_sent_with_asterisks_for_a_secret_is_refused() -> None:
+def test_an_event_that_would_publish_asterisks_for_a_secret_is_refused() -> None:
     class Sealed(Event, type="sealed", topic="seals"):
         seal: SecretStr
 
@@ -243,7 +249,7 @@ def test_an_event_that_would_be_sent_with_asterisks_for_a_secret_is_refused() ->
     outbox.stage(Opened(seal=SecretStr("wax")), id="1", key=None, sequence=None)
 
 
-def test_no_part_of_a_span_that_is_sent_holds_a_secret_and_all_else_is_as_it_was() -> None:
+def test_exported_spans_contain_no_secret_and_are_otherwise_unchanged() -> None:
     received = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporters.Redacting(received)))

@@ -21,7 +21,7 @@ CODES = set(range(-1, 140)) - {errors.NoError.errno}
 @pytest.mark.parametrize(
     "code", sorted(CODES - {getattr(error, "errno", None) for error in OUTAGES})
 )
-def test_whatever_brokers_answer_to_a_batch_is_up_to_an_event_or_its_topic(code: int) -> None:
+def test_broker_errors_for_a_batch_are_attributed_to_event_or_topic(code: int) -> None:
     error = errors.for_code(code)()
     rejection = rejection_of(error, EVENT)
     assert rejection is not None

@@ -120,7 +120,7 @@ def test_all_mistakes_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_each_mistake_has_the_name_of_its_variable_and_says_what_to_write(
+def test_each_mistake_names_its_variable_and_says_what_to_write(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = {
@@ -408,7 +408,7 @@ def files(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_settings_for_tls_and_sasl_that_do_not_go_together_are_all_told(
+def test_all_incompatible_tls_and_sasl_settings_are_reported(
     monkeypatch: pytest.MonkeyPatch, files: Path, chosen: dict[str, str], mistakes: list[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "onceward.oidc.tokens", raising=False)
@@ -468,7 +468,7 @@ def test_that_tls_is_not_even_tried_is_told_in_the_url(monkeypatch: pytest.Monke
         ("https://collector:4318", None),
     ],
 )
-def test_each_host_beyond_loopback_that_is_named_by_http_is_told_with_its_setting(
+def test_each_http_host_beyond_loopback_is_reported_with_its_setting(
     monkeypatch: pytest.MonkeyPatch, address: str, host: str | None
 ) -> None:
     monkeypatch.setenv("PIPELINE_OTLP_ENDPOINT", address)

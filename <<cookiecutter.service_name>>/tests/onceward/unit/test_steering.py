@@ -92,7 +92,7 @@ def is_own(what: object) -> TypeGuard[type[BaseException]]:
     return what.__module__.startswith(OURS)
 
 
-def test_what_is_caught_by_name_is_of_five_kinds_or_known_to_be_an_error() -> None:
+def test_exceptions_caught_by_name_are_of_five_kinds_or_known_errors() -> None:
     caught = {one for module in modules() for one in caught_in(module)}
     assert {one.__name__ for one in caught if not issubclass(one, KINDS)} == OTHERS.keys()
     for kind in KINDS:

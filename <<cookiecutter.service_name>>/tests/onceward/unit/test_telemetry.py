@@ -127,7 +127,7 @@ def test_a_recorded_message_continues_the_trace_of_its_sender(spans: Spans) -> N
 
 @pytest.mark.parametrize("tracestate", [None, "vendor=1"])
 @pytest.mark.parametrize("baggage", [None, "tenant=acme"])
-def test_a_message_that_is_not_recorded_makes_no_span_and_hands_its_context_on(
+def test_an_unsampled_message_makes_no_span_and_passes_its_context_on(
     spans: Spans, tracestate: str | None, baggage: str | None
 ) -> None:
     with process(message(UNSAMPLED, tracestate=tracestate, baggage=baggage)):
@@ -136,7 +136,7 @@ def test_a_message_that_is_not_recorded_makes_no_span_and_hands_its_context_on(
     assert spans.all() == ()
 
 
-def test_what_a_handler_adds_to_a_context_that_is_not_recorded_goes_on(spans: Spans) -> None:
+def test_changes_of_a_handler_to_an_unsampled_context_are_passed_on(spans: Spans) -> None:
     with process(message(UNSAMPLED)):
         token = otel.attach(baggage.set_baggage("tenant", "acme"))
         assert traces.creation_context() == (UNSAMPLED, None, "tenant=acme")
@@ -164,7 +164,7 @@ def test_a_message_without_context_starts_a_trace_of_its_own(spans: Spans) -> No
     assert traceparent[3:35] == trace_of(span)
 
 
-def test_a_new_trace_that_is_not_recorded_still_has_an_id_for_the_next_hops(spans: Spans) -> None:
+def test_a_new_unsampled_trace_still_has_an_id_for_later_services(spans: Spans) -> None:
     spans.record(ratio=0)
     with process(message()):
         traceparent, _, _ = traces.creation_context()
@@ -192,7 +192,7 @@ def test_an_invalid_traceparent_counts_as_absent(spans: Spans, traceparent: str)
     assert spans.one().parent is None
 
 
-def test_a_traceparent_of_a_future_version_is_read_as_far_as_it_is_known(spans: Spans) -> None:
+def test_the_known_part_of_a_future_traceparent_version_is_read(spans: Spans) -> None:
     with process(message(f"cc-{TRACE}-{SPAN}-01-what-the-future-brings")):
         pass
     assert trace_of(spans.one()) == TRACE
@@ -220,7 +220,7 @@ def test_a_cancelled_attempt_ends_its_span_and_is_no_error(spans: Spans) -> None
     assert spans.one().status.status_code is trace.StatusCode.UNSET
 
 
-def test_a_key_that_is_no_text_and_an_absent_key_are_left_out(spans: Spans) -> None:
+def test_keys_that_are_absent_or_not_text_are_left_out(spans: Spans) -> None:
     for key in (b"\xff\xfe", None):
         with process(message(SAMPLED, key=key)):
             pass
@@ -271,7 +271,7 @@ def test_sending_links_to_the_recorded_traces_of_the_batch(spans: Spans) -> None
     }
 
 
-def test_a_refusal_that_is_dealt_with_is_the_error_of_what_was_sent(spans: Spans) -> None:
+def test_a_handled_refusal_is_recorded_as_the_error_of_its_sending(spans: Spans) -> None:
     with traces.sending("routes", 1, 5, [SAMPLED]) as operation:
         operation.failed(LookupError("4111 1111"))
     span = spans.one()
@@ -621,7 +621,7 @@ shutdown(0.2)
 """
 
 
-def test_a_receiver_that_does_not_answer_holds_the_shutdown_up_for_a_bounded_time(
+def test_an_unresponsive_receiver_delays_the_shutdown_for_a_bounded_time(
     collector: Collector,
 ) -> None:
     collector.silent_until.clear()  # until the test ends
@@ -647,7 +647,7 @@ shutdown(5)
 """
 
 
-def test_how_long_partitions_last_and_how_far_the_memory_goes_back_is_told() -> None:
+def test_metrics_report_how_long_partitions_last_and_the_inbox_coverage() -> None:
     first, later = (samples(text) for text in run(PARTITIONS).stdout.split("==="))
     assert 3_500 < first["pipeline_outbox_ahead_seconds"] < 3_600
     assert "pipeline_inbox_coverage_seconds" not in first, "all is remembered"

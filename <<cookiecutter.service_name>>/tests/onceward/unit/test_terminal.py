@@ -134,7 +134,7 @@ def run(arguments: str, program: str = PROGRAM) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-def test_a_command_ends_quietly_when_its_output_is_not_read_to_the_end() -> None:
+def test_a_command_ends_quietly_when_its_output_is_not_fully_read() -> None:
     with start("lines 100000") as process:
         assert process.stdout
         assert process.stderr

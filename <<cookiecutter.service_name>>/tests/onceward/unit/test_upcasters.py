@@ -199,7 +199,7 @@ def test_a_type_that_has_no_upcaster_is_unknown_as_before() -> None:
     assert isinstance(items_of(handlers, sent("weighed.v1", {}), validates=True), list)
 
 
-def test_older_types_are_known_in_each_topic_and_a_handler_is_listed_once() -> None:
+def test_older_types_are_known_in_each_topic_and_handlers_listed_once() -> None:
     handlers = taking(Weighed)
     handlers.on(Weighed, topic="others", consumer="other")(note)
     assert len(list(handlers)) == 2

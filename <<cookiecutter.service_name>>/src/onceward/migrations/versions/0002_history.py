@@ -2,9 +2,9 @@
 
 The database whose outbox it is, and its brokers, are stored beside the cluster. Rows that are due
 are found by their consumer. Each row names the release that has written it, and markers have the
-key of their record: both are found by an index. One process counts the backlog for all. `throttle`
-holds what people have paused, `audit` what they have changed. The table `inbox_filter` is used by
-processes of version 1.0.0 only.
+key of their record: both are found by an index. One process counts the backlog for all. Events that
+wait for a topic are found by their shard. `throttle` holds what people have paused, `audit` what
+they have changed. The table `inbox_filter` is used by processes of version 1.0.0 only.
 
 Revision ID: pipeline_0002
 Revises: pipeline_0001
@@ -167,6 +167,9 @@ def upgrade() -> None:
             EXECUTE 'ALTER TABLE ONLY pipeline.outbox {_SET}';
             EXECUTE 'ALTER TABLE pipeline.outbox_rejected {_SET}';
         END IF;
+        DROP INDEX pipeline.outbox_rejected_waiting_idx;
+        CREATE INDEX outbox_rejected_waiting_idx ON pipeline.outbox_rejected (topic, shard, id)
+         WHERE died_at IS NULL;
         """,
     )
 
@@ -209,4 +212,9 @@ def downgrade() -> None:
     op.execute("DROP INDEX pipeline.backlog_due_idx")
     op.execute("""
         CREATE INDEX backlog_due_idx ON pipeline.backlog (lane, due_at) WHERE due_at IS NOT NULL
+    """)
+    op.execute("DROP INDEX pipeline.outbox_rejected_waiting_idx")
+    op.execute("""
+        CREATE INDEX outbox_rejected_waiting_idx ON pipeline.outbox_rejected (topic, id)
+         WHERE died_at IS NULL
     """)

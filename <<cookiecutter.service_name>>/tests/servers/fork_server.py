@@ -1,6 +1,7 @@
 """Processes that start at once: forked from one that has imported everything.
 
-`python -m tests.servers.zygote` forks one for every line that it reads, and prints its process id.
+`python -m tests.servers.fork_server` forks one for every line that it reads, and prints its
+process id.
 """
 
 import atexit
@@ -64,7 +65,7 @@ class Forked:
         await self.ended()
 
 
-class Zygote:
+class ForkServer:
     """The process that they are forked from; `module` is its program."""
 
     def __init__(self, environment: Mapping[str, str], module: str = __name__) -> None:

@@ -1,4 +1,4 @@
-"""A desk that makes calls, and an outside that takes them."""
+"""An applier that makes calls, and an outside that takes them."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from onceward.apply.outcome import BatchOutcome
 from onceward.effects import Call, Effects, EffectWorkers
 
 from tests.contract.bank import Account, Deposited
-from tests.onceward.integration import desk
+from tests.onceward.integration import applier
 from tests.onceward.integration.test_backlog import QUICK
 from tests.servers.waiting import PATIENCE
 
@@ -17,7 +17,7 @@ TOPIC = "deposits"
 
 
 @dataclass
-class Desk(desk.Desk):
+class Applier(applier.Applier):
     """Takes the place of the consumer's reader, and of the workers of effects."""
 
     caller: EffectWorkers = field(init=False)
@@ -40,7 +40,7 @@ class Desk(desk.Desk):
             pass
 
 
-NewDesk: TypeAlias = Callable[..., Awaitable[Desk]]
+NewApplier: TypeAlias = Callable[..., Awaitable[Applier]]
 
 
 class Received(Event, type="received"):
@@ -99,7 +99,7 @@ class Outside:
                 self.under_way -= 1
 
 
-async def desk_of(new_calling_desk: NewDesk, **options: Any) -> tuple[Outside, Desk]:
-    """Return the bank whose effect has these options, and its desk."""
+async def applier_of(new_calling_applier: NewApplier, **options: Any) -> tuple[Outside, Applier]:
+    """Return the bank whose effect has these options, and its applier."""
     outside = Outside(options)
-    return outside, await new_calling_desk(outside.handlers, topic=TOPIC)
+    return outside, await new_calling_applier(outside.handlers, topic=TOPIC)

@@ -1,4 +1,4 @@
-"""The handler's door: what a handler does to its session is done as if it were alone in a batch."""
+"""What a handler does to its session is done as if it were alone in a batch."""
 
 import asyncio
 import contextvars
@@ -32,8 +32,8 @@ from onceward.errors import SourceLost
 from onceward.servers.database import driver_of
 from onceward.servers.guard import HandlerFault, watch_coroutines
 
+from .applier import Applier, NewApplier
 from .calling import take_calls
-from .desk import Desk, NewDesk
 from .test_inbox import Connect
 from tests.contract.bank import Base, Deposit, Deposited
 from tests.servers.pooler import CANCELLING
@@ -140,8 +140,8 @@ async def change(tx: Transaction, key: str) -> None:
 class Habits:
     """A handler that does what a test says for each amount; `change` for the others."""
 
-    def __init__(self, desk: Desk, handlers: Handlers) -> None:
-        self.desk = desk
+    def __init__(self, applier: Applier, handlers: Handlers) -> None:
+        self.applier = applier
         self.handlers = handlers
         self.habits: dict[int, Habit] = {}
         self.calls: list[int] = []
@@ -153,26 +153,26 @@ class Habits:
 
     async def apply(self, amount: int, *keys: str) -> None:
         """Have a batch of messages of these keys handled."""
-        first = await self.desk.position()
-        await self.desk.apply(
+        first = await self.applier.position()
+        await self.applier.apply(
             *(Deposit(amount, account=key, id=f"{first} {n}") for n, key in enumerate(keys))
         )
 
     async def together(self, *amounts: int) -> None:
         """Have the messages handled in one batch."""
-        await self.desk.apply(*(Deposit(n, account="ada") for n in amounts))
+        await self.applier.apply(*(Deposit(n, account="ada") for n in amounts))
 
     async def alone(self, *amounts: int) -> None:
         """Have the messages handled one by one."""
         for n in amounts:
-            await self.desk.apply(Deposit(n, account="bob", id=f"alone {n}"))
+            await self.applier.apply(Deposit(n, account="bob", id=f"alone {n}"))
 
 
 @pytest.fixture
-async def habits(new_desk: NewDesk) -> Habits:
-    """Return a desk with a handler that has habits."""
+async def habits(new_applier: NewApplier) -> Habits:
+    """Return an applier with a handler that has habits."""
     handlers = Handlers()
-    return Habits(await new_desk(handlers, topic=TOPIC), handlers)
+    return Habits(await new_applier(handlers, topic=TOPIC), handlers)
 
 
 async def row_of(db: asyncpg.Connection, table: str, key: object) -> dict[str, Any]:
@@ -196,12 +196,12 @@ async def events_of(db: asyncpg.Connection, key: str = "ada") -> list[tuple[int,
     return [(row["sequence"], row["payload"]) for row in rows]
 
 
-async def errors_of(desk: Desk) -> dict[int, str]:
+async def errors_of(applier: Applier) -> dict[int, str]:
     """Return why messages failed, by their place, when those have been tried that are due."""
-    await desk.work_off()
+    await applier.work_off()
     return {
         row["offset"]: row["error"]
-        for row in await desk.backlog()
+        for row in await applier.backlog()
         if row["reason"] != "follows another"
     }
 
@@ -254,7 +254,7 @@ async def test_what_a_savepoint_staged_goes_with_it(
 
     habits.habits = {1: schedule, 2: habit}
     await habits.together(1, 2, 3)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert await events_of(db) == [(1, '{"cents":1}'), (2, '{"cents":2}')]
     assert [r["name"] for r in await db.fetch("SELECT name FROM pipeline.scheduled")] == ["kept"]
     assert (await wallet_of(db))["version"] == 2
@@ -265,16 +265,16 @@ async def test_what_a_savepoint_staged_stays_when_it_is_released(
 ) -> None:
     habits.habits = {1: releasing}
     await habits.together(1, 2)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert await events_of(db) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3)]
 
 
-async def test_a_row_whose_lock_went_with_a_savepoint_is_locked_and_read_again(
-    new_desk: NewDesk, db: asyncpg.Connection
+async def test_a_row_unlocked_by_a_savepoint_is_locked_and_read_again(
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     await db.execute("INSERT INTO wallet (id, cents, version) VALUES ('ada', 100, 0)")
     handlers, between = Handlers(), asyncio.Event()
-    desks = [await new_desk(handlers, topic=TOPIC, partition=number) for number in (0, 1)]
+    appliers = [await new_applier(handlers, topic=TOPIC, partition=number) for number in (0, 1)]
     unlocked = asyncio.Event()
 
     @handlers.on(Deposited, topic=TOPIC, consumer="wallet")
@@ -288,9 +288,9 @@ async def test_a_row_whose_lock_went_with_a_savepoint_is_locked_and_read_again(
             await between.wait()
         await add_cents(tx, "ada", 10 if tx.message.partition else 1)
 
-    first = asyncio.create_task(desks[0].apply(Deposit(1)))
+    first = asyncio.create_task(appliers[0].apply(Deposit(1)))
     await unlocked.wait()
-    await desks[1].apply(Deposit(1, id="other"))
+    await appliers[1].apply(Deposit(1, id="other"))
     between.set()
     await first
     assert (await wallet_of(db))["cents"] == 111
@@ -307,7 +307,7 @@ async def test_a_row_is_usable_after_a_savepoint_was_rolled_back(
 
     habits.habits = {2: habit}
     await habits.together(1, 2)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert await events_of(db) == [(1, '{"cents":1}'), (2, '{"cents":1}')]
 
 
@@ -326,7 +326,7 @@ async def test_a_row_that_was_locked_before_a_savepoint_stays_so(
 ) -> None:
     habits.habits = {2: trying_beside}
     await habits.together(1, 2, 3)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert await events_of(db) == [(n, f'{{"cents":{n}}}') for n in (1, 2, 3)]
 
 
@@ -355,7 +355,7 @@ async def test_an_aggregate_that_is_changed_without_a_lock_is_refused(
     habits: Habits, db: asyncpg.Connection, habit: Habit
 ) -> None:
     """Two partitions would lose each other's changes in silence."""
-    handlers = habits.desk.handlers
+    handlers = habits.applier.handlers
 
     @handlers.on(Deposited, topic=TOPIC, consumer="undeclared")
     async def undeclared(event: Deposited, tx: Transaction) -> None:
@@ -364,7 +364,7 @@ async def test_an_aggregate_that_is_changed_without_a_lock_is_refused(
 
     await habits.together(1)
     await habits.together(2, 3)
-    assert "without a lock" in (await errors_of(habits.desk))[1]
+    assert "without a lock" in (await errors_of(habits.applier))[1]
     assert (await wallet_of(db))["cents"] == 3
 
 
@@ -385,9 +385,9 @@ async def test_a_coroutine_that_is_not_awaited_is_the_fault_of_its_message(
         watch_coroutines()
         habits.habits = {2: habit, 4: habit}
         await habits.together(1, 2)
-        await habits.desk.apply(Deposit(3, account="eve"), Deposit(4, account="bob"))
-    assert set(await errors_of(habits.desk)) == {1, 3}
-    assert "never awaited" in (await errors_of(habits.desk))[3]
+        await habits.applier.apply(Deposit(3, account="eve"), Deposit(4, account="bob"))
+    assert set(await errors_of(habits.applier)) == {1, 3}
+    assert "never awaited" in (await errors_of(habits.applier))[3]
     assert (await wallet_of(db))["cents"] == 1
     assert (await wallet_of(db, "eve"))["cents"] == 1
 
@@ -465,7 +465,7 @@ async def test_a_savepoint_that_the_engine_can_not_follow_is_refused(
 ) -> None:
     habits.habits = {2: habit}
     await habits.together(1, 2)
-    assert "tx.session.begin_nested()" in (await errors_of(habits.desk))[1]
+    assert "tx.session.begin_nested()" in (await errors_of(habits.applier))[1]
     assert (await wallet_of(db))["cents"] == 1
     assert len(await events_of(db)) == 1
 
@@ -485,7 +485,7 @@ async def test_words_of_transactions_in_other_places_of_a_statement_are_allowed(
 
     habits.habits = {2: several}
     await habits.together(1, 2, 3)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert (await wallet_of(db))["cents"] == 3
 
 
@@ -534,10 +534,10 @@ async def test_a_statement_under_way_is_the_fault_of_its_message(
     habits.habits = {2: habit}
     await habits.together(1, 2)
     await habits.alone(4)
-    assert text in (await errors_of(habits.desk))[1]
+    assert text in (await errors_of(habits.applier))[1]
     assert (await wallet_of(db))["cents"] == 1
     assert (await wallet_of(db, "bob"))["cents"] == 1
-    assert habits.desk.outages == []
+    assert habits.applier.outages == []
 
 
 async def test_a_session_that_is_used_after_its_handler_has_ended_does_nothing(
@@ -706,12 +706,12 @@ async def test_who_ends_the_transaction_harms_no_neighbour_and_is_named(
     habits.habits = {2: end}
     await habits.together(1, 2)
     await habits.alone(4)
-    assert set(await errors_of(habits.desk)) == {1}, await errors_of(habits.desk)
+    assert set(await errors_of(habits.applier)) == {1}, await errors_of(habits.applier)
     assert (await wallet_of(db))["cents"] == 1
     assert len(await events_of(db)) == 1
     assert (await wallet_of(db, "bob"))["cents"] == 1
     assert await db.fetchval("SELECT count(*) FROM note") == 0
-    assert habits.desk.outages == []
+    assert habits.applier.outages == []
 
 
 @pytest.mark.parametrize("habit", [driver_commit, driver_commit_and_begin])
@@ -721,9 +721,9 @@ async def test_who_commits_when_a_worker_tries_it_again_is_refused_as_well(
     """With its marker committed the message would be a duplicate, and its events lost."""
     habits.habits = {2: habit}
     await habits.together(1, 2)
-    await habits.desk.make_due()
-    await habits.desk.work_off()
-    [row] = await habits.desk.backlog()
+    await habits.applier.make_due()
+    await habits.applier.work_off()
+    [row] = await habits.applier.backlog()
     assert (row["offset"], row["attempts"]) == (1, 2)
     assert await db.fetchval("SELECT count(*) FROM pipeline.inbox") == 1
     assert await db.fetchval("SELECT count(*) FROM pipeline.guarded_transaction") == 0
@@ -775,11 +775,11 @@ async def test_the_state_of_the_session_ends_with_its_message(
     habits.habits = {1: look, 2: leave, 3: look, 4: look}
     await habits.together(1)
     seen.clear()
-    await habits.desk.apply(Deposit(11), Deposit(1, "eve", id="x"), Deposit(2, "eve", id="y"))
-    await habits.desk.apply(Deposit(3, "eva"), Deposit(4, "eva"))
+    await habits.applier.apply(Deposit(11), Deposit(1, "eve", id="x"), Deposit(2, "eve", id="y"))
+    await habits.applier.apply(Deposit(3, "eva"), Deposit(4, "eva"))
     assert len(seen) >= 3
     assert seen == [seen[0]] * len(seen)
-    assert set(await errors_of(habits.desk)) == ({3} if fails else set())
+    assert set(await errors_of(habits.applier)) == ({3} if fails else set())
 
 
 def executing(text: str) -> Habit:
@@ -836,7 +836,7 @@ async def test_what_would_outlive_the_message_is_refused(
     habits.habits = {2: habit}
     await habits.together(1, 2)
     await habits.alone(4)
-    assert set(errors := await errors_of(habits.desk)) == {1}
+    assert set(errors := await errors_of(habits.applier)) == {1}
     assert text in errors[1]
     assert (await wallet_of(db))["cents"] == 1
     assert (await wallet_of(db, "bob"))["cents"] == 1
@@ -1044,7 +1044,7 @@ async def test_a_message_in_a_batch_behaves_as_it_would_alone(
     places = range(len(sequence))
     await habits.together(*places)
     await habits.alone(*places)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     for table in ("wallet", "tagged", "shop"):
         for suffix in ("", " before", " copy"):
             mine = await row_of(db, table, f"ada{suffix}")
@@ -1065,7 +1065,7 @@ async def test_a_listener_that_queries_at_each_flush_is_allowed(
         await habits.together(2, 3)
     finally:
         sa.event.remove(Session, "before_flush", audit)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert (await wallet_of(db))["cents"] == 3
 
 
@@ -1147,10 +1147,10 @@ async def test_what_looks_like_an_outage_is_the_fault_of_its_message(
     async with other.transaction():
         await other.execute("SELECT FROM wallet WHERE id = 'locked' FOR UPDATE")
         deposits = [Deposit(n, account=name) for n, name in ((1, "ada"), (2, "bob"), (3, "eve"))]
-        await habits.desk.apply(*deposits)
-        assert set(await errors_of(habits.desk)) == {1}
-        await habits.desk.apply(Deposit(4, account="eve"))
-    assert habits.desk.outages == []
+        await habits.applier.apply(*deposits)
+        assert set(await errors_of(habits.applier)) == {1}
+        await habits.applier.apply(Deposit(4, account="eve"))
+    assert habits.applier.outages == []
     assert [(await wallet_of(db, name))["cents"] for name in ("ada", "eve")] == [1, 2]
 
 
@@ -1168,7 +1168,7 @@ async def give_back(connection: AsyncConnection) -> None:
 
 @CANCELLING
 @pytest.mark.parametrize("act", [sleep_on, close_driver, give_back])
-async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
+async def test_a_stray_task_fails_its_own_message_and_no_other(
     habits: Habits,
     act: Callable[[AsyncConnection], Awaitable[None]],
     caplog: pytest.LogCaptureFixture,
@@ -1196,20 +1196,20 @@ async def test_a_stray_task_is_the_fault_of_its_message_and_of_no_other(
     habits.habits = {2: stray, 3: innocent, 4: innocent}
     deposits = [Deposit(n, account=name) for n, name in ((2, "ada"), (3, "bob"), (4, "eve"))]
     is_answered = True
-    while (position := await habits.desk.position()) < len(deposits):
+    while (position := await habits.applier.position()) < len(deposits):
         # If its COMMIT was executed, and the answer was lost, a reader goes on behind it.
         try:
-            await habits.desk.apply(*deposits[position:])
+            await habits.applier.apply(*deposits[position:])
         except SourceLost:
             is_answered = False
     await asyncio.gather(*tasks, return_exceptions=True)
     # Alone it may end before its task begins, which is refused then; what its task breaks may be
     # its own transaction, too, and then the log says who did.
-    errors = await errors_of(habits.desk)
+    errors = await errors_of(habits.applier)
     assert set(errors) <= {0}
     said = f"{errors.get(0)} {caplog.text}"
     assert not is_answered or re.search("has ended|begin_nested", said)
-    assert await habits.desk.position() == 3
+    assert await habits.applier.position() == 3
 
 
 async def test_many_that_fail_with_a_session_are_found_in_few_attempts(habits: Habits) -> None:
@@ -1218,12 +1218,12 @@ async def test_many_that_fail_with_a_session_are_found_in_few_attempts(habits: H
             raise Reject("no such wallet")
 
     habits.habits = dict.fromkeys(range(100), odd)
-    await habits.desk.apply(*(Deposit(n, account=str(n)) for n in range(100)))
-    assert len(await errors_of(habits.desk)) == 50
+    await habits.applier.apply(*(Deposit(n, account=str(n)) for n in range(100)))
+    assert len(await errors_of(habits.applier)) == 50
     assert len(habits.calls) <= 400
 
 
-async def test_a_handler_of_batches_in_sql_and_one_of_rows_lose_nothing_of_each_other(
+async def test_a_sql_batch_handler_and_a_row_handler_lose_no_updates(
     habits: Habits, db: asyncpg.Connection
 ) -> None:
     @habits.handlers.on_batch(Deposited, topic=TOPIC, consumer="bonus")
@@ -1258,10 +1258,10 @@ async def test_an_innocent_message_is_not_blamed_for_a_neighbours_row(
 
     habits.habits = {2: add, 3: load, 4: query}
     deposits = [Deposit(n, account=str(n)) for n in (1, 2, 3, 4)]
-    await habits.desk.apply(*deposits)
-    assert await habits.desk.park() == {("wallet", 1): "failed in a batch"}
-    await habits.desk.work_off()
-    assert await habits.desk.park() == {("wallet", 1): "failed"}
+    await habits.applier.apply(*deposits)
+    assert await habits.applier.park() == {("wallet", 1): "failed in a batch"}
+    await habits.applier.work_off()
+    assert await habits.applier.park() == {("wallet", 1): "failed"}
 
 
 async def test_a_row_that_was_added_is_found_by_later_messages(
@@ -1277,7 +1277,7 @@ async def test_a_row_that_was_added_is_found_by_later_messages(
 
     habits.habits = {1: add, 2: load}
     await habits.together(1, 2)
-    assert await errors_of(habits.desk) == {}
+    assert await errors_of(habits.applier) == {}
     assert await events_of(db, "other") == [(1, '{"cents":7}'), (2, '{"cents":8}')]
 
 
@@ -1312,7 +1312,7 @@ class Bought(Event, type="deposited"):
 
 
 async def test_each_consumer_and_each_attempt_has_an_event_of_its_own(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
     seen: list[tuple[str, int, int]] = []
@@ -1329,15 +1329,15 @@ async def test_each_consumer_and_each_attempt_has_an_event_of_its_own(
 
     on("first")
     on("second")
-    desk = await new_desk(handlers, topic=TOPIC)
+    applier = await new_applier(handlers, topic=TOPIC)
     value = b'{"account": "ada", "amount": %d, "articles": ["a", "b"]}'
-    await desk.apply(*(Deposit(n, account=str(n), value=value % n) for n in (1, 2, 3)))
+    await applier.apply(*(Deposit(n, account=str(n), value=value % n) for n in (1, 2, 3)))
     assert {number for _, _, number in seen} == {2}
     assert len(seen) > 6
 
 
 async def test_a_handler_can_not_swallow_the_end_of_its_time(
-    new_desk: NewDesk, db: asyncpg.Connection
+    new_applier: NewApplier, db: asyncpg.Connection
 ) -> None:
     handlers = Handlers()
 
@@ -1349,9 +1349,9 @@ async def test_a_handler_can_not_swallow_the_end_of_its_time(
             except BaseException:
                 return
 
-    desk = await new_desk(handlers, topic=TOPIC)
-    await desk.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3)))
-    assert "takes longer" in (await errors_of(desk))[1]
+    applier = await new_applier(handlers, topic=TOPIC)
+    await applier.apply(*(Deposit(n, account=str(n)) for n in (1, 2, 3)))
+    assert "takes longer" in (await errors_of(applier))[1]
 
 
 async def test_rows_may_be_loaded_at_once(habits: Habits, db: asyncpg.Connection) -> None:
@@ -1361,8 +1361,8 @@ async def test_rows_may_be_loaded_at_once(habits: Habits, db: asyncpg.Connection
 
     habits.habits = {1: load, 2: load}
     await habits.together(1, 2)
-    assert await errors_of(habits.desk) == {}
-    assert habits.desk.outages == []
+    assert await errors_of(habits.applier) == {}
+    assert habits.applier.outages == []
 
 
 async def test_what_is_done_by_a_transaction_that_has_ended_is_refused(
@@ -1379,7 +1379,7 @@ async def test_what_is_done_by_a_transaction_that_has_ended_is_refused(
         await change(tx, key)
 
     habits.habits = {1: keep, 2: use}
-    await habits.desk.apply(Deposit(1, account="eve"), Deposit(2, account="ada"))
+    await habits.applier.apply(Deposit(1, account="eve"), Deposit(2, account="ada"))
     assert "has ended" in caplog.text
     assert (await wallet_of(db))["cents"] == 1
     assert await db.fetchval("SELECT count(*) FROM pipeline.outbox WHERE key = 'x'") == 0

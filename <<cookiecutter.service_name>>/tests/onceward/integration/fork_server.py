@@ -1,11 +1,11 @@
-"""The zygote of the crash matrix: its batches share transactions however slow the machine is."""
+"""The fork server of the crash matrix: its batches share transactions on a slow machine, too."""
 
 import math
 
 from onceward.apply import transactions
 from onceward.consume import gathering
 
-from tests.servers.zygote import serve
+from tests.servers.fork_server import serve
 
 if __name__ == "__main__":
     gathering._EXPECTED_SECONDS, gathering._TIME_SHARE = math.inf, 1.0

@@ -1,11 +1,11 @@
-"""A door to a server: it can be shut, cut, held, and passed slowly."""
+"""A proxy to a server: it can be shut, cut, held, and passed slowly."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 
-class Door:
+class TcpProxy:
     """Leads to a server on this machine, as long as it is open."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -18,7 +18,7 @@ class Door:
         self.port = 0
         self.delay = 0.0
         """Seconds that what passes takes, in either direction."""
-        self.knocks = 0
+        self.attempts = 0
         """Connections that were asked for, taken or not."""
 
     def shut(self) -> None:
@@ -35,14 +35,14 @@ class Door:
         """Let nothing pass and tell nobody, as a network that loses everything."""
         self._passes.clear()
 
-    def go_on(self) -> None:
-        """Be an open door again."""
+    def restore(self) -> None:
+        """Be an open proxy again."""
         self._is_shut = False
         self._passes.set()
         self.delay = 0.0
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.knocks += 1
+        self.attempts += 1
         try:
             if self._is_shut:
                 raise ConnectionRefusedError
@@ -66,7 +66,7 @@ class Door:
         writer.close()
 
     @asynccontextmanager
-    async def listening(self, port: int = 0) -> AsyncIterator["Door"]:
+    async def listening(self, port: int = 0) -> AsyncIterator["TcpProxy"]:
         """Take connections as long as the block lasts."""
         server = await asyncio.start_server(self._accept, self._host, port)
         self.port = server.sockets[0].getsockname()[1]
@@ -74,5 +74,5 @@ class Door:
             yield self
         finally:
             server.close()
-            self.go_on()
+            self.restore()
             self.shut()

@@ -23,7 +23,7 @@ from onceward.consume.partition_source import PartitionBatch, PartitionSource
 from onceward.observe.health import Health
 from onceward.retry.workers import BacklogWorkers
 from onceward.servers.database import autocommitting
-from onceward.servers.retrying import Attempts
+from onceward.servers.retrying import Retrying
 
 from tests.contract.bank import Deposit
 
@@ -47,7 +47,7 @@ def outcomes_of(items: Sequence[Item], results: Sequence[BatchOutcome]) -> list[
 
 
 @dataclass
-class Desk:
+class Applier:
     """Takes the place of the consumer's reader."""
 
     engine: AsyncEngine
@@ -78,7 +78,7 @@ class Desk:
 
         A single record may be one over which so many processes have died.
         """
-        attempts = Attempts(
+        attempts = Retrying(
             "the test", "PostgreSQL", unless=lambda: False, report=self.outages.append
         )
         results = await self.consume.apply(
@@ -124,7 +124,7 @@ class Desk:
         return stored.next_offset
 
 
-NewDesk: TypeAlias = Callable[..., Awaitable[Desk]]
+NewApplier: TypeAlias = Callable[..., Awaitable[Applier]]
 
 
 Kind = TypeVar("Kind", bound=Store)
@@ -138,4 +138,4 @@ def store_of(
 ) -> Kind:
     """Return dead letters or events as commands have them, which wait for a lock for so long."""
     settings: Any = SimpleNamespace(backlog_lease=patience, relay_lease=3 * patience)
-    return kind(connection, Service("desk", handlers or Handlers(), MetaData()), settings)
+    return kind(connection, Service("applier", handlers or Handlers(), MetaData()), settings)
