@@ -125,7 +125,9 @@ class Views:
         payload, trace = payload_of(fields, form), traces.creation_context()
         staged = StagedEvent(topic, key.encode() or None, payload, *names, *trace)
         record = await self._record(staged, event)
-        item = validated(await self._item(record))
+        for error in (await prepare(self._service.handlers, [record])).values():
+            raise Refused(f"the record can't be decoded at present: {describe_error(error)}")
+        item = validated(self._item(record))
         if item.event is None:
             why = "" if item.fault is None else describe_error(item.fault)
             raise Refused(f"the payload is invalid: {why}")
@@ -137,9 +139,8 @@ class Views:
             async with autocommitting(self._engine) as connection:
                 by = audit.Change(operator.name, "send")
                 await audit.note(connection, by, f"event {id} to topic {topic}")
-            sent = await self._acknowledged(record)
-        message = item.message._replace(partition=sent.partition, offset=sent.offset, key=sent.key)
-        return _Sent(message, key)
+            record = await self._acknowledged(record)
+        return _Sent(self._item(record).message, key)
 
     async def _record(self, staged: StagedEvent, event: type[Event]) -> StoredRecord:
         """Return the event's record, as its topic's codec writes it."""
@@ -153,12 +154,9 @@ class Views:
         milliseconds = int(now.timestamp() * 1_000)
         return StoredRecord(staged.topic, 0, 0, milliseconds, staged.key, value, headers, 0.0)
 
-    async def _item(self, record: StoredRecord) -> Item:
+    def _item(self, record: StoredRecord) -> Item:
         """Return the record as the service decodes it, for the first of its handlers."""
-        handlers = self._service.handlers
-        for error in (await prepare(handlers, [record])).values():
-            raise Refused(f"the record can't be decoded at present: {describe_error(error)}")
-        found = items_of(handlers, record, validates=False, holds=False)
+        found = items_of(self._service.handlers, record, validates=False, holds=False)
         if isinstance(found, Undecoded):
             raise Refused(f"the record can't be decoded: {describe_error(found.error)}")
         if not found:
