@@ -35,7 +35,9 @@ async def stored(driver: asyncpg.Connection, proof: Proof) -> Evidence:
         names = {table["relname"], table["name"]} if is_public else {table["name"]}
         without = {*table["filled"]}.union(*(proof.may_differ.get(one, ()) for one in names))
         rows = found[f"table {table['relname'] if is_public else table['name']}"] = {}
-        for (text,) in await driver.fetch(f"SELECT to_jsonb(one) FROM {table['name']} AS one"):
+        for (text,) in await driver.fetch(
+            f"SELECT to_jsonb(one)::text FROM {table['name']} AS one"
+        ):
             row = json.loads(text, parse_float=str)
             # A key that may differ identifies nothing.
             key = [f"{one}={row[one]}" for one in table["key"] if one not in without]
